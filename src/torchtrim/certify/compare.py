@@ -1,0 +1,72 @@
+"""Compares what two trials computed, step by step and name by name."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from torchtrim.certify.evidence import QUANTITIES
+from torchtrim.certify.trial import Trial
+
+_PLURAL = {"loss": "losses", "parameter": "parameters", "random state": "random generators"}
+
+
+def differences(one: Trial, other: Trial) -> list[str]:
+    """What differs, as `"step/quantity:name"` in the order in which it was computed."""
+    found = []
+    for number, (a, b) in enumerate(zip(one.steps, other.steps, strict=False)):
+        names = [*a.digests, *(name for name in b.digests if name not in a.digests)]
+        found += [f"{number}/{n}" for n in names if a.digests.get(n) != b.digests.get(n)]
+    if len(one.steps) != len(other.steps):
+        found.append(f"{min(len(one.steps), len(other.steps))}/step:count")
+    return found
+
+
+def compared(one: Trial) -> tuple[str, ...]:
+    """What there was to compare, such as `"24 gradients x 4 steps"`."""
+    totals: Counter[str] = Counter()
+    steps: Counter[str] = Counter()
+    for step in one.steps:
+        kinds = Counter(name.partition(":")[0] for name in step.digests)
+        totals.update(kinds)
+        steps.update(kinds.keys())
+    return tuple(
+        f"{round(totals[kind] / steps[kind])} {_plural(kind)} x {steps[kind]} steps"
+        for kind in QUANTITIES
+        if totals[kind]
+    )
+
+
+def _plural(kind: str) -> str:
+    return _PLURAL.get(kind, f"{kind}s")
+
+
+def load_kept(folder: Path, number: int) -> torch.Tensor | None:
+    """A kept value, in float64; None if it was not seen."""
+    path = folder / f"kept-{number}"
+    if not path.exists():
+        return None
+    header, _, data = path.read_bytes().partition(b"\n")
+    dtype = getattr(torch, header.split()[0].decode())
+    if not data:
+        return torch.empty(0, dtype=torch.float64)
+    flat = torch.frombuffer(bytearray(data), dtype=dtype)
+    return flat.to(torch.complex128 if dtype.is_complex else torch.float64)
+
+
+def largest_difference(one: Path, other: Path, count: int) -> float:
+    """The largest difference among kept values, relative to the largest magnitude of each; inf where
+    shapes, NaNs or presence differ."""
+    return max((_relative(load_kept(one, i), load_kept(other, i)) for i in range(count)), default=0.0)
+
+
+def _relative(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
+    if one is None or other is None or one.shape != other.shape:
+        return float("inf")
+    if one.numel() == 0 or torch.equal(one, other):
+        return 0.0
+    difference = float((one - other).abs().max())
+    scale = max(float(one.abs().max()), float(other.abs().max()))
+    return difference / scale if difference == difference and scale else float("inf")

@@ -1,0 +1,202 @@
+"""What runs in the script's own process: `python -m torchtrim.certify.inside FOLDER LIFELINE`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import runpy
+import signal
+import sys
+import threading
+import traceback
+from pathlib import Path
+from types import CodeType
+from typing import NoReturn
+
+import msgspec
+import torch
+
+from torchtrim.certify.session import Session
+from torchtrim.certify.trial import Crash, Request, Trial, encode
+from torchtrim.errors import ApplyFailed
+from torchtrim.observe.build import Setting
+from torchtrim.observe.places import line_of
+from torchtrim.observe.script import OUTCOME, STATUS, TASK
+from torchtrim.records.files import write_atomically
+
+SEED = 1_927_031
+_MEMORY_WORDS = ("can't allocate memory", "not enough memory", "out of memory")
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """What the parent asks for."""
+
+    target: str
+    module: bool
+    args: tuple[str, ...]
+    project: str
+    request: Request
+
+
+class Stop(BaseException):
+    """Raised in the script when all steps are there. No `except Exception` catches it."""
+
+
+class Runner:
+    """Runs one task, and writes its outcome into the folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._task = msgspec.json.decode((folder / TASK).read_bytes(), type=Task)
+        self._written = False
+        request = self._task.request
+        setting = Setting(request.device or "", self._task.target, self._task.project)
+        self._session = Session(
+            request,
+            setting,
+            folder=folder,
+            done=self._done,
+            progress=lambda text: _say(folder, text),
+        )
+
+    def run(self) -> None:
+        """Run the script until its steps are done, it ends or it fails; leave the outcome."""
+        seed_all()
+        if self._task.request.double:
+            torch.set_default_dtype(torch.float64)
+        _say(self._folder, "the script starts")
+        crash = None
+        with self._session.watcher:
+            try:
+                run_target(self._task.target, self._task.module, self._task.args)
+            except Stop:
+                pass
+            except SystemExit as exit_:
+                crash = self._exited(exit_)
+            except BaseException as error:
+                crash = self._crash(error)
+            if self._session.watcher.stepped and not self._written and crash is None:
+                with contextlib.suppress(Stop):
+                    self._session.step_ends()
+        self._write(crash)
+
+    def _done(self) -> NoReturn:
+        if self._written:
+            os._exit(0)
+        self._write(None)
+        raise Stop
+
+    def _write(self, crash: Crash | None) -> None:
+        if self._written:
+            return
+        trial = self._trial(crash)
+        trial.seeds = "torchtrim" if torch.initial_seed() == SEED else "script"
+        write_atomically(self._folder / OUTCOME, encode(trial))
+        self._written = True
+
+    def _trial(self, crash: Crash | None) -> Trial:
+        session = self._session
+        recording = session.partial()
+        trial = session.trial
+        if session.refused is not None:
+            crash = Crash(kind="refused", message=str(session.refused))
+        if trial.profile is None and recording is not None and recording.running:
+            failed = recording.recorder.failure
+            trial.profile = recording.end(session.watcher.optimizers)
+            if crash is not None and failed is not None and failed.error in crash.message:
+                path, line = _place(failed.spot)
+                crash = msgspec.structs.replace(
+                    crash,
+                    operator=failed.operator,
+                    shapes=failed.shapes,
+                    phase=failed.phase,
+                    path=path,
+                    line=line,
+                )
+        session.finish()
+        if crash is None and not trial.steps:
+            crash = Crash(kind="no step", message="the script ended, and no step was complete")
+        trial.crash = crash
+        return trial
+
+    def _exited(self, error: SystemExit) -> Crash | None:
+        if error.code in (None, 0) or self._session.refused is not None:
+            return None
+        return Crash(kind="exited", message=f"the script exited with {error.code!r}")
+
+    def _crash(self, error: BaseException) -> Crash:
+        text = "".join(traceback.format_exception(_without_own_frames(error))).strip()
+        message = f"{type(error).__name__}: {error}"
+        full = any(word in str(error).lower() for word in _MEMORY_WORDS)
+        memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or full
+        return Crash(
+            kind="out of memory" if memory else "crashed", message=message, traceback=text
+        )
+
+
+def run_target(target: str, module: bool, args: tuple[str, ...]) -> None:
+    """Run a script or a module as `python` would."""
+    sys.argv = [target, *args]
+    if module:
+        sys.path[0] = os.getcwd()
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(target).resolve().parent)
+        runpy.run_path(target, run_name="__main__")
+
+
+def seed_all() -> None:
+    """Seed every generator; a script that seeds its own overrides this."""
+    random.seed(SEED)
+    torch.manual_seed(SEED)
+    with contextlib.suppress(ImportError):
+        import numpy
+
+        numpy.random.seed(SEED)
+
+
+def _say(folder: Path, text: str) -> None:
+    (folder / STATUS).write_text(text)
+
+
+def _place(spot: tuple[CodeType, int] | None) -> tuple[str, int]:
+    return ("", 0) if spot is None else (spot[0].co_filename, line_of(spot))
+
+
+def _without_own_frames(error: BaseException) -> BaseException:
+    """The error with a traceback of the script's frames only, where there are any."""
+    own = str(Path(__file__).parent.parent)
+    frames = []
+    step = error.__traceback__
+    while step is not None:
+        name = step.tb_frame.f_code.co_filename
+        if not name.startswith((own, "<frozen")):
+            frames.append(step)
+        step = step.tb_next
+    trace = None
+    for frame in reversed(frames):
+        trace = type(frame)(trace, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return error.with_traceback(trace or error.__traceback__)
+
+
+def _watch_parent(lifeline: int) -> None:
+    """End this process group when the parent is gone."""
+    with contextlib.suppress(OSError):
+        os.read(lifeline, 1)
+        os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+def main() -> None:
+    """Run the task in the folder, then end at once: no exit handler of the script's may hang."""
+    folder, lifeline = Path(sys.argv[1]), int(sys.argv[2])
+    if lifeline >= 0:
+        threading.Thread(target=_watch_parent, args=(lifeline,), daemon=True).start()
+    Runner(folder).run()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

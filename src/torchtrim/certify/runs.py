@@ -1,0 +1,149 @@
+"""Runs a workload once: a script in its own process, a live model in this one, state put back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch
+
+from torchtrim.certify.inside import Task
+from torchtrim.certify.session import Session
+from torchtrim.certify.trial import Crash, Request, Trial
+from torchtrim.errors import ApplyFailed, ScriptFailed, UsageError
+from torchtrim.memory.peak import holders
+from torchtrim.observe.build import Setting
+from torchtrim.observe.script import Script, failure, run_script
+from torchtrim.observe.snapshot import Snapshot
+from torchtrim.observe.workload import Inference, TrainStep
+from torchtrim.units import format_bytes
+
+Workload = Script | TrainStep | Inference
+Progress = Callable[[str], None]
+
+
+def run_trial(
+    workload: Workload, request: Request, folder: Path, progress: Progress = lambda _: None
+) -> Trial:
+    """Run it. Kept values are in the folder.
+
+    Raises `ScriptFailed` with what was learnt, and `ApplyFailed` where a plan was refused.
+    """
+    if isinstance(workload, Script):
+        return _run_script(workload, request, folder, progress)
+    return _run_live(workload, request, folder, progress)
+
+
+def _run_script(script: Script, request: Request, folder: Path, progress: Progress) -> Trial:
+    script.check()
+    if script.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: there is no CUDA device here. Leave it out, or say cpu.")
+    task = Task(
+        target=script.target if script.module else str(script.path),
+        module=script.module,
+        args=script.args,
+        project=str(script.project),
+        request=msgspec.structs.replace(request, device=script.device),
+    )
+    ended = run_script(
+        script,
+        msgspec.json.encode(task),
+        entry="torchtrim.certify.inside",
+        folder=folder,
+        progress=progress,
+    )
+    if ended.outcome is None:
+        raise failure(ended, script.timeout)
+    trial = msgspec.json.decode(ended.outcome, type=Trial)
+    if trial.crash is not None:
+        raise crash_error(trial, trial.crash, ended.output)
+    return trial
+
+
+def _run_live(
+    workload: TrainStep | Inference, request: Request, folder: Path, progress: Progress
+) -> Trial:
+    snapshot = Snapshot([workload.model], workload.optimizers)
+    setting = Setting(request.device or "", "", str(Path.cwd()))
+    session = Session(request, setting, folder=folder, progress=progress, trains=workload.trains)
+    dtype = torch.float64 if request.double else None
+    kept_dtypes = [(p, p.dtype) for p in workload.model.parameters()] if dtype else []
+    try:
+        session.watcher.optimizers.extend(workload.optimizers)
+        with session.watcher:
+            for number in range(request.total):
+                workload.step(number, dtype)
+                if not workload.trains or number == request.total - 1:
+                    session.step_ends()
+        trial = session.finish()
+        trial.seeds = "script"
+        return trial
+    except ApplyFailed:
+        raise
+    finally:
+        session.finish()
+        session.revert()
+        for parameter, kind in kept_dtypes:
+            parameter.data = parameter.data.to(kind)
+        snapshot.restore()
+
+
+def crash_error(trial: Trial, crash: Crash, output: str) -> Exception:
+    """The error for a script that failed: what happened, and what was learnt until then."""
+    if crash.kind == "refused":
+        return ApplyFailed(crash.message)
+    learnt = _learnt(trial, crash)
+    trace = crash.traceback or output
+    if crash.kind == "no step":
+        return ScriptFailed(_no_step(trial), learnt=learnt, traceback=output)
+    if "EOFError" in crash.message:
+        return ScriptFailed(
+            "the script reads standard input, and torchtrim gives it none, since it runs the script "
+            "several times. Pass what it asks for as arguments, after `--`.",
+            learnt=learnt,
+            traceback=trace,
+        )
+    if crash.kind == "out of memory":
+        return ScriptFailed(
+            f"the script ran out of memory: {crash.message}", learnt=learnt, traceback=trace
+        )
+    return ScriptFailed(f"the script failed: {crash.message}", learnt=learnt, traceback=trace)
+
+
+def _no_step(trial: Trial) -> str:
+    if not trial.forwards:
+        return (
+            "the script ended, and it never called a module with gradients on. torchtrim needs a loop "
+            "that trains; check that the script was given the arguments with which it does."
+        )
+    if not trial.optimizer_steps:
+        return (
+            f"the script ended after {trial.forwards} forwards and {trial.backwards} backwards, and no "
+            "torch.optim.Optimizer ever stepped, so there is no step to record. If it updates its "
+            "parameters by hand, use torchtrim.TrainStep from Python."
+        )
+    return "the script ended before its first step was complete. Let it run for more steps."
+
+
+def _learnt(trial: Trial, crash: Crash) -> str:
+    """What was seen until the failure: the operator, and who was alive."""
+    lines = [
+        f"{len(trial.steps)} steps were complete; {trial.forwards} forwards, {trial.backwards} "
+        f"backwards, {trial.optimizer_steps} optimizer steps."
+    ]
+    if crash.operator:
+        place = f" at {crash.path}:{crash.line}" if crash.path else ""
+        lines.append(f"It failed in {crash.operator}({crash.shapes}) in the {crash.phase}{place}.")
+    profile = trial.profile
+    if profile is not None and profile.operators:
+        last = len(profile.operators) - 1
+        found = holders(profile, last, 6)
+        total = sum(holder.bytes for holder in found)
+        lines.append(f"{format_bytes(total)} were alive then:")
+        for holder in found:
+            place = f" {holder.path}:{holder.line}" if holder.path else ""
+            lines.append(
+                f"  {format_bytes(holder.bytes):>9}  {holder.kind} {holder.module}{place} ({holder.why})"
+            )
+    return "\n".join(lines)

@@ -1,0 +1,226 @@
+"""Leads one run through its steps: warm-up, the recorded step, then steps that are timed and compared."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchtrim.certify.evidence import Evidence, bytes_of
+from torchtrim.certify.trial import Request, Trial
+from torchtrim.errors import ApplyFailed
+from torchtrim.observe.allocator import Allocator, allocator_for, rss_bytes
+from torchtrim.observe.build import Setting
+from torchtrim.observe.modules import Modules
+from torchtrim.observe.places import Places
+from torchtrim.observe.recording import Recording
+from torchtrim.observe.watch import Listener, Watcher
+from torchtrim.records.files import write_atomically
+from torchtrim.techniques.apply import Applied, apply_plan
+from torchtrim.techniques.fingerprint import fingerprint_of
+
+Progress = Callable[[str], None]
+
+
+class Session(Listener):
+    """Listens to a whole run. `done` is called once when all steps are there."""
+
+    def __init__(
+        self,
+        request: Request,
+        setting: Setting,
+        *,
+        folder: Path | None = None,
+        done: Callable[[], None] = lambda: None,
+        progress: Progress = lambda _: None,
+        trains: bool = True,
+    ) -> None:
+        self.trial = Trial(request=request, device=setting.device)
+        self.modules = Modules()
+        self.watcher = Watcher(self, trains=trains)
+        self.refused: ApplyFailed | None = None
+        self._setting = setting
+        self._done = done
+        self._progress = progress
+        self._places = Places(setting.project)
+        self._folder = folder
+        self._evidence = Evidence(self.modules, self._keep if request.keep else None)
+        self._recording: Recording | None = None
+        self._watching: Allocator = allocator_for(setting.device)
+        self._alive = 0
+        self._applied: list[Applied] = []
+        self._began = 0.0
+        self._own = 0.0
+        self._over = False
+
+    def root_appears(self, root: nn.Module) -> None:
+        if self.trial.request.double:
+            root.double()
+        name = self.modules.add_root(root)
+        self.trial.fingerprint[name] = fingerprint_of(root)
+        self._apply(name, root)
+        if len(self.modules.roots) == 1:
+            self._settle_device(root)
+            self._next()
+
+    def step_ends(self) -> None:
+        """Close the step, and begin the next or call `done`."""
+        seconds = time.perf_counter() - self._began - self._own
+        self._close()
+        with torch.no_grad():
+            self._evidence.state(self.watcher.optimizers)
+        self._evidence.step.seconds = seconds
+        self.trial.steps.append(self._evidence.next_step())
+        if len(self.trial.steps) >= self.trial.request.total:
+            self.finish()
+            self._done()
+        else:
+            self._next()
+
+    def finish(self) -> Trial:
+        """Stop whatever runs, and complete the trial."""
+        if not self._over:
+            self._over = True
+            self.abandon()
+            self.trial.forwards = self.watcher.forwards
+            self.trial.backwards = self.watcher.backwards
+            self.trial.rss_bytes = rss_bytes()
+        return self.trial
+
+    def abandon(self) -> None:
+        """Stop a recording or a watch without its result."""
+        recording, self._recording = self._recording, None
+        if recording is not None:
+            recording.abandon()
+        self._watching.stop()
+
+    def partial(self) -> Recording | None:
+        """The recording that runs."""
+        return self._recording
+
+    def revert(self) -> None:
+        """Take the plan back."""
+        while self._applied:
+            self._applied.pop().revert()
+
+    def _settle_device(self, root: nn.Module) -> None:
+        """Where no device was named it is the first root's."""
+        if not self._setting.device:
+            parameter = next(root.parameters(), None)
+            device = str(parameter.device) if parameter is not None else "cpu"
+            self._setting = self._setting._replace(device=device)
+            self._watching = allocator_for(device)
+        self.trial.device = self._setting.device
+
+    def _apply(self, name: str, root: nn.Module) -> None:
+        plan = self.trial.request.plan
+        if plan is None:
+            return
+        expected = plan.fingerprint.get(name)
+        if expected is not None and expected != self.trial.fingerprint[name]:
+            self.refused = ApplyFailed(
+                f"the plan was made for another {name}: its modules or shapes have changed "
+                f"(fingerprint {self.trial.fingerprint[name]}, the plan has {expected}). Plan again; "
+                f"or, if you know that it still fits, delete `{name}` under [fingerprint]."
+            )
+            raise self.refused
+        try:
+            self._applied.append(apply_plan(plan, {name: root}))
+        except ApplyFailed as error:
+            self.refused = error
+            raise
+
+    def _next(self) -> None:
+        number = len(self.trial.steps)
+        request = self.trial.request
+        self._progress(f"step {number + 1} of {request.total}")
+        if number <= request.warmup:
+            recorded = number == request.warmup
+            self._recording = Recording(
+                self.modules, self._places, self._setting, self._watching
+            )
+            self._recording.begin(self.watcher.optimizers, scan=recorded)
+        else:
+            self._watching.start()
+        self._own = 0.0
+        self._began = time.perf_counter()
+
+    def _close(self) -> None:
+        """End the step's recording or watch, and note its peak."""
+        recording, self._recording = self._recording, None
+        step = self._evidence.step
+        if recording is None:
+            watched = self._watching.stop()
+            step.peak_bytes = self._alive + watched.peak if watched.peak else 0
+            step.reserved_bytes = watched.reserved
+            self._alive += watched.end
+        elif len(self.trial.steps) == self.trial.request.warmup:
+            profile = recording.end(self.watcher.optimizers)
+            self.trial.profile, self.trial.recorded = profile, len(self.trial.steps)
+            self._alive = recording.alive_bytes
+            step.peak_bytes = profile.peak_bytes
+            step.reserved_bytes = profile.reserved_bytes
+        else:
+            recording.abandon()
+
+    def _keep(self, name: str, tensor: torch.Tensor) -> None:
+        label = f"{len(self.trial.steps)}/{name}"
+        keep = self.trial.request.keep
+        if self._folder is not None and label in keep:
+            file = self._folder / f"kept-{keep.index(label)}"
+            header = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}\n".encode()
+            write_atomically(file, header + bytes(bytes_of(tensor)))
+
+    def _recorded_or_none(self) -> Recording | None:
+        recording = self._recording
+        return recording if recording is not None and recording.running else None
+
+    def _gathers(self) -> bool:
+        """Whether the inside of this step is compared; that of the recorded one is not."""
+        return len(self.trial.steps) != self.trial.request.warmup
+
+    def module_starts(self, module: nn.Module, args: Any, kwargs: Any, depth: int) -> None:
+        if self._over:
+            self._done()
+        if (recording := self._recorded_or_none()) is not None:
+            recording.module_starts(module, args, kwargs, depth)
+
+    def module_ends(self, module: nn.Module, output: Any, depth: int) -> None:
+        if (recording := self._recorded_or_none()) is not None:
+            recording.module_ends(module, output, depth)
+        if depth == 0 and self._gathers():
+            self._timed(self._evidence.module_ends, module, output, depth)
+
+    def backward_starts(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        if self._gathers():
+            self._timed(self._evidence.backward_starts, tensors)
+
+    def backward_ends(self) -> None:
+        if (recording := self._recorded_or_none()) is not None:
+            recording.backward_ends()
+
+    def optimizer_starts(self, optimizer: torch.optim.Optimizer) -> None:
+        if (recording := self._recorded_or_none()) is not None:
+            recording.optimizer_starts(optimizer)
+
+    def optimizer_ends(self, optimizer: torch.optim.Optimizer) -> None:
+        self.trial.optimizer_steps += 1
+        if (recording := self._recorded_or_none()) is not None:
+            recording.optimizer_ends(optimizer)
+        if self._gathers():
+            self._timed(self._evidence.optimizer_ends, optimizer)
+
+    def loader_waited(self, start_ns: int, end_ns: int, workers: int) -> None:
+        if (recording := self._recorded_or_none()) is not None:
+            recording.loader_waited(start_ns, end_ns, workers)
+
+    def _timed(self, function: Callable[..., None], *args: Any) -> None:
+        """Call it as torchtrim's own doing: unrecorded, and not part of the step's time."""
+        begin = time.perf_counter()
+        with torch.utils._python_dispatch._disable_current_modes():
+            function(*args)
+        self._own += time.perf_counter() - begin

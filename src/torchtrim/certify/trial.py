@@ -1,0 +1,105 @@
+"""A trial: one run of a workload, original or planned, and what it left as evidence."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+from torchtrim.certify.evidence import Step
+from torchtrim.memory.timeline import by_kind, peak_operator
+from torchtrim.records.plan import Plan
+from torchtrim.records.profile import Profile
+from torchtrim.records.report import Figures
+
+
+class Request(Struct, frozen=True, kw_only=True):
+    """What to run: `warmup` steps, one that is recorded, and `steps` that are timed and compared.
+
+    `keep`: evidence whose values are wanted, as `"step/quantity:name"`, saved in a folder.
+    `double`: run in float64.
+    """
+
+    plan: Plan | None = None
+    steps: int = 3
+    warmup: int = 1
+    keep: tuple[str, ...] = ()
+    double: bool = False
+    device: str | None = None
+
+    @property
+    def total(self) -> int:
+        """All steps."""
+        return self.warmup + 1 + self.steps
+
+
+class Crash(Struct, frozen=True, kw_only=True):
+    """How the workload failed: `kind`, the error, and what was seen until then."""
+
+    kind: Literal["crashed", "exited", "out of memory", "no step", "refused"]
+    message: str
+    traceback: str = ""
+    operator: str = ""
+    shapes: str = ""
+    phase: str = ""
+    path: str = ""
+    line: int = 0
+
+
+class Trial(Struct, kw_only=True):
+    """What one run left. `profile` is of the recorded step, or of the one that failed."""
+
+    request: Request
+    device: str = "cpu"
+    profile: Profile | None = None
+    recorded: int = -1
+    steps: list[Step] = []
+    forwards: int = 0
+    backwards: int = 0
+    optimizer_steps: int = 0
+    fingerprint: dict[str, str] = {}
+    seeds: Literal["script", "torchtrim"] = "torchtrim"
+    rss_bytes: int | None = None
+    crash: Crash | None = None
+
+    @property
+    def timed(self) -> list[Step]:
+        """The steps that were timed; the recorded one if there are no others."""
+        timed = self.steps[self.request.warmup + 1 :]
+        return timed or self.steps[-1:]
+
+    @property
+    def seconds(self) -> float:
+        """Median time of the timed steps."""
+        return statistics.median(step.seconds for step in self.timed) if self.steps else 0.0
+
+    @property
+    def peak_bytes(self) -> int:
+        """Highest peak of all measured steps."""
+        peaks = [step.peak_bytes for step in self.steps[self.request.warmup :]]
+        recorded = self.profile.peak_bytes if self.profile else 0
+        return max((*peaks, recorded))
+
+    def figures(self) -> Figures:
+        """The trial's figures."""
+        assert self.profile is not None
+        times = [step.seconds for step in self.timed]
+        reserved = [step.reserved_bytes for step in self.steps if step.reserved_bytes]
+        return Figures(
+            peak_bytes=self.peak_bytes,
+            tracked_peak_bytes=self.profile.tracked_peak_bytes,
+            reserved_bytes=max(reserved, default=None),
+            rss_bytes=self.rss_bytes,
+            step_seconds=self.seconds,
+            spread_seconds=max(times) - min(times),
+            by_kind=dict(by_kind(self.profile, peak_operator(self.profile)))
+            if self.profile.operators
+            else {},
+        )
+
+
+def encode(trial: Trial) -> bytes:
+    """As one process hands it to another."""
+    return msgspec.json.encode(trial)

@@ -1,0 +1,175 @@
+"""Original and planned -> certificate. The original is compared with itself first."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from torchtrim.certify.compare import compared, differences, largest_difference
+from torchtrim.certify.runs import Progress, Workload, run_trial
+from torchtrim.certify.trial import Request, Trial
+from torchtrim.errors import ScriptFailed
+from torchtrim.records.certificate import Certificate, Difference, Verdict
+
+NOISE_FACTOR = 2.0
+ROUNDING_LIMIT = 1e-2
+SHRINKS_BY = 1e4
+_MOST_KEPT = 48
+
+
+class Contest(NamedTuple):
+    """What is compared: a workload, and the workload and request that should equal it."""
+
+    original: Workload
+    planned: Workload
+    request: Request
+    planned_request: Request
+
+
+class Figures(NamedTuple):
+    """Largest relative differences: planned against original, and original against itself."""
+
+    difference: float
+    noise: float
+
+
+def certify(
+    contest: Contest, original: Trial, again: Trial, planned: Trial, progress: Progress
+) -> Certificate:
+    """The verdict on a planned trial, given two trials of the original."""
+    noise = differences(original, again)
+    found = differences(original, planned)
+    verdict: Verdict = "BITWISE"
+    figures = Figures(0.0, 0.0)
+    reason = "every bit agrees, and the original equals itself"
+    if found or noise:
+        figures = _measure(contest, found, noise, progress)
+        verdict, reason = _judge(contest, found, noise, figures, progress)
+    return Certificate(
+        verdict=verdict,
+        compared=compared(original),
+        largest_difference=figures.difference,
+        first_difference=_first(original, found[0]) if found else None,
+        noise=figures.noise,
+        seeds=original.seeds,
+        steps=len(original.steps),
+        reason=reason,
+    )
+
+
+def _judge(
+    contest: Contest, found: list[str], noise: list[str], figures: Figures, progress: Progress
+) -> tuple[Verdict, str]:
+    if noise:
+        if figures.difference <= NOISE_FACTOR * figures.noise:
+            return "UNDECIDED", (
+                f"the original does not equal itself ({figures.noise:.1e}, first in {noise[0]}), and "
+                f"the plan's difference lies within {NOISE_FACTOR:.0f} times that"
+            )
+        return "NOT EQUAL", (
+            f"the plan differs by {figures.difference:.1e}, the original from itself by "
+            f"{figures.noise:.1e}"
+        )
+    if figures.difference > ROUNDING_LIMIT:
+        return "NOT EQUAL", f"the difference, {figures.difference:.1e}, is too large for rounding"
+    shrunk = _in_double(contest, found, progress)
+    if shrunk is None:
+        return "NOT EQUAL", "it differs, and could not be run in float64 to tell rounding from a bug"
+    if shrunk * SHRINKS_BY <= figures.difference:
+        return "ROUNDING", (
+            f"the difference shrinks from {figures.difference:.1e} to {shrunk:.1e} in float64, as "
+            "rounding does"
+        )
+    return "NOT EQUAL", (
+        f"the difference stays at {shrunk:.1e} in float64 ({figures.difference:.1e} before), which "
+        "rounding does not"
+    )
+
+
+def _measure(
+    contest: Contest, found: list[str], noise: list[str], progress: Progress
+) -> Figures:
+    """Run again and keep what differs, to see by how much."""
+    names = tuple(dict.fromkeys((*_sample(found), *_sample(noise))))
+    with _folders(3) as (one, two, three):
+        keep = _keeper(names)
+        _attempt(contest.original, keep(contest.request), one, progress)
+        difference = noise_level = 0.0
+        if found:
+            _attempt(contest.planned, keep(contest.planned_request), two, progress)
+            difference = largest_difference(one, two, len(names))
+        if noise:
+            _attempt(contest.original, keep(contest.request), three, progress)
+            noise_level = largest_difference(one, three, len(names))
+        return Figures(difference, noise_level)
+
+
+def _in_double(contest: Contest, found: list[str], progress: Progress) -> float | None:
+    """The largest difference when both run in float64; None if one cannot."""
+    names = _sample(found)
+    with _folders(2) as (one, two):
+        keep = _keeper(names, double=True)
+        try:
+            _attempt(contest.original, keep(contest.request), one, progress)
+            _attempt(contest.planned, keep(contest.planned_request), two, progress)
+        except (ScriptFailed, RuntimeError):
+            return None
+        return largest_difference(one, two, len(names))
+
+
+def _sample(names: list[str]) -> tuple[str, ...]:
+    """The first of those that have values, and others spread over the rest."""
+    valued = [name for name in names if "random state:" not in name and "step:" not in name]
+    if len(valued) <= _MOST_KEPT:
+        return tuple(valued)
+    half = _MOST_KEPT // 2
+    stride = max((len(valued) - half) // half, 1)
+    return (*valued[:half], *valued[half::stride][:half])
+
+
+def _keeper(names: tuple[str, ...], *, double: bool = False) -> Callable[[Request], Request]:
+    return lambda request: msgspec.structs.replace(request, keep=names, double=double)
+
+
+def _attempt(workload: Workload, request: Request, folder: Path, progress: Progress) -> Trial:
+    return run_trial(workload, request, folder, progress)
+
+
+@contextmanager
+def _folders(count: int) -> Iterator[tuple[Path, ...]]:
+    with ExitStack() as stack:
+        yield tuple(
+            Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="torchtrim-")))
+            for _ in range(count)
+        )
+
+
+def _first(trial: Trial, label: str) -> Difference:
+    """The first difference, with the line of the module that it belongs to."""
+    step, _, rest = label.partition("/")
+    quantity, _, name = rest.partition(":")
+    path, line = "", 0
+    if trial.profile is not None:
+        path, line = _line_of(trial, name)
+    return Difference(module=name, op=f"{quantity} in step {int(step) + 1}", path=path, line=line)
+
+
+def _line_of(trial: Trial, name: str) -> tuple[str, int]:
+    """Where the module that a name begins with was called."""
+    assert trial.profile is not None
+    profile = trial.profile
+    inside = [
+        (len(module.path), number)
+        for number, module in enumerate(profile.modules)
+        if name == module.path or name.startswith(f"{module.path}.")
+    ]
+    for _, number in sorted(inside, reverse=True):
+        for index, op in enumerate(profile.operators):
+            if op.module == number and (place := profile.place_of(index)) is not None:
+                return place.path, place.line
+    return "", 0

@@ -1,0 +1,47 @@
+"""Every error that a person can meet. A message says what is wrong, where, why, and what to do."""
+
+from __future__ import annotations
+
+
+class TorchtrimError(Exception):
+    """Root of all errors that torchtrim raises for people; `exit_code` is what the command line ends with."""
+
+    exit_code = 2
+
+
+class UsageError(TorchtrimError):
+    """An argument, an option or a combination of them that cannot be meant."""
+
+
+class UnreadableInput(TorchtrimError):
+    """A profile, plan or report that is damaged, truncated, hostile or newer than this torchtrim."""
+
+
+class Unsupported(TorchtrimError):
+    """Something that torchtrim knows of and does not do for this model, device or version."""
+
+
+class ScriptFailed(TorchtrimError):
+    """The script itself failed, ended early or hung. `learnt` says what was seen until then."""
+
+    exit_code = 3
+
+    def __init__(self, message: str, *, learnt: str = "", traceback: str = "") -> None:
+        super().__init__(message)
+        self.learnt = learnt
+        self.traceback = traceback
+
+
+class InfeasibleBudget(TorchtrimError):
+    """No plan fits the budget. `smallest_bytes` is the smallest that would; `set_by` names what sets it."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, smallest_bytes: int, set_by: str) -> None:
+        super().__init__(message)
+        self.smallest_bytes = smallest_bytes
+        self.set_by = set_by
+
+
+class ApplyFailed(TorchtrimError):
+    """A plan could not be applied. The model is as it was."""

@@ -1,0 +1,151 @@
+"""What the allocator saw: the peak of a step, and how far memory rose inside each operator.
+
+On CPU the figures are the profiler's memory events; on CUDA the caching allocator's own counters.
+Kernels allocate scratch where dispatch cannot see it, so this is the peak that a person runs out of.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import sys
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from torchtrim.observe.recorder import MARK
+
+OWN = "torchtrim::own"
+
+
+class Watched(NamedTuple):
+    """Bytes over those alive at the start: `peak`, `end`, and `transients` of each marked operator.
+
+    `reserved` is the caching allocator's peak, None where there is none.
+    """
+
+    peak: int
+    end: int
+    transients: list[int]
+    reserved: int | None
+
+
+class Allocator(Protocol):
+    """Watches one step."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> Watched: ...
+
+
+class CpuAllocator:
+    """The CPU allocator, by the profiler's memory events.
+
+    The end of a block is told only if its beginning was, so watch the step before as well.
+    """
+
+    def __init__(self) -> None:
+        self._profiler: Any = None
+
+    def start(self) -> None:
+        """Begin, unless the script runs a profiler of its own."""
+        if torch.autograd._profiler_enabled():
+            return
+        self._profiler = torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=False
+        )
+        self._profiler.start()
+
+    def stop(self) -> Watched:
+        """End; zeros where it could not watch."""
+        if self._profiler is None:
+            return Watched(0, 0, [], None)
+        profiler, self._profiler = self._profiler, None
+        profiler.stop()
+        events = profiler.profiler.kineto_results.events()
+        memory: list[tuple[int, int]] = []
+        marks: list[tuple[int, int]] = []
+        own: list[tuple[int, int]] = []
+        for event in events:
+            name = event.name()
+            if name == "[memory]":
+                if event.device_type() == torch.autograd.DeviceType.CPU:
+                    memory.append((event.start_ns(), event.nbytes()))
+            elif name == MARK:
+                marks.append((event.start_ns(), event.end_ns()))
+            elif name == OWN:
+                own.append((event.start_ns(), event.end_ns()))
+        memory.sort(key=lambda pair: pair[0])
+        marks.sort()
+        memory = _without(memory, sorted(own))
+        running = list(itertools.accumulate(size for _, size in memory))
+        peak = max(running, default=0)
+        return Watched(max(peak, 0), running[-1] if running else 0, _rises(memory, marks), None)
+
+
+def _without(memory: list[tuple[int, int]], own: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The events outside of torchtrim's own doings. Both lists are in order of time."""
+    starts = [begin for begin, _ in own]
+
+    def outside(moment: int) -> bool:
+        index = bisect.bisect_right(starts, moment) - 1
+        return index < 0 or moment > own[index][1]
+
+    return [event for event in memory if outside(event[0])] if own else memory
+
+
+def _rises(memory: list[tuple[int, int]], marks: list[tuple[int, int]]) -> list[int]:
+    """How far memory rose inside each marked range. Both lists are in order of time."""
+    rises = []
+    position = 0
+    for begin, end in marks:
+        while position < len(memory) and memory[position][0] < begin:
+            position += 1
+        level = highest = 0
+        while position < len(memory) and memory[position][0] <= end:
+            level += memory[position][1]
+            highest = max(highest, level)
+            position += 1
+        rises.append(highest)
+    return rises
+
+
+class CudaAllocator:
+    """CUDA's caching allocator. The peak counter is reset at the start of each step."""
+
+    def __init__(self, device: int = 0) -> None:
+        self._device = device
+        self._before = 0
+
+    def start(self) -> None:
+        """Reset the peaks."""
+        torch.cuda.synchronize(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._before = torch.cuda.memory_allocated(self._device)
+
+    def stop(self) -> Watched:
+        """Read the peaks."""
+        torch.cuda.synchronize(self._device)
+        return Watched(
+            torch.cuda.max_memory_allocated(self._device) - self._before,
+            torch.cuda.memory_allocated(self._device) - self._before,
+            [],
+            torch.cuda.max_memory_reserved(self._device),
+        )
+
+
+def allocator_for(device: str) -> Allocator:
+    """The allocator of a device such as `"cpu"`, `"emulated"` or `"cuda:0"`."""
+    if device.startswith("cuda"):
+        return CudaAllocator(torch.device(device).index or 0)
+    return CpuAllocator()
+
+
+def rss_bytes() -> int | None:
+    """The process's own peak of resident memory, None where the system does not tell."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

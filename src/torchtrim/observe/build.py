@@ -1,0 +1,166 @@
+"""Makes a profile of what was recorded: names, lines, and the kind of every storage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from torchtrim import __version__
+from torchtrim.observe.allocator import Watched, rss_bytes
+from torchtrim.observe.modules import Modules
+from torchtrim.observe.places import Spot, line_of
+from torchtrim.observe.recorder import RawOperator, Recorder, Use
+from torchtrim.observe.storages import Life
+from torchtrim.records.profile import (
+    Call,
+    LoaderWait,
+    Operator,
+    Place,
+    Profile,
+    Storage,
+    TensorUse,
+)
+
+_BACKWARD = ("backward", "recompute")
+
+
+class Setting(NamedTuple):
+    """Where a profile comes from."""
+
+    device: str
+    script: str
+    project: str
+
+
+def build(
+    recorder: Recorder,
+    modules: Modules,
+    waits: Sequence[LoaderWait],
+    watched: Watched,
+    baseline: int,
+    setting: Setting,
+) -> Profile:
+    """The profile of a stopped recorder. `baseline`: bytes alive before the step."""
+    places = _Places()
+    transients = _transients(recorder, watched)
+    operators = [
+        _operator(op, places, transient, recorder.start_ns)
+        for op, transient in zip(recorder.operators, transients, strict=True)
+    ]
+    tracked = recorder.storages.peak_bytes
+    return Profile(
+        torchtrim=__version__,
+        torch=str(torch.__version__),
+        device=setting.device,
+        script=setting.script,
+        project=setting.project,
+        step_seconds=(recorder.end_ns - recorder.start_ns) / 1e9,
+        peak_bytes=max(baseline + watched.peak, tracked),
+        tracked_peak_bytes=tracked,
+        reserved_bytes=watched.reserved,
+        rss_bytes=rss_bytes(),
+        operators=operators,
+        storages=_storages(recorder, operators),
+        modules=modules.records,
+        calls=[Call(*call) for call in recorder.calls],
+        places=places.records,
+        labels=recorder.labels,
+        waits=list(waits),
+    )
+
+
+class _Places:
+    def __init__(self) -> None:
+        self.records: list[Place] = []
+        self._numbers: dict[tuple[object, int], int] = {}
+
+    def number(self, spot: Spot | None) -> int:
+        if spot is None:
+            return -1
+        line = line_of(spot)
+        known = self._numbers.get((spot[0], line))
+        if known is None:
+            known = self._numbers[(spot[0], line)] = len(self.records)
+            self.records.append(Place(spot[0].co_filename, line, spot[0].co_qualname))
+        return known
+
+
+_DTYPES: dict[torch.dtype, str] = {}
+
+
+def _tensor(use: Use) -> TensorUse:
+    number, dtype, shape, strides = use
+    name = _DTYPES.get(dtype)
+    if name is None:
+        name = _DTYPES[dtype] = str(dtype).removeprefix("torch.")
+    return TensorUse(number, name, tuple(shape), strides)
+
+
+def _operator(op: RawOperator, places: _Places, transient: int, start_ns: int) -> Operator:
+    return Operator(
+        name=op.func.name() if "." in op.func.name() else f"{op.func.name()}.default",
+        phase=op.phase,
+        module=op.module,
+        place=places.number(op.spot),
+        caller=places.number(op.caller),
+        label=op.label,
+        forward=op.forward,
+        inputs=tuple(map(_tensor, op.inputs)),
+        outputs=tuple(map(_tensor, op.outputs)),
+        mutates=op.mutates,
+        start=max(op.start_ns - start_ns, 0) / 1e9,
+        seconds=(op.end_ns - op.start_ns) / 1e9,
+        transient_bytes=transient,
+    )
+
+
+def _transients(recorder: Recorder, watched: Watched) -> list[int]:
+    """How far memory rose inside each operator; at least by the outputs that it made."""
+    lives = recorder.storages.lives
+    made = [
+        sum(lives[number].bytes for number in {use[0] for use in op.outputs} if lives[number].birth == i)
+        for i, op in enumerate(recorder.operators)
+    ]
+    if len(watched.transients) != len(made):
+        return made
+    return list(map(max, made, watched.transients))
+
+
+def _storages(recorder: Recorder, operators: list[Operator]) -> list[Storage]:
+    lives = recorder.storages.lives
+    readers = _phases_of_readers(operators, len(lives))
+    last = len(operators)
+    return [
+        Storage(
+            bytes=life.bytes,
+            kind=life.kind or _kind(life, operators, readers[number]),
+            birth=min(life.birth, last - 1),
+            death=life.death if life.death >= 0 else last,
+            device=life.device,
+            name=life.name,
+        )
+        for number, life in enumerate(lives)
+    ]
+
+
+def _phases_of_readers(operators: list[Operator], count: int) -> list[set[str]]:
+    readers: list[set[str]] = [set() for _ in range(count)]
+    for op in operators:
+        for use in op.inputs:
+            readers[use.storage].add(op.phase)
+    return readers
+
+
+def _kind(life: Life, operators: list[Operator], readers: set[str]) -> str:
+    if life.birth < 0 or not operators:
+        return "input"
+    made = operators[min(life.birth, len(operators) - 1)].phase
+    if made in ("forward", "recompute"):
+        freed = operators[life.death - 1].phase if life.death > 0 else "other"
+        backward = not readers.isdisjoint(_BACKWARD) or freed in _BACKWARD
+        return "activation" if backward and "optimizer" not in readers else "temporary"
+    if made in ("other", "loader") and "forward" in readers:
+        return "input"
+    return "temporary"

@@ -1,0 +1,192 @@
+"""Runs an unmodified script in a process of its own, and sees to it that nothing of it stays behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from torchtrim.errors import ScriptFailed, UsageError
+from torchtrim.observe.places import project_of
+
+TASK, OUTCOME, STATUS = "task.json", "outcome.json", "status"
+_POSIX = os.name == "posix"
+_GRACE_SECONDS = 10.0
+_POLL_SECONDS = 0.05
+_TAIL_BYTES = 4000
+
+
+class Script(NamedTuple):
+    """A script or, with `module`, a module to run as one. `timeout` in seconds is for one run."""
+
+    target: str
+    args: tuple[str, ...] = ()
+    module: bool = False
+    device: str | None = None
+    timeout: float = 600.0
+
+    @property
+    def path(self) -> Path | None:
+        """The file, None for a module."""
+        return None if self.module else Path(self.target).resolve()
+
+    @property
+    def project(self) -> Path:
+        """The folder whose source is the user's own."""
+        return project_of(self.path or Path.cwd() / "module")
+
+    def check(self) -> None:
+        """Raises `UsageError` if there is nothing to run."""
+        if self.path is not None and not self.path.is_file():
+            raise UsageError(
+                f"there is no script {self.target}. Give the path of a Python file, or -m and the "
+                "name of a module."
+            )
+
+
+class Ended(NamedTuple):
+    """How a run ended. `outcome` is what the process left, None if nothing."""
+
+    outcome: bytes | None
+    returncode: int
+    output: str
+    status: str
+    timed_out: bool
+
+
+def run_script(
+    script: Script, task: bytes, *, entry: str, folder: Path, progress: Callable[[str], None]
+) -> Ended:
+    """Run `python -m entry FOLDER`, which finds its task there and leaves its outcome there.
+
+    The process and all that it started are gone when this returns or raises.
+    """
+    (folder / TASK).write_bytes(task)
+    output = folder / "output"
+    with output.open("wb") as sink, _lifeline() as (read_end, fds):
+        process = subprocess.Popen(
+            [sys.executable, "-m", entry, str(folder), str(read_end)],
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            env=_environment(script),
+            start_new_session=_POSIX,
+            pass_fds=fds,
+        )
+        try:
+            timed_out = _wait(process, script.timeout, folder, progress)
+        finally:
+            _kill(process)
+    done = folder / OUTCOME
+    return Ended(
+        done.read_bytes() if done.exists() else None,
+        process.returncode,
+        _tail(output),
+        _read(folder / STATUS),
+        timed_out,
+    )
+
+
+def failure(ended: Ended, timeout: float) -> ScriptFailed:
+    """The error for a process that left no outcome."""
+    learnt = f"Until then: {ended.status or 'no module had been called'}."
+    if ended.timed_out:
+        return ScriptFailed(
+            f"the script was stopped after {timeout:.0f} s without having done its steps. If a step "
+            "really takes that long, give --timeout; if it waits for something, that is not here.",
+            learnt=learnt,
+            traceback=ended.output,
+        )
+    code = -ended.returncode
+    name = signal.Signals(code).name if code in list(signal.Signals) else str(ended.returncode)
+    why = " (the system kills with it when memory runs out)" if name == "SIGKILL" else ""
+    return ScriptFailed(
+        f"the script's process died with {name}{why}.", learnt=learnt, traceback=ended.output
+    )
+
+
+@contextlib.contextmanager
+def working_folder() -> Iterator[Path]:
+    """A folder for a run's files, gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="torchtrim-", ignore_cleanup_errors=True) as name:
+        yield Path(name)
+
+
+@contextlib.contextmanager
+def _lifeline() -> Iterator[tuple[int, tuple[int, ...]]]:
+    """A pipe that ends with this process, however it ends, so that the script ends too."""
+    if not _POSIX:
+        yield -1, ()
+        return
+    read_end, write_end = os.pipe()
+    try:
+        yield read_end, (read_end,)
+    finally:
+        os.close(read_end)
+        os.close(write_end)
+
+
+def _environment(script: Script) -> dict[str, str]:
+    environment = {
+        "PYTHONHASHSEED": "0",
+        **os.environ,
+        "KINETO_LOG_LEVEL": "99",
+        "PYTHONUNBUFFERED": "1",
+    }
+    if script.device in ("cpu", "emulated"):
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    return environment
+
+
+def _wait(
+    process: subprocess.Popen[bytes],
+    timeout: float,
+    folder: Path,
+    progress: Callable[[str], None],
+) -> bool:
+    """Wait for the process, a little only once its outcome is there. True if it ran too long."""
+    deadline = time.monotonic() + timeout
+    settled = False
+    said = ""
+    while process.poll() is None:
+        if time.monotonic() > deadline:
+            return not settled
+        if not settled and (folder / OUTCOME).exists():
+            settled, deadline = True, time.monotonic() + _GRACE_SECONDS
+        status = _read(folder / STATUS)
+        if status != said:
+            said = status
+            progress(said)
+        time.sleep(_POLL_SECONDS)
+    return False
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End the process and its group: workers too."""
+    if _POSIX:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+    elif process.poll() is None:
+        process.kill()
+    process.wait()
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _tail(path: Path) -> str:
+    """The end of what the script printed."""
+    data = path.read_bytes()
+    text = data[-_TAIL_BYTES:].decode(errors="replace")
+    return text if len(data) <= _TAIL_BYTES else "...\n" + text.partition("\n")[2]

@@ -1,0 +1,197 @@
+"""Watches a training loop that knows nothing of it: modules, losses, optimizers, loaders."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C import _current_autograd_node  # type: ignore[attr-defined]
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from torchtrim.observe.steps import Steps
+
+
+class Listener:
+    """What a watcher tells; override what is wanted. All are called in the thread that trains."""
+
+    def module_starts(self, module: nn.Module, args: Any, kwargs: Any, depth: int) -> None:
+        """A module's forward begins; `depth` 0 is a root. Called in recomputation too."""
+
+    def module_ends(self, module: nn.Module, output: Any, depth: int) -> None:
+        """A module's forward has ended; `output` is None if it raised."""
+
+    def root_appears(self, root: nn.Module) -> None:
+        """A root is about to run for the first time."""
+
+    def backward_starts(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        """`backward` is about to run from these tensors."""
+
+    def backward_ends(self) -> None:
+        """`backward` has returned."""
+
+    def optimizer_starts(self, optimizer: torch.optim.Optimizer) -> None:
+        """`optimizer.step` is about to run."""
+
+    def optimizer_ends(self, optimizer: torch.optim.Optimizer) -> None:
+        """`optimizer.step` has run; gradients are as it used them."""
+
+    def loader_waited(self, start_ns: int, end_ns: int, workers: int) -> None:
+        """The loop waited this long for a batch."""
+
+    def step_ends(self) -> None:
+        """The step is complete; called before the first operator of the next one."""
+
+
+class Watcher:
+    """Tells one listener of all that happens in this process and thread, between `install` and `remove`."""
+
+    def __init__(self, listener: Listener, *, trains: bool = True) -> None:
+        self.roots: list[nn.Module] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.forwards = 0
+        self.backwards = 0
+        self._listener = listener
+        self._trains = trains
+        self._steps: Steps | None = None
+        self._depth = 0
+        self._pid = os.getpid()
+        self._thread = threading.get_ident()
+        self._undo = contextlib.ExitStack()
+
+    def install(self) -> None:
+        """Begin to watch."""
+        self._replace(nn.Module, "__call__", self._watched_call)
+        self._replace(torch.autograd, "backward", self._watched_backward)
+        self._replace(_BaseDataLoaderIter, "__next__", self._watched_next)
+        self._undo.callback(register_optimizer_step_pre_hook(self._optimizer_starts).remove)
+        self._undo.callback(register_optimizer_step_post_hook(self._optimizer_ends).remove)
+
+    def remove(self) -> None:
+        """Stop watching; everything is as it was."""
+        self._undo.close()
+
+    def __enter__(self) -> Watcher:
+        self.install()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    @property
+    def stepped(self) -> bool:
+        """Whether an optimizer stepped since the last top-level forward."""
+        return self._steps is not None and self._steps.dirty
+
+    def _replace(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+        original = getattr(owner, name)
+        setattr(owner, name, wrap(original))
+        self._undo.callback(setattr, owner, name, original)
+
+    def _here(self) -> bool:
+        return threading.get_ident() == self._thread and os.getpid() == self._pid
+
+    def _watched_call(self, original: Any) -> Any:
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not self._here() or isinstance(module, torch.jit.ScriptModule):
+                return original(module, *args, **kwargs)
+            with self._running(module, args, kwargs) as done:
+                output = original(module, *args, **kwargs)
+                done(output)
+            return output
+
+        return call
+
+    @contextlib.contextmanager
+    def _running(
+        self, module: nn.Module, args: Any, kwargs: Any
+    ) -> Iterator[Callable[[Any], None]]:
+        recomputes = _current_autograd_node() is not None
+        outermost = self._depth == 0 and not recomputes
+        if outermost:
+            self._root_starts(module)
+        depth = self._depth
+        outputs: list[Any] = []
+        self._listener.module_starts(module, args, kwargs, -1 if recomputes else depth)
+        self._depth += 1
+        try:
+            yield outputs.append
+        finally:
+            self._depth = depth
+            output = outputs[0] if outputs else None
+            self._listener.module_ends(module, output, -1 if recomputes else depth)
+
+    def _root_starts(self, module: nn.Module) -> None:
+        if not self._trains or torch.is_grad_enabled():
+            if self._steps is not None and self._steps.forward():
+                self._listener.step_ends()
+            self.forwards += 1
+        if not any(module is root for root in self.roots):
+            self.roots.append(module)
+            self._listener.root_appears(module)
+
+    def _watched_backward(self, original: Any) -> Any:
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._here():
+                return original(tensors, *args, **kwargs)
+            several = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+            self.backwards += 1
+            self._listener.backward_starts(several)
+            try:
+                return original(tensors, *args, **kwargs)
+            finally:
+                self._listener.backward_ends()
+
+        return backward
+
+    def _watched_next(self, original: Any) -> Any:
+        def following(iterator: Any) -> Any:
+            if not self._here():
+                return original(iterator)
+            begin = time.perf_counter_ns()
+            try:
+                return original(iterator)
+            finally:
+                workers = int(getattr(iterator, "_num_workers", 0))
+                self._listener.loader_waited(begin, time.perf_counter_ns(), workers)
+
+        return following
+
+    def _optimizer_starts(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if self._here():
+            self._listener.optimizer_starts(optimizer)
+
+    def _optimizer_ends(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if not self._here():
+            return
+        number = self._number(optimizer)
+        if self._steps is None:
+            self._steps = Steps(_living_optimizers())
+        self._steps.stepped(number)
+        self._listener.optimizer_ends(optimizer)
+
+    def _number(self, optimizer: torch.optim.Optimizer) -> int:
+        for number, known in enumerate(self.optimizers):
+            if known is optimizer:
+                return number
+        self.optimizers.append(optimizer)
+        return len(self.optimizers) - 1
+
+
+def _living_optimizers() -> int:
+    """How many optimizers with state of their own live in this process."""
+    return sum(
+        isinstance(thing, torch.optim.Optimizer) and "defaults" in vars(thing)
+        for thing in gc.get_objects()
+        if issubclass(type(thing), torch.optim.Optimizer)
+    )

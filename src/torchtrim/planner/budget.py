@@ -1,0 +1,132 @@
+"""Profile and budget -> plan."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from torchtrim import __version__
+from torchtrim.errors import InfeasibleBudget
+from torchtrim.planner.search import Choice, Search
+from torchtrim.planner.simulate import Simulator
+from torchtrim.records.plan import MemoryKind, Plan, Prediction, Technique
+from torchtrim.records.profile import Profile
+from torchtrim.records.report import FrontierPoint
+from torchtrim.techniques.base import Option, names, technique
+from torchtrim.units import format_bytes
+
+
+class Planner:
+    """Plans for one profile; `step_seconds` is the original's step without the recorder."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        *,
+        step_seconds: float,
+        fingerprint: Mapping[str, str],
+        script_sha256: str = "",
+    ) -> None:
+        self.profile = profile
+        self._step_seconds = step_seconds
+        self._fingerprint = dict(fingerprint)
+        self._sha256 = script_sha256
+        simulator = Simulator(profile)
+        self._search = Search(simulator, _options(profile))
+        self.simulated_original = simulator.run(()).peak_bytes
+        self._floor: Choice | None = None
+
+    @property
+    def floor(self) -> Choice:
+        """The choice with the smallest peak."""
+        if self._floor is None:
+            self._floor = self._search.smallest()
+        return self._floor
+
+    def plan(
+        self, budget: int, *, target: int | None = None, memory_kind: MemoryKind = "allocated"
+    ) -> Plan:
+        """The quickest plan whose simulated peak is within `target`, by default the budget.
+
+        Raises `InfeasibleBudget` with the smallest feasible peak and what sets it.
+        """
+        target = budget if target is None else target
+        choice = self._search.cheapest(target)
+        if choice is None:
+            choice = self.floor
+            if choice.outcome.peak_bytes > target:
+                raise self.infeasible(budget, choice.outcome.peak_bytes)
+        return Plan(
+            torchtrim=__version__,
+            script=self.profile.script,
+            script_sha256=self._sha256,
+            fingerprint=self._fingerprint,
+            budget_bytes=budget,
+            memory_kind=memory_kind,
+            techniques=_techniques(choice.options),
+            predicted=Prediction(
+                peak_bytes=choice.outcome.peak_bytes,
+                step_seconds=self._step_seconds + choice.outcome.added_seconds,
+            ),
+        )
+
+    def infeasible(self, budget: int, smallest: int) -> InfeasibleBudget:
+        """The error that says what would fit and what stands in the way."""
+        set_by = self._set_by(self.floor)
+        return InfeasibleBudget(
+            f"no plan brings the peak to {format_bytes(budget)}. The smallest found needs "
+            f"{format_bytes(smallest)} ({smallest} bytes), and it is set by {set_by}. "
+            f"Give --memory {smallest} or more, or make the batch smaller.",
+            smallest_bytes=smallest,
+            set_by=set_by,
+        )
+
+    def frontier(self, points: int = 8) -> tuple[FrontierPoint, ...]:
+        """The best plan for budgets from the original's peak down to the smallest feasible."""
+        low, high = self.floor.outcome.peak_bytes, self.simulated_original
+        found = []
+        for step in range(points + 1):
+            budget = high - (high - low) * step // points
+            choice = self._search.cheapest(budget) or self.floor
+            found.append(
+                FrontierPoint(
+                    budget_bytes=budget,
+                    peak_bytes=choice.outcome.peak_bytes,
+                    step_seconds=self._step_seconds + choice.outcome.added_seconds,
+                    where=tuple(option.where for option in choice.options),
+                )
+            )
+        return tuple(found)
+
+    def _set_by(self, choice: Choice) -> str:
+        index = choice.outcome.peak_operator
+        if not self.profile.operators:
+            return "what was alive before the step"
+        op = self.profile.operators[index]
+        place = self.profile.place_of(index)
+        module = self.profile.module_of(index)
+        parts = [f"{op.name.rpartition('.')[0]} in the {op.phase}"]
+        if module:
+            parts.append(f"of {module}")
+        if place:
+            parts.append(f"({place.path}:{place.line})")
+        return " ".join(parts)
+
+
+def _options(profile: Profile) -> list[Option]:
+    return [option for name in names() for option in technique(name).options(profile)]
+
+
+def _techniques(options: Sequence[Option]) -> tuple[Technique, ...]:
+    places: defaultdict[str, list[str]] = defaultdict(list)
+    for option in options:
+        places[option.technique].append(option.where)
+    return tuple(
+        Technique(name=name, where=tuple(where), equivalence=technique(name).equivalence)
+        for name, where in places.items()
+    )
+
+
+def where_of(techniques: Iterable[Technique]) -> list[str]:
+    """All places of a plan."""
+    return [where for one in techniques for where in one.where]

@@ -1,0 +1,12 @@
+"""The data types that travel between rooms, and their files. Imports nothing from the rooms above."""
+
+from torchtrim.records.certificate import Certificate as Certificate
+from torchtrim.records.certificate import Difference as Difference
+from torchtrim.records.finding import Cure as Cure
+from torchtrim.records.finding import Finding as Finding
+from torchtrim.records.plan import Plan as Plan
+from torchtrim.records.plan import Prediction as Prediction
+from torchtrim.records.plan import Technique as Technique
+from torchtrim.records.profile import Profile as Profile
+from torchtrim.records.report import Figures as Figures
+from torchtrim.records.report import Report as Report

@@ -1,0 +1,152 @@
+"""Saving and loading records. Input is not trusted: sizes are bounded, errors name the field."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import tomllib
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from torchtrim.errors import UnreadableInput, UsageError
+from torchtrim.records.plan import Plan
+from torchtrim.records.profile import Profile, check
+
+MOST_BYTES = 2**31
+_MOST_PLAN_BYTES = 2**22
+T = TypeVar("T")
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write the file whole or not at all. Raises `UsageError` if the folder does not take it."""
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}. Name a place that exists.") from None
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        Path(name).replace(path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            Path(name).unlink()
+        if isinstance(error, OSError):
+            raise UsageError(f"cannot write {path}: {error.strerror}.") from None
+        raise
+
+
+def read_bounded(path: Path, most: int) -> bytes:
+    """The file's bytes. Raises `UnreadableInput` if it is missing or larger than `most`."""
+    try:
+        size = path.stat().st_size
+        if size > most:
+            raise UnreadableInput(f"{path} is {size} bytes large; at most {most} are read.")
+        return path.read_bytes()
+    except OSError as error:
+        raise UnreadableInput(f"cannot read {path}: {error.strerror}.") from None
+
+
+def save_profile(profile: Profile, path: Path) -> None:
+    """Save a profile as JSON."""
+    write_atomically(path, msgspec.json.encode(profile))
+
+
+def load_profile(path: Path) -> Profile:
+    """Load a profile. Raises `UnreadableInput`, naming the field, for anything that is none."""
+    profile = decode(read_bounded(path, MOST_BYTES), Profile, str(path))
+    wrong = check(profile)
+    if wrong is not None:
+        raise UnreadableInput(f"{path} is no profile of a step: {wrong}. Record it again.")
+    return profile
+
+
+def decode(data: bytes, kind: type[T], source: str) -> T:
+    """Decode JSON into a record of that kind. Raises `UnreadableInput`, naming the field."""
+    _check_version(data, source)
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UnreadableInput(
+            f"{source} is no readable {kind.__name__.lower()}: {error}. "
+            "It is damaged, or something else wrote it; make it again."
+        ) from None
+
+
+class _Versioned(msgspec.Struct):
+    schema_version: int = 1
+
+
+def _check_version(data: bytes, source: str) -> None:
+    try:
+        version = msgspec.json.decode(data, type=_Versioned).schema_version
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return
+    if version != 1:
+        raise UnreadableInput(
+            f"{source} has schema_version {version}, and this torchtrim reads 1. "
+            "Update torchtrim, or make the file with this version."
+        )
+
+
+def save_plan(plan: Plan, path: Path) -> None:
+    """Save a plan as TOML, for people to read, edit and commit."""
+    write_atomically(path, plan_text(plan).encode())
+
+
+def load_plan(path: Path) -> Plan:
+    """Load a plan. Raises `UnreadableInput`, naming the field, for anything that is none."""
+    data = read_bounded(path, _MOST_PLAN_BYTES)
+    try:
+        tree: Any = tomllib.loads(data.decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UnreadableInput(f"{path} is no readable plan: {error}.") from None
+    if tree.get("schema_version", 1) != 1:
+        raise UnreadableInput(
+            f"{path} has schema_version {tree['schema_version']!r}, and this torchtrim reads 1. "
+            "Update torchtrim, or plan again with this version."
+        )
+    try:
+        return msgspec.convert(tree, Plan)
+    except msgspec.ValidationError as error:
+        raise UnreadableInput(f"{path} is no plan: {error}. Mend that field, or plan again.") from None
+
+
+def plan_text(plan: Plan) -> str:
+    """The plan as TOML."""
+    lines = [
+        "# A plan of torchtrim. Apply it with: torchtrim run SCRIPT --plan THIS_FILE",
+        *_table(msgspec.to_builtins(plan), skip=("techniques", "fingerprint", "predicted")),
+        "",
+        "[fingerprint]  # leave a root out, and it is not checked",
+        *_table(plan.fingerprint),
+        "",
+        "[predicted]",
+        *_table(msgspec.to_builtins(plan.predicted)),
+    ]
+    for technique in plan.techniques:
+        lines += ["", "[[techniques]]", *_table(msgspec.to_builtins(technique))]
+    return "\n".join(lines) + "\n"
+
+
+def _table(fields: Any, skip: tuple[str, ...] = ()) -> list[str]:
+    return [f"{_key(name)} = {_value(value)}" for name, value in fields.items() if name not in skip]
+
+
+def _key(name: str) -> str:
+    return name if name.isidentifier() and name.isascii() else _value(name)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, str):
+        return msgspec.json.encode(value).decode()
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items()) + "}"
+    inner = ",\n    ".join(_value(item) for item in value)
+    return f"[\n    {inner},\n]" if inner else "[]"

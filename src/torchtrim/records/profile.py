@@ -1,0 +1,208 @@
+"""A profile: the record of one step. Plain data; no torch is needed to read, draw or plan from it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+Count = Annotated[int, Meta(ge=0, le=2**62)]
+Index = Annotated[int, Meta(ge=-1, le=2**31)]
+Seconds = Annotated[float, Meta(ge=0)]
+Text = Annotated[str, Meta(max_length=4096)]
+Phase = Literal["forward", "backward", "recompute", "optimizer", "loader", "other"]
+Kind = Literal[
+    "parameter", "buffer", "gradient", "optimizer_state", "activation", "temporary", "input"
+]
+KINDS: tuple[Kind, ...] = (
+    "parameter",
+    "buffer",
+    "gradient",
+    "optimizer_state",
+    "activation",
+    "temporary",
+    "input",
+)
+ALWAYS: frozenset[Kind] = frozenset(("parameter", "buffer", "optimizer_state"))
+
+
+class TensorUse(Struct, frozen=True, array_like=True):
+    """A tensor as an operator saw it: which storage, and the view of it. Strides are in elements."""
+
+    storage: Count
+    dtype: Text
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class Operator(Struct, frozen=True, array_like=True):
+    """One ATen operator. `module`, `place`, `caller`, `label` and `forward` are indices, -1 for none.
+
+    `forward` is the operator whose gradient a backward operator computes; its place and module are this
+    one's too. `transient_bytes` is the highest that memory rose inside the operator, its outputs
+    included. `start` counts from the start of the step.
+    """
+
+    name: Text
+    phase: Phase
+    module: Index
+    place: Index
+    caller: Index
+    label: Index
+    forward: Index
+    inputs: tuple[TensorUse, ...]
+    outputs: tuple[TensorUse, ...]
+    mutates: tuple[Count, ...]
+    start: Seconds
+    seconds: Seconds
+    transient_bytes: Count
+
+
+class Storage(Struct, frozen=True, array_like=True):
+    """A block of memory, alive during operators `birth <= i < death`.
+
+    `birth` is -1 for what was alive before the step; `death` is the number of operators for what
+    outlives it. `name` is the parameter's, buffer's or state's, else empty.
+    """
+
+    bytes: Count
+    kind: Kind
+    birth: Index
+    death: Count
+    device: Text
+    name: Text
+
+
+class Module(Struct, frozen=True, array_like=True):
+    """A module of a root. `chain`: its children run one after the other (`nn.Sequential`).
+
+    `hooked`: it carries hooks of the user's. `trains`: in training mode.
+    """
+
+    path: Text
+    type: Text
+    parent: Index
+    chain: bool
+    hooked: bool
+    parameter_bytes: Count
+
+
+class Call(Struct, frozen=True, array_like=True):
+    """One forward call of a module: operators `first <= i < last`; `depth` 0 for a root.
+
+    `inputs` and `outputs` are the storages of the tensors that went in and came out.
+    `graded`: gradients were on.
+    """
+
+    module: Count
+    first: Count
+    last: Count
+    depth: Count
+    inputs: tuple[Count, ...]
+    outputs: tuple[Count, ...]
+    graded: bool
+
+
+class Place(Struct, frozen=True, array_like=True):
+    """A line of source."""
+
+    path: Text
+    line: Count
+    function: Text
+
+
+class LoaderWait(Struct, frozen=True, array_like=True):
+    """Time in which the step waited for its data loader."""
+
+    start: Seconds
+    seconds: Seconds
+    workers: Count
+
+
+class Profile(Struct, frozen=True, kw_only=True):
+    """The record of one step."""
+
+    schema_version: Literal[1] = 1
+    torchtrim: Text
+    torch: Text
+    device: Text
+    script: Text
+    project: Text
+    step_seconds: Seconds
+    peak_bytes: Count
+    tracked_peak_bytes: Count
+    reserved_bytes: Count | None
+    rss_bytes: Count | None
+    operators: list[Operator]
+    storages: list[Storage]
+    modules: list[Module]
+    calls: list[Call]
+    places: list[Place]
+    labels: list[Text]
+    waits: list[LoaderWait]
+
+    def place_of(self, operator: int) -> Place | None:
+        """Where the operator was asked for, in the user's own source if it was, else in the library's."""
+        op = self.operators[operator]
+        index = op.caller if op.caller >= 0 else op.place
+        return self.places[index] if index >= 0 else None
+
+    def module_of(self, operator: int) -> str:
+        """Path of the module that ran the operator; empty for none."""
+        index = self.operators[operator].module
+        return self.modules[index].path if index >= 0 else ""
+
+
+def check(profile: Profile) -> str | None:
+    """What is wrong with the profile's indices, or None. Types and ranges are msgspec's."""
+    count = {
+        "operators": len(profile.operators),
+        "storages": len(profile.storages),
+        "modules": len(profile.modules),
+        "places": len(profile.places),
+        "labels": len(profile.labels),
+    }
+
+    def wrong(where: str, index: int, table: str, low: int = -1) -> str | None:
+        if low <= index < count[table]:
+            return None
+        return f"`{where}` is {index}, and `{table}` has {count[table]} entries"
+
+    for i, op in enumerate(profile.operators):
+        at = f"operators[{i}]"
+        found = (
+            wrong(f"{at}.module", op.module, "modules")
+            or wrong(f"{at}.place", op.place, "places")
+            or wrong(f"{at}.caller", op.caller, "places")
+            or wrong(f"{at}.label", op.label, "labels")
+            or wrong(f"{at}.forward", op.forward, "operators")
+        )
+        for use in (*op.inputs, *op.outputs):
+            found = found or wrong(f"{at} tensor.storage", use.storage, "storages", 0)
+        for storage in op.mutates:
+            found = found or wrong(f"{at}.mutates", storage, "storages", 0)
+        if found:
+            return found
+    for i, storage in enumerate(profile.storages):
+        if not -1 <= storage.birth < storage.death <= count["operators"] and storage.death:
+            return f"`storages[{i}]` lives from {storage.birth} to {storage.death} of {count['operators']} operators"
+    for i, call in enumerate(profile.calls):
+        if not call.first <= call.last <= count["operators"]:
+            return (
+                f"`calls[{i}]` spans {call.first} to {call.last} of {count['operators']} operators"
+            )
+        found = wrong(f"calls[{i}].module", call.module, "modules", 0)
+        for index in (*call.inputs, *call.outputs):
+            found = found or wrong(f"calls[{i}] tensor", index, "storages", 0)
+        if found:
+            return found
+    for i, module in enumerate(profile.modules):
+        if not -1 <= module.parent < i:
+            return f"`modules[{i}].parent` is {module.parent}; a parent stands before its children"
+    return None
+
+
+def schema() -> dict[str, object]:
+    """JSON Schema of a saved profile."""
+    return msgspec.json.schema(Profile)

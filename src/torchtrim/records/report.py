@@ -1,0 +1,81 @@
+"""A report: all that one verb found, as the JSON that people script against. One schema for all verbs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from torchtrim.records.certificate import Certificate
+from torchtrim.records.finding import Finding
+from torchtrim.records.plan import MemoryKind, Prediction, Technique
+
+Bytes = Annotated[int, Meta(ge=0)]
+
+
+class Figures(Struct, frozen=True, kw_only=True):
+    """What a step measures. `step_seconds` is the median of the timed steps, `spread_seconds` their range."""
+
+    peak_bytes: Bytes
+    tracked_peak_bytes: Bytes
+    reserved_bytes: Bytes | None
+    rss_bytes: Bytes | None
+    step_seconds: float
+    spread_seconds: float
+    by_kind: dict[str, Bytes]
+
+
+class PlanSummary(Struct, frozen=True, kw_only=True):
+    """A plan without what only its file needs."""
+
+    techniques: tuple[Technique, ...]
+    predicted: Prediction
+
+
+class FrontierPoint(Struct, frozen=True, kw_only=True):
+    """What the best plan under a budget is predicted to need."""
+
+    budget_bytes: Bytes
+    peak_bytes: Bytes
+    step_seconds: float
+    where: tuple[str, ...]
+
+
+class Holder(Struct, frozen=True, kw_only=True):
+    """Storages alive at the peak that one module and line made, and why they still were."""
+
+    bytes: Bytes
+    count: int
+    kind: str
+    module: str
+    path: str
+    line: int
+    why: str
+
+
+class Report(Struct, frozen=True, kw_only=True):
+    """What a verb found. A field is null only where the verb does not measure it."""
+
+    schema_version: Literal[1] = 1
+    torchtrim: str
+    torch: str
+    verb: str
+    device: str
+    script: str
+    steps: int
+    original: Figures | None = None
+    planned: Figures | None = None
+    budget_bytes: Bytes | None = None
+    memory_kind: MemoryKind = "allocated"
+    findings: tuple[Finding, ...] = ()
+    holders: tuple[Holder, ...] = ()
+    plan: PlanSummary | None = None
+    frontier: tuple[FrontierPoint, ...] = ()
+    certificate: Certificate | None = None
+    notes: tuple[str, ...] = ()
+
+
+def schema() -> dict[str, object]:
+    """JSON Schema of `--json`."""
+    return msgspec.json.schema(Report)

@@ -1,0 +1,281 @@
+"""What a report says, in the words that every renderer uses: the same facts in each output."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import PurePath
+from typing import Literal
+
+from torchtrim.records import Certificate, Figures, Finding, Report, Technique
+from torchtrim.units import format_bytes, format_seconds
+
+Tone = Literal["good", "bad", "unsure", "neutral"]
+
+PEAKS = {"allocated": "peak", "reserved": "reserved peak", "rss": "process peak"}
+_FAMILIES = {
+    "1": "waiting",
+    "2": "memory",
+    "3": "input",
+    "4": "kernels",
+    "5": "growth",
+    "6": "devices",
+    "9": "configuration",
+}
+_TONES: dict[str, Tone] = {
+    "BITWISE": "good",
+    "ROUNDING": "good",
+    "NOT EQUAL": "bad",
+    "UNDECIDED": "unsure",
+}
+SAFETY = {
+    "BITWISE": "Every compared bit is equal.",
+    "ROUNDING": "The same real function: what differs shrinks with the type's epsilon.",
+    "NOT EQUAL": "The planned program computes something else. Do not use this plan.",
+    "UNDECIDED": "The original does not equal itself, and what differs lies within that.",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Headline:
+    """The verdict: a word, what colour it has, and the figures that belong to it."""
+
+    word: str
+    tone: Tone
+    parts: tuple[str, ...]
+
+
+def headline(report: Report) -> Headline:
+    """The report in one line."""
+    parts = (*_peak_parts(report), *_step_parts(report), *_failure_parts(report))
+    missed = over_budget(report) > 0
+    if report.certificate:
+        verdict = report.certificate.verdict
+        word = f"{verdict}, BUDGET MISSED" if missed else verdict
+        return Headline(
+            word=word, tone="bad" if missed else tone_of(report.certificate), parts=parts
+        )
+    if missed:
+        return Headline(word="BUDGET MISSED", tone="bad", parts=parts)
+    word = report.verb.upper() if report.verb != "diagnose" else count_of(report.findings)
+    return Headline(word=word, tone="neutral", parts=parts)
+
+
+def tone_of(certificate: Certificate) -> Tone:
+    """How a verdict is to be taken."""
+    return _TONES[certificate.verdict]
+
+
+def _peak_parts(report: Report) -> Iterable[str]:
+    name, before, after = PEAKS[report.memory_kind], peak_before(report), peak_after(report)
+    if before is not None:
+        text = f"{name} {format_bytes(before)}"
+        if after is not None:
+            predicted = " predicted" if report.planned is None else ""
+            text += f" -> {format_bytes(after)}{predicted}{_bracketed(percent(before, after))}"
+        yield text
+    if report.budget_bytes is not None:
+        missed = over_budget(report)
+        by = f" missed by {format_bytes(missed)}" if missed > 0 else ""
+        yield f"budget {format_bytes(report.budget_bytes)}{by}"
+
+
+def _step_parts(report: Report) -> Iterable[str]:
+    if report.original is None or not report.original.step_seconds:
+        return
+    text = f"{step_name(report)} {format_seconds(report.original.step_seconds)}"
+    if report.planned is not None:
+        change = step_change(report.original, report.planned)
+        text += f" -> {format_seconds(report.planned.step_seconds)}{_bracketed(change)}"
+    elif report.plan is not None:
+        after = report.plan.predicted.step_seconds
+        change = percent(report.original.step_seconds, after)
+        text += f" -> {format_seconds(after)} predicted{_bracketed(change)}"
+    elif report.original.spread_seconds:
+        text += f" +- {format_seconds(report.original.spread_seconds / 2)}"
+    yield text
+
+
+def _failure_parts(report: Report) -> Iterable[str]:
+    certificate = report.certificate
+    if certificate and certificate.first_difference:
+        yield f"first difference: {difference_of(certificate, report.script)}"
+    if report.original is None and certificate and certificate.reason:
+        yield certificate.reason
+
+
+def _bracketed(text: str) -> str:
+    return f" ({text})" if text else ""
+
+
+def step_name(report: Report) -> str:
+    """What the step time is called: emulation runs on a CPU, and its time is that CPU's."""
+    return "step on this CPU" if report.device.startswith("emulated") else "step"
+
+
+def held(figures: Figures | None, memory_kind: str) -> int | None:
+    """The bytes that a budget of this kind is on."""
+    if figures is None:
+        return None
+    kinds = {
+        "allocated": figures.peak_bytes,
+        "reserved": figures.reserved_bytes,
+        "rss": figures.rss_bytes,
+    }
+    return kinds[memory_kind]
+
+
+def peaks_of(figures: Figures) -> str:
+    """Every peak that was measured, by name."""
+    peaks = {
+        "allocated": figures.peak_bytes,
+        "tracked at dispatch": figures.tracked_peak_bytes,
+        "reserved": figures.reserved_bytes,
+        "process": figures.rss_bytes,
+    }
+    return ", ".join(f"{k} {format_bytes(v)}" for k, v in peaks.items() if v is not None)
+
+
+def peak_before(report: Report) -> int | None:
+    """The original's peak, in the memory that the budget is on."""
+    return held(report.original, report.memory_kind)
+
+
+def peak_after(report: Report) -> int | None:
+    """The planned peak: measured, else predicted."""
+    if report.planned is None and report.plan is not None:
+        return report.plan.predicted.peak_bytes
+    return held(report.planned, report.memory_kind)
+
+
+def over_budget(report: Report) -> int:
+    """By how many bytes the budget is missed; 0 or less where it is kept or there is none."""
+    after = peak_after(report)
+    known = peak_before(report) if after is None else after
+    return 0 if known is None or report.budget_bytes is None else known - report.budget_bytes
+
+
+def percent(before: float, after: float) -> str:
+    """`"-43 %"`; empty where there is nothing to compare with."""
+    return f"{100 * (after / before - 1):+.0f} %" if before else ""
+
+
+def step_change(original: Figures, planned: Figures) -> str:
+    """How the step time changed, with its spread; a change within the spread is called none."""
+    if not original.step_seconds or not planned.step_seconds:
+        return ""
+    ratio = planned.step_seconds / original.step_seconds
+    relative = sum(f.spread_seconds / 2 / f.step_seconds for f in (original, planned))
+    text = f"{100 * (ratio - 1):+.0f} % +- {100 * ratio * relative:.0f} %"
+    settled = abs(ratio - 1) > ratio * relative or not relative
+    return text if settled else f"no significant change, {text}"
+
+
+def count_of(findings: Sequence[Finding]) -> str:
+    """`"5 findings"`, or `"CLEAN"`."""
+    return f"{len(findings)} finding{'' if len(findings) == 1 else 's'}" if findings else "CLEAN"
+
+
+def families(findings: Sequence[Finding]) -> str:
+    """`"3 memory, 2 waiting; 2 with a fix"`."""
+    counted = Counter(_FAMILIES.get(f.code[2:3], "other") for f in findings)
+    counts = ", ".join(f"{count} {family}" for family, count in counted.most_common())
+    fixes = sum(1 for f in findings if f.cure and f.cure.kind == "code")
+    return counts + (f"; {fixes} with a fix" if fixes else "")
+
+
+def price(finding: Finding) -> str:
+    """`"3.20 ms, 120 MiB modelled"`; the source is left out where the price was measured."""
+    prices = []
+    if finding.price_ms is not None:
+        prices.append(format_seconds(finding.price_ms / 1e3))
+    if finding.price_bytes is not None:
+        prices.append(format_bytes(finding.price_bytes))
+    if finding.code.startswith("TT2"):
+        prices.reverse()
+    source = f" {finding.source}" if prices and finding.source != "measured" else ""
+    return ", ".join(prices) + source
+
+
+def place(path: str, line: int, script: str = "") -> str:
+    """`path:line`, short: relative to the script's folder or to the installed packages."""
+    text = path.replace("\\", "/").rpartition("site-packages/")[2]
+    folder = str(PurePath(script).parent).replace("\\", "/")
+    if script and folder not in ("", ".", "/"):
+        text = text.removeprefix(folder + "/")
+    return f"{text}:{line}" if text and line else text
+
+
+def difference_of(certificate: Certificate, script: str = "") -> str:
+    """`"gradient of layers.3 at model.py:42"`."""
+    first = certificate.first_difference
+    if first is None:
+        return ""
+    where = place(first.path, first.line, script)
+    return f"{first.op} of {first.module or 'the step'}" + (f" at {where}" if where else "")
+
+
+def difference_figure(value: float | None) -> str:
+    """A relative difference as people read it."""
+    return "not measured" if value is None else "0" if value == 0 else f"{value:.1e}"
+
+
+def certificate_lines(certificate: Certificate) -> list[str]:
+    """What was compared, with which figures, and why the verdict is none to rely on."""
+    lines = [_compared(certificate), _figures(certificate)]
+    trusted = tone_of(certificate) == "good"
+    return lines if trusted or not certificate.reason else [*lines, certificate.reason]
+
+
+def _compared(certificate: Certificate) -> str:
+    steps = f"{certificate.steps} step{'' if certificate.steps == 1 else 's'}"
+    return f"{steps}: {', '.join(certificate.compared) or 'nothing was compared'}"
+
+
+def _figures(certificate: Certificate) -> str:
+    return (
+        f"largest difference {difference_figure(certificate.largest_difference)}, "
+        f"noise {difference_figure(certificate.noise)}, "
+        f"seeded by {'the script' if certificate.seeds == 'script' else certificate.seeds}"
+    )
+
+
+def technique_line(technique: Technique) -> str:
+    """`"recompute (BITWISE, segments 2) on 4 modules: model.layers.0-3"`."""
+    options = ", ".join(f"{key} {value}" for key, value in technique.options.items())
+    about = f"{technique.equivalence}{', ' if options else ''}{options}"
+    return f"{technique.name} ({about}) on {where_of(technique)}"
+
+
+def where_of(technique: Technique) -> str:
+    """`"4 modules: model.layers.0-3"`."""
+    if not technique.where:
+        return "the whole step"
+    count = f"{len(technique.where)} module{'' if len(technique.where) == 1 else 's'}"
+    return f"{count}: {', '.join(runs(technique.where))}"
+
+
+def runs(paths: Iterable[str]) -> list[str]:
+    """Module paths with consecutive numbers joined: `layers.0`, `layers.1` -> `layers.0-1`."""
+    parted = [re.fullmatch(r"(.*?\.)?(\d{1,9})(\D*)", path, re.DOTALL) or path for path in paths]
+    joined: list[str] = []
+    for _, group in groupby(enumerate(parted), _run_of):
+        members = [part for _, part in group]
+        first, last = members[0], members[-1]
+        if isinstance(first, str) or isinstance(last, str):
+            joined += [part for part in members if isinstance(part, str)]
+        elif first[2] == last[2]:
+            joined.append(first[0])
+        else:
+            joined.append(f"{first[1] or ''}{first[2]}-{last[2]}{first[3]}")
+    return joined
+
+
+def _run_of(item: tuple[int, re.Match[str] | str]) -> tuple[str, ...]:
+    index, part = item
+    if isinstance(part, str):
+        return (part,)
+    return (part[1] or "", part[3], str(int(part[2]) - index))

@@ -1,0 +1,66 @@
+"""A report as one HTML file: no network, no script, readable in the dark, on a phone, on paper."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from torchtrim.records import Profile, Report
+from torchtrim.report import facts
+from torchtrim.report.safe import clean, without_source
+from torchtrim.report.views import CAPS, view
+from torchtrim.units import format_bytes, format_seconds
+
+_HERE = Path(__file__).parent
+_MOST_BYTES = 450_000
+_MOST_CHARACTERS = 400
+
+
+def render(
+    report: Report, before: Profile | None, after: Profile | None, *, source: bool = True
+) -> str:
+    """The page. `before` and `after` are the profiles to draw, where there are any.
+
+    Without `source` the page holds no path, no script name, no line of source and no diff.
+    """
+    shown = report if source else without_source(report)
+    template = _environment().get_template("page.html.jinja")
+    page = ""
+    for caps in CAPS:
+        page = template.render(view=view(shown, before, after, caps), report=shown)
+        if len(page.encode()) <= _MOST_BYTES:
+            break
+    return page
+
+
+def _environment() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(_HERE),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_harmless,
+    )
+    environment.filters["typeset"] = _typeset
+    environment.globals.update(
+        facts=facts,
+        bytes=format_bytes,
+        seconds=format_seconds,
+        css=Markup((_HERE / "page.css").read_text(encoding="utf-8")),
+    )
+    return environment
+
+
+def _harmless(value: Any) -> Any:
+    if isinstance(value, Markup) or not isinstance(value, str):
+        return value
+    text = clean(value[:_MOST_CHARACTERS])
+    return text + "..." if len(value) > _MOST_CHARACTERS else text
+
+
+def _typeset(text: str) -> str:
+    return text.replace("->", "\N{RIGHTWARDS ARROW}").replace("+-", "\N{PLUS-MINUS SIGN}")

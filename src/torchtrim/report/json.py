@@ -1,0 +1,26 @@
+"""A report as the JSON that people script against."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from torchtrim.records import Report
+
+
+def render(report: Report) -> bytes:
+    """The report in UTF-8, indented, always in the same order."""
+    plain = _encodable(msgspec.to_builtins(report, order="deterministic"))
+    return msgspec.json.format(msgspec.json.encode(plain), indent=2) + b"\n"
+
+
+def _encodable(value: Any) -> Any:
+    """`value` with lone surrogates, which file names may hold and UTF-8 may not, written as `?`."""
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, dict):
+        return {_encodable(key): _encodable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_encodable(item) for item in value]
+    return value

@@ -1,0 +1,132 @@
+"""Strangers' names made harmless: no control characters, no bidi marks, never too wide."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from unicodedata import category
+
+import msgspec
+from rich.cells import cell_len
+
+from torchtrim.records import Certificate, Finding, Report
+from torchtrim.records.report import Holder
+
+_BLANK = frozenset("\t\n\r\v\f\x85\u2028\u2029")
+_DROPPED = frozenset(("Cc", "Cf", "Cs", "Co"))
+_ELLIPSIS = "..."
+_BREAK = re.compile(r"(?<!\+-)\s+(?!(?:%|[KMGT]iB|B|s|ms|us)(?:\W|$))")
+_PATHLIKE = re.compile(
+    r"""(?<![^\s"'()<>,`])[^\s"'()<>,`]*\.py\b(?::\d+)?"""
+    r"""|(?<![\w/])[/~][\w.~@+-]*(?:/[\w.@+-]+)+/?"""
+    r"""|\b[A-Za-z]:\\[^\s"'()<>,`]+"""
+)
+
+
+def clean(text: str, encoding: str = "utf-8") -> str:
+    """`text` on one line, without control, format and bidi characters, writable in `encoding`."""
+    kept = "".join(
+        " " if c in _BLANK else c for c in text if c in _BLANK or category(c) not in _DROPPED
+    )
+    return kept.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def keep_right(text: str, width: int) -> str:
+    """`text` in at most `width` cells, shortened from the left: a path keeps its file and line."""
+    if cell_len(text) <= width:
+        return text
+    dots = _ELLIPSIS if width > len(_ELLIPSIS) else ""
+    tail = _fitting(reversed(text), width - len(dots))[::-1]
+    slash = tail.find("/")
+    return dots + (tail[slash:] if 0 < slash <= len(tail) // 2 else tail.lstrip("."))
+
+
+def keep_left(text: str, width: int) -> str:
+    """`text` in at most `width` cells, shortened from the right: a sentence keeps its start."""
+    if cell_len(text) <= width:
+        return text
+    dots = _ELLIPSIS if width > len(_ELLIPSIS) else ""
+    return _fitting(text, width - len(dots)).rstrip() + dots
+
+
+def _fitting(characters: Iterable[str], width: int) -> str:
+    kept, used = [], 0
+    for character in characters:
+        used += cell_len(character)
+        if used > width:
+            break
+        kept.append(character)
+    return "".join(kept)
+
+
+def wrap(text: str, width: int) -> list[str]:
+    """Lines of at most `width` cells, broken at spaces, though not before a unit.
+
+    A word that is too long loses its start.
+    """
+    lines = [""]
+    for word in _BREAK.split(text.strip()):
+        word = keep_right(word, width)
+        joined = f"{lines[-1]} {word}".strip()
+        if cell_len(joined) <= width:
+            lines[-1] = joined
+        else:
+            lines.append(word)
+    return [line for line in lines if line]
+
+
+def sentence(text: str, width: int, most: int) -> list[str]:
+    """`text` in at most `most` lines, the last of them shortened where it is longer."""
+    pieces = wrap(text, width)
+    if len(pieces) <= most:
+        return pieces
+    return [*pieces[: most - 1], keep_left(" ".join(pieces[most - 1 :]), width)]
+
+
+def without_source(report: Report) -> Report:
+    """The same report with no path, line number, diff or script name in it."""
+    known = _paths(report)
+    return msgspec.structs.replace(
+        report,
+        script="",
+        findings=tuple(_bare_finding(f, known) for f in report.findings),
+        holders=tuple(_bare_holder(h, known) for h in report.holders),
+        certificate=report.certificate and _bare_certificate(report.certificate, known),
+        notes=tuple(_scrub(note, known) for note in report.notes),
+    )
+
+
+def _paths(report: Report) -> list[str]:
+    paths = {report.script, *(f.path for f in report.findings), *(h.path for h in report.holders)}
+    if report.certificate and report.certificate.first_difference:
+        paths.add(report.certificate.first_difference.path)
+    names = {re.split(r"[/\\]", path)[-1] for path in paths}
+    return sorted((text for text in paths | names if len(text) > 2), key=len, reverse=True)
+
+
+def _scrub(text: str, known: list[str]) -> str:
+    for path in known:
+        text = text.replace(path, _ELLIPSIS)
+    return _PATHLIKE.sub(_ELLIPSIS, text)
+
+
+def _bare_finding(finding: Finding, known: list[str]) -> Finding:
+    cure = finding.cure and msgspec.structs.replace(
+        finding.cure, diff=None, reason=_scrub(finding.cure.reason, known)
+    )
+    message = _scrub(finding.message, known)
+    return msgspec.structs.replace(finding, path="", line=0, end_line=0, message=message, cure=cure)
+
+
+def _bare_holder(holder: Holder, known: list[str]) -> Holder:
+    return msgspec.structs.replace(holder, path="", line=0, why=_scrub(holder.why, known))
+
+
+def _bare_certificate(certificate: Certificate, known: list[str]) -> Certificate:
+    first = certificate.first_difference
+    return msgspec.structs.replace(
+        certificate,
+        compared=tuple(_scrub(text, known) for text in certificate.compared),
+        first_difference=first and msgspec.structs.replace(first, path="", line=0),
+        reason=_scrub(certificate.reason, known),
+    )

@@ -1,0 +1,50 @@
+"""Writes the published JSON Schemas: `python -m torchtrim.report.schemas docs/schema`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from inspect import cleandoc
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from torchtrim.records import Plan, Profile, Report
+
+_RECORDS: dict[str, type[msgspec.Struct]] = {"report": Report, "profile": Profile, "plan": Plan}
+
+
+def schemas() -> Mapping[str, bytes]:
+    """File name -> contents, for each record that torchtrim writes as JSON."""
+    return {f"{name}.schema.json": _schema(record) for name, record in _RECORDS.items()}
+
+
+def write(folder: Path) -> None:
+    """Write every schema into `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, contents in schemas().items():
+        (folder / name).write_bytes(contents)
+
+
+def _schema(record: type[msgspec.Struct]) -> bytes:
+    schema = _dedented(msgspec.json.schema(record))
+    dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    encoded = msgspec.json.encode(dialect | schema, order="sorted")
+    return msgspec.json.format(encoded, indent=2) + b"\n"
+
+
+def _dedented(value: Any) -> Any:
+    """`value` with its descriptions as Python 3.13 compiles docstrings, whatever Python this is."""
+    if isinstance(value, dict):
+        return {
+            key: cleandoc(item)
+            if key == "description" and isinstance(item, str)
+            else _dedented(item)
+            for key, item in value.items()
+        }
+    return [_dedented(item) for item in value] if isinstance(value, list) else value
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]))

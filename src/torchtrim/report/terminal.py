@@ -1,0 +1,154 @@
+"""A report on a terminal: counts, then evidence, then the plan, then the one best next command."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.text import Text
+
+from torchtrim.records import Report
+from torchtrim.report import facts, sections
+from torchtrim.report.safe import keep_right, sentence
+from torchtrim.report.sections import NARROW, Page, Room
+
+_SCREEN = 24
+_LABEL = 13
+_WIDEST = 120
+_STYLES = {"good": "bold green", "bad": "bold red", "unsure": "bold yellow", "neutral": "bold"}
+
+
+_ROOMS = (
+    Room(kinds=7, holders=8, findings=12, notes=6, text=6, gaps=True),
+    Room(kinds=5, holders=5, findings=8, notes=4, text=3, gaps=True),
+    Room(kinds=5, holders=4, findings=8, notes=4, text=2),
+    Room(kinds=4, holders=3, findings=6, notes=3, text=2),
+    Room(kinds=3, holders=3, findings=5, notes=2),
+    Room(kinds=3, holders=2, findings=5, notes=1),
+    Room(kinds=2, holders=2, findings=4, notes=1),
+    Room(kinds=2, holders=1, findings=3, notes=1),
+)
+
+
+def render(
+    report: Report,
+    console: Console,
+    *,
+    next_command: str | None,
+    paths: Mapping[str, Path] = {},
+) -> None:
+    """Print the report, in under a screen where it can be.
+
+    `paths` are the files that were written, by what they are; `next_command` is what to run next.
+    """
+    page = Page(
+        report=report,
+        width=min(console.width, _WIDEST),
+        encoding=console.encoding,
+        fancy=console.is_terminal and not console.options.ascii_only,
+    )
+    end = [*_written(page, paths), *_next(page, next_command)]
+    for line in [*_fitting(page, _SCREEN - len(end)), *end]:
+        console.print(line, no_wrap=True, crop=False, overflow="ignore", soft_wrap=True)
+
+
+def _fitting(page: Page, height: int) -> list[Text]:
+    lines: list[Text] = []
+    for room in _ROOMS:
+        lines = _lines(page, room)
+        if len(lines) <= height:
+            break
+    return lines
+
+
+def _lines(page: Page, room: Room) -> list[Text]:
+    order: tuple[Callable[[Page, Room], list[Text]], ...] = (
+        _verdict,
+        sections.evidence,
+        sections.holders,
+        sections.findings,
+        sections.frontier,
+        _tail,
+    )
+    lines: list[Text] = []
+    for section in order:
+        found = section(page, room)
+        if found and lines and room.gaps:
+            lines.append(Text())
+        lines += found
+    return lines
+
+
+def _verdict(page: Page, room: Room) -> list[Text]:
+    headline = facts.headline(page.report)
+    indent = " " * (min(len(headline.word) + 2, 11) if page.width >= NARROW else 2)
+    lines = [Text(headline.word, _STYLES[headline.tone])]
+    separator = "  "
+    for part in headline.parts:
+        for piece in sentence(page.say(part), page.width - len(indent), 2):
+            if lines[-1].cell_len + len(separator) + cell_len(piece) >= page.width:
+                lines[-1].append(separator.rstrip())
+                lines.append(Text(indent))
+                separator = ""
+            lines[-1].append(separator + piece)
+            separator = " "
+        separator = ", "
+    return lines
+
+
+def _tail(page: Page, room: Room) -> list[Text]:
+    report = page.report
+    techniques = report.plan.techniques if report.plan else ()
+    proof = facts.certificate_lines(report.certificate) if report.certificate else []
+    return [
+        *_labelled(page, "plan", map(facts.technique_line, techniques), room.findings, room),
+        *_labelled(page, "certificate", proof, len(proof), room),
+        *_labelled(page, "note", report.notes, room.notes, room),
+    ]
+
+
+def _labelled(page: Page, label: str, texts: Iterable[str], most: int, room: Room) -> list[Text]:
+    every = list(texts)
+    dropped = [f"+{len(every) - most} more"] if len(every) > most else []
+    indent = _LABEL if page.width >= NARROW else 2
+    pieces = [
+        " " * indent + piece
+        for text in (*every[:most], *dropped)
+        for piece in sentence(page.say(text), page.width - indent, room.text)
+    ]
+    if not pieces or indent < _LABEL:
+        return [Text(label, "bold"), *map(Text, pieces)] if pieces else []
+    first = Text(label.ljust(indent), "bold").append(Text(pieces[0][indent:]))
+    return [first, *map(Text, pieces[1:])]
+
+
+def _written(page: Page, paths: Mapping[str, Path]) -> list[Text]:
+    indent = _LABEL if page.width >= NARROW else 6
+    room = page.width - indent
+    names = [keep_right(page.say(str(_near(path))), room) for path in paths.values()]
+    joined = ", ".join(names)
+    lines = [joined] if cell_len(joined) <= room else names
+    return [
+        Text(("wrote" if i == 0 else "").ljust(indent), "bold").append(line, "cyan")
+        for i, line in enumerate(lines if names else ())
+    ]
+
+
+def _near(path: Path) -> Path:
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+def _next(page: Page, command: str | None) -> list[Text]:
+    if not command:
+        return []
+    indent = _LABEL if page.width >= NARROW else 6
+    lines = [Text("next".ljust(indent), "bold")]
+    for word in page.say(command).split(" "):
+        if lines[-1].cell_len > indent and lines[-1].cell_len + cell_len(word) + 3 > page.width:
+            lines[-1].append(" \\")
+            lines.append(Text(" " * indent))
+        lines[-1].append((" " if lines[-1].cell_len > indent else "") + word, "bold cyan")
+    return lines

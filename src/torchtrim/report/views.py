@@ -1,0 +1,207 @@
+"""What the HTML page shows of a report: capped, read from the sources, drawn."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from markupsafe import Markup
+
+from torchtrim.records import Finding, Profile, Report, Technique
+from torchtrim.records.report import FrontierPoint, Holder
+from torchtrim.report import facts, json
+from torchtrim.report.excerpt import SourceLine, excerpt
+from torchtrim.report.figures import Row, figure_rows
+from torchtrim.report.pictures import picture, unseen
+from torchtrim.report.safe import clean, keep_right
+from torchtrim.report.svg import Picture, stacked
+from torchtrim.units import format_bytes
+
+_HEADROOM = 1.18
+_MOST_CHARACTERS = 160
+_FAR = 2
+_FINDING_BYTES = 200
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Caps:
+    """How much of a report one page holds."""
+
+    findings: int
+    rows: int
+    diff_lines: int
+    json_bytes: int
+
+
+CAPS = (
+    Caps(findings=40, rows=30, diff_lines=60, json_bytes=60_000),
+    Caps(findings=20, rows=16, diff_lines=20, json_bytes=60_000),
+    Caps(findings=8, rows=8, diff_lines=8, json_bytes=0),
+    Caps(findings=3, rows=3, diff_lines=3, json_bytes=0),
+)
+
+
+@dataclass(frozen=True)
+class Capped(Generic[T]):
+    """The first of many, and how many were left out."""
+
+    shown: Sequence[T]
+    dropped: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class FindingView:
+    """A finding with what was read for it."""
+
+    finding: Finding
+    place: str
+    source: Sequence[SourceLine]
+    diff: Capped[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HolderView:
+    """A holder with its place in short, a reason if it tells more, and its share of the largest."""
+
+    holder: Holder
+    place: str
+    why: str
+    share: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChartView:
+    """A chart with its words."""
+
+    title: str
+    markup: Markup
+    caption: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """All that the page's template needs and the report does not say itself."""
+
+    script: str
+    headline: facts.Headline
+    heads: Sequence[str]
+    figures: Sequence[Row]
+    kinds: Sequence[Row]
+    longest: int
+    charts: Sequence[ChartView]
+    findings: Capped[FindingView]
+    holders: Capped[HolderView]
+    techniques: Capped[Technique]
+    frontier: Capped[FrontierPoint]
+    notes: Capped[str]
+    download: Markup
+
+
+def view(report: Report, before: Profile | None, after: Profile | None, caps: Caps) -> View:
+    """The report as the page shows it."""
+    heads, rows = figure_rows(report)
+    folders = _folders(report, before)
+    findings = _capped(report.findings, caps.findings)
+    holders = _capped(report.holders, caps.rows)
+    kinds = [row for row in rows if row.kind][: caps.rows]
+    return View(
+        script=report.script.replace("\\", "/").rpartition("/")[2],
+        headline=facts.headline(report),
+        heads=heads,
+        figures=[row for row in rows if not row.kind],
+        kinds=kinds,
+        longest=max((max(row.bar) for row in kinds), default=0) or 1,
+        charts=_charts(report, before, after),
+        findings=Capped(
+            [_finding(report, f, folders, caps) for f in findings.shown], findings.dropped
+        ),
+        holders=Capped([_holder(report, h) for h in holders.shown], holders.dropped),
+        techniques=_capped(report.plan.techniques if report.plan else (), caps.rows),
+        frontier=_capped(report.frontier, caps.rows),
+        notes=_capped(report.notes, caps.rows),
+        download=_download(report, caps.json_bytes),
+    )
+
+
+def _capped(every: Sequence[T], most: int) -> Capped[T]:
+    return Capped(every[:most], max(len(every) - most, 0))
+
+
+def _folders(report: Report, profile: Profile | None) -> list[Path]:
+    project = [Path(profile.project)] if profile and profile.project else []
+    return [*project, Path(report.script).parent]
+
+
+def _place(report: Report, path: str, line: int) -> str:
+    return keep_right(clean(facts.place(path, line, report.script)), 80)
+
+
+def _finding(report: Report, finding: Finding, folders: list[Path], caps: Caps) -> FindingView:
+    diff = finding.cure.diff if finding.cure and finding.cure.diff else ""
+    lines = [line.expandtabs(4)[:_MOST_CHARACTERS] for line in diff.splitlines()]
+    return FindingView(
+        finding=finding,
+        place=_place(report, finding.path, finding.line),
+        source=excerpt(finding.path, finding.line, finding.end_line, folders),
+        diff=_capped(lines, caps.diff_lines),
+    )
+
+
+def _holder(report: Report, holder: Holder) -> HolderView:
+    largest = max(h.bytes for h in report.holders) or 1
+    kind = holder.kind.replace("_", " ")
+    return HolderView(
+        holder=holder,
+        place=_place(report, holder.path, holder.line),
+        why="" if holder.why == kind else holder.why,
+        share=100 * holder.bytes / largest,
+    )
+
+
+def _charts(report: Report, before: Profile | None, after: Profile | None) -> list[ChartView]:
+    profiles = [("Original", before), ("Planned", after)]
+    drawn = [
+        (title, profile, found)
+        for title, profile in profiles
+        if profile and (found := picture(profile, title))
+    ]
+    highest = max((found.peak_bytes for _, _, found in drawn), default=0)
+    budget = report.budget_bytes
+    near = budget if budget is not None and budget <= _FAR * highest else None
+    top = _HEADROOM * max(highest, near or 0, 1)
+    return [
+        ChartView(
+            title=title,
+            markup=stacked(found, top, near),
+            caption=_caption(profile, found, budget if near is None else None),
+        )
+        for title, profile, found in drawn
+    ]
+
+
+def _caption(profile: Profile, drawn: Picture, far_budget: int | None) -> str:
+    count = len(profile.operators)
+    words = [f"{count} operators in the order they ran; highest {drawn.where}."]
+    if "recompute" in drawn.phases:
+        words.append("Blue under the picture: forward computed again.")
+    if hidden := unseen(profile, drawn):
+        words.append(
+            f"The allocator's own peak is {format_bytes(profile.peak_bytes)}: "
+            f"{format_bytes(hidden)} more, which kernels take where the recorder cannot see."
+        )
+    if far_budget is not None:
+        words.append(f"The budget of {format_bytes(far_budget)} lies above the picture.")
+    return " ".join(words)
+
+
+def _download(report: Report, most: int) -> Markup:
+    least = _FINDING_BYTES * len(report.findings)
+    encoded = json.render(report) if least <= most else b""
+    if not 0 < len(encoded) <= most:
+        return Markup()
+    return Markup("data:application/json;base64," + base64.b64encode(encoded).decode())

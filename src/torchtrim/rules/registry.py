@@ -1,0 +1,88 @@
+"""Finds the rules and runs them. To add one, add a file `ttNNN_*.py` that defines `RULE`."""
+
+from __future__ import annotations
+
+import pkgutil
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+from functools import cache
+from importlib import import_module
+
+from torchtrim import rules
+from torchtrim.errors import UsageError
+from torchtrim.records.finding import Finding
+from torchtrim.records.profile import Profile
+from torchtrim.rules.base import Rule
+from torchtrim.rules.ignores import Ignores
+
+_STEM = re.compile(r"tt\d{3}_\w+")
+
+
+@cache
+def all_rules() -> tuple[Rule, ...]:
+    """Every rule of the package, by code."""
+    names = (found.name for found in pkgutil.iter_modules(rules.__path__))
+    modules = (import_module(f"{rules.__name__}.{n}") for n in names if _STEM.fullmatch(n))
+    return tuple(sorted((module.RULE for module in modules), key=lambda found: found.code))
+
+
+def rule(code: str) -> Rule:
+    """The rule with a code, such as `"TT101"`, or a name, such as `"value-read-on-host"`.
+
+    Raises `UsageError` that names the nearest codes where there is none.
+    """
+    for found in all_rules():
+        if code.upper() == found.code or code.lower() == found.name:
+            return found
+    raise UsageError(f"there is no rule {code!r}. {_nearest(code)}")
+
+
+def diagnose(profile: Profile, select: Iterable[str] | None = None) -> tuple[Finding, ...]:
+    """Findings of all rules, or of those selected, the dearest first.
+
+    `select` takes codes and their beginnings: `"TT101"`, `"TT2"`. Dearest is the largest share of
+    the step's time or of its peak. Where the line says `# torchtrim: ignore[TT101]`, no finding of
+    that code is given.
+    """
+    ignores = Ignores(profile.project)
+    found = (f for r in _selected(select) for f in r.check(profile) if not ignores.cover(f))
+    return tuple(sorted(found, key=lambda finding: _order(profile, finding)))
+
+
+def explain(code: str) -> str:
+    """The rule's page, in Markdown. Raises `UsageError` for an unknown code."""
+    found = rule(code)
+    return f"# {found.code} {found.name}\n\n{found.page}\n"
+
+
+def _selected(select: Iterable[str] | None) -> tuple[Rule, ...]:
+    if select is None:
+        return all_rules()
+    starts = tuple(select)
+    for start in starts:
+        if not any(_matches(found, start) for found in all_rules()):
+            raise UsageError(f"no rule's code starts with {start!r}. {_nearest(start)}")
+    return tuple(r for r in all_rules() if any(_matches(r, start) for start in starts))
+
+
+def _matches(found: Rule, start: str) -> bool:
+    return bool(start) and found.code.startswith(start.upper())
+
+
+def _nearest(code: str) -> str:
+    known = [name for found in all_rules() for name in (found.code, found.name)]
+    near = [
+        *get_close_matches(code.upper(), known, n=3),
+        *get_close_matches(code.lower(), known, n=3),
+    ]
+    if near:
+        return f"Did you mean {' or '.join(dict.fromkeys(near))}?"
+    return f"Known are {', '.join(found.code for found in all_rules())}."
+
+
+def _order(profile: Profile, finding: Finding) -> tuple[float, int, str, str, int]:
+    time = (finding.price_ms or 0) / 1e3 / max(profile.step_seconds, 1e-9)
+    memory = (finding.price_bytes or 0) / max(profile.peak_bytes, 1)
+    dearest = -max(time, memory)
+    return dearest, -finding.count_per_step, finding.code, finding.path, finding.line

@@ -1,0 +1,108 @@
+"""A tensor's value is read on the host, which waits until the device has finished all queued work.
+
+## What it does
+
+Finds operators that hand a tensor's value to Python: `.item()`, `float(t)`, `if t:`,
+`torch.equal`, `torch.allclose`, and on a device also `.cpu()`, `.numpy()` and `.tolist()`. Reads
+of tensors that live in the host's memory wait for nothing and are left out; so is a step that
+runs on the CPU. Reads are counted per line and step. On a real device the price is the time spent
+in them.
+
+## Why is this bad?
+
+A device runs behind the host: the host queues work and goes on. A value can only be read when
+everything queued before it has run, so the host stands still, and then the device does while the
+host queues again. Within one step many reads cost about as much as the first, because the wait
+moves to the next one: remove them together and measure.
+
+## Example
+
+```python
+for batch in loader:
+    loss = train(batch)
+    total += loss.item()
+    if torch.isnan(loss):
+        raise ValueError("loss is not a number")
+```
+
+## Use instead
+
+```python
+total = torch.zeros((), device=device)
+for index, batch in enumerate(loader):
+    loss = train(batch)
+    total += loss.detach()
+    if index % 100 == 0 and not math.isfinite(total.item()):
+        raise ValueError("loss is not a number")
+```
+
+Where a value chooses between two tensors, `torch.where` chooses on the device. Where several
+values are needed, `torch.stack(values).tolist()` waits once.
+
+## Cure safety
+
+Reading later changes when a value is seen, not what is computed, as long as the step does not
+depend on it. A read that decides which code runs cannot go without a change of the program. A
+copy to the host with `non_blocking=True` is no cure by itself: its result must not be read before
+an event says that it has arrived.
+
+## References
+
+* [CUDA semantics: asynchronous execution](https://pytorch.org/docs/stable/notes/cuda.html#asynchronous-execution)
+* [Performance tuning guide: avoid unnecessary CPU-GPU synchronization](https://pytorch.org/tutorials/recipes/recipes/tuning_guide.html)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torchtrim.memory.names import base_name
+from torchtrim.records.finding import Finding
+from torchtrim.records.profile import Operator, Profile
+from torchtrim.rules.base import Rule
+from torchtrim.rules.waits import on_host, waiting_finding, waiting_lines
+
+_READS = frozenset(
+    ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::allclose")
+)
+_COPY = "aten::_to_copy"
+
+
+def check(profile: Profile) -> Iterator[Finding]:
+    """One finding for each line that reads values on the host."""
+    for line, operators in waiting_lines(profile, _reads):
+        yield waiting_finding(
+            profile,
+            RULE.code,
+            line,
+            operators,
+            what="a tensor's value is read on the host",
+            advice=_advice(profile, operators),
+        )
+
+
+def _reads(profile: Profile, op: Operator) -> bool:
+    name = base_name(op.name)
+    if name not in _READS and name != _COPY:
+        return False
+    if all(on_host(profile, use) for use in op.inputs):
+        return False
+    return name in _READS or all(on_host(profile, use) for use in op.outputs)
+
+
+def _advice(profile: Profile, operators: Sequence[int]) -> str:
+    found = [profile.operators[i] for i in operators]
+    if all(op.phase == "optimizer" for op in found):
+        return (
+            "the optimizer keeps a number on the device that it needs on the host: "
+            "use fused=True or capturable=True, or load its state so that `step` stays on the CPU"
+        )
+    if all(base_name(op.name) == _COPY for op in found):
+        return "collect what the host needs in one tensor on the device and copy it once"
+    return (
+        "keep the value in a tensor (torch.where instead of if) and read it every so many steps, "
+        "or read several at once with torch.stack(values).tolist()"
+    )
+
+
+RULE = Rule(code="TT101", name="value-read-on-host", check=check)

@@ -1,0 +1,122 @@
+"""One tensor holds a fifth or more of the peak.
+
+## What it does
+
+Looks at what is alive at the operator where memory is highest and names each activation,
+gradient, temporary or input that holds at least 20 % of it: who made it, at which line, and why
+it is still alive. Parameters, buffers and optimizer state are alive always and are left out. The
+price is what the peak would fall by if the tensor were not there, which is less than its size
+where another moment of the step is nearly as high.
+
+## Why is this bad?
+
+A peak with one owner is set by one decision: a batch size, a full table of logits, an attention
+matrix, a result that a variable still holds. Changing that one place lowers the peak, and
+changing any other does not.
+
+## Example
+
+```python
+logits = head(hidden)
+loss = F.cross_entropy(logits.float(), labels)
+loss.backward()
+```
+
+## Use instead
+
+```python
+def part_loss(part, wanted):
+    return F.cross_entropy(head(part).float(), wanted, reduction="sum")
+
+losses = [
+    checkpoint(part_loss, part, wanted, use_reentrant=False)
+    for part, wanted in zip(hidden.chunk(8), labels.chunk(8))
+]
+loss = torch.stack(losses).sum() / labels.numel()
+loss.backward()
+```
+
+`del` a result that backward does not need, split the batch into micro-batches, or recompute the
+module that made it.
+
+## Cure safety
+
+Dropping a reference and recomputing change no bit. Computing in chunks or micro-batches sums in
+another order, which is equal up to rounding; with BatchNorm, micro-batches compute other
+statistics.
+
+## References
+
+* [Understanding CUDA memory usage](https://pytorch.org/docs/stable/torch_cuda_memory.html)
+* [torch.utils.checkpoint](https://pytorch.org/docs/stable/checkpoint.html)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torchtrim.memory.names import base_name
+from torchtrim.memory.timeline import alive, peak_operator, peak_without, timeline
+from torchtrim.memory.why import why_alive
+from torchtrim.records.finding import Cure, Finding
+from torchtrim.records.profile import ALWAYS, Profile
+from torchtrim.rules.base import Rule
+from torchtrim.rules.places import line_of
+from torchtrim.units import format_bytes
+
+_SHARE = 0.2
+
+
+def check(profile: Profile) -> Iterator[Finding]:
+    """One finding for each tensor that owns the peak."""
+    at = peak_operator(profile)
+    peak = timeline(profile).high[at] if at >= 0 else 0
+    large = [i for i in alive(profile, at) if _owns(profile, i, peak)]
+    why = why_alive(profile, large, at)
+    for index in large:
+        yield _finding(profile, index, peak, why[index])
+
+
+def _owns(profile: Profile, index: int, peak: int) -> bool:
+    storage = profile.storages[index]
+    return storage.kind not in ALWAYS and 0 < peak * _SHARE <= storage.bytes
+
+
+def _finding(profile: Profile, index: int, peak: int, why: str) -> Finding:
+    storage = profile.storages[index]
+    line = line_of(profile, storage.birth)
+    return Finding(
+        code=RULE.code,
+        path=line.path,
+        line=line.line,
+        end_line=line.line,
+        message=f"one {storage.kind} of {format_bytes(storage.bytes)} is "
+        f"{storage.bytes / peak:.0%} of the peak: {_maker(profile, index)}, {why}",
+        count_per_step=1,
+        price_bytes=peak - peak_without(profile, [index]),
+        source="modelled",
+        cure=Cure(kind="advice", reason=_advice(profile, why)),
+    )
+
+
+def _maker(profile: Profile, index: int) -> str:
+    storage = profile.storages[index]
+    if storage.birth < 0:
+        return f"{storage.name}, from before the step" if storage.name else "from before the step"
+    module = profile.module_of(storage.birth)
+    made = f"made by {base_name(profile.operators[storage.birth].name)}"
+    return f"{made} in {module}" if module else made
+
+
+def _advice(profile: Profile, why: str) -> str:
+    if "Python reference" in why:
+        return (
+            "del the last name that holds it before the peak, or detach and keep a smaller result"
+        )
+    return (
+        "compute it in chunks, in a narrower type or in smaller micro-batches; "
+        f"`torchtrim plan {profile.script} --memory 60%` looks for a plan"
+    )
+
+
+RULE = Rule(code="TT201", name="peak-owned-by-one-tensor", check=check)

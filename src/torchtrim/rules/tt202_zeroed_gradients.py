@@ -1,0 +1,117 @@
+"""Gradients are filled with zeros instead of dropped, so they take memory while nothing needs them.
+
+## What it does
+
+Finds gradients on which `zero_` ran outside of backward and that stay allocated through forward,
+or at the peak, until backward adds to them. The price is the bytes of those that are still zero
+at the peak. Gradients that hold values, as between micro-batches, are left out.
+
+## Why is this bad?
+
+A gradient is as large as its parameter. Dropped, it is allocated when backward reaches its
+parameter, and by then the activations of the layers above are gone. Kept, it is added to all
+activations at the end of forward, where the peak usually is. It also costs a write of zeros and a
+read of them.
+
+## Example
+
+```python
+optimizer.zero_grad(set_to_none=False)
+loss = criterion(model(batch), labels)
+loss.backward()
+optimizer.step()
+```
+
+## Use instead
+
+```python
+loss = criterion(model(batch), labels)
+loss.backward()
+optimizer.step()
+optimizer.zero_grad()
+```
+
+## Cure safety
+
+Equal in every step in which backward reaches each parameter, but for the sign of zeros: adding
+`-0.0` to zeros gives `0.0`. Hence its class is `ROUNDING`. A parameter that gets no gradient is
+skipped by the optimizer when its gradient is `None`, while zeros still move it through momentum
+or weight decay: the finding says when a profile shows such parameters. Code that reads `.grad`
+between steps must expect `None`.
+
+## References
+
+* [torch.optim.Optimizer.zero_grad](https://pytorch.org/docs/stable/generated/torch.optim.Optimizer.zero_grad.html)
+* [Performance tuning guide: disable gradient zeroing](https://pytorch.org/tutorials/recipes/recipes/tuning_guide.html)
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from torchtrim.memory.gradients import Zeroed, zeroed_gradients
+from torchtrim.memory.timeline import peak_operator
+from torchtrim.records.finding import Cure, Finding
+from torchtrim.records.profile import Profile
+from torchtrim.rules.base import Rule
+from torchtrim.rules.places import Line, line_of
+from torchtrim.units import format_bytes
+
+
+def check(profile: Profile) -> Iterator[Finding]:
+    """One finding for each line that fills gradients with zeros."""
+    peak = peak_operator(profile)
+    forward = [i for i, op in enumerate(profile.operators) if op.phase == "forward"]
+    lines: dict[Line, list[Zeroed]] = defaultdict(list)
+    for zeroed in zeroed_gradients(profile):
+        if zeroed.first <= peak < zeroed.last or _any_between(forward, zeroed):
+            lines[line_of(profile, zeroed.by)].append(zeroed)
+    for line, found in lines.items():
+        yield _finding(profile, line, found, peak)
+
+
+def _any_between(operators: list[int], zeroed: Zeroed) -> bool:
+    return bisect_left(operators, zeroed.first) < bisect_left(operators, zeroed.last)
+
+
+def _finding(profile: Profile, line: Line, found: Sequence[Zeroed], peak: int) -> Finding:
+    gradients = {z.storage for z in found}
+    size = sum(profile.storages[i].bytes for i in gradients)
+    at_peak = {z.storage for z in found if z.first <= peak < z.last}
+    price = sum(profile.storages[i].bytes for i in at_peak)
+    return Finding(
+        code=RULE.code,
+        path=line.path,
+        line=line.line,
+        end_line=line.line,
+        message=f"{_gradients(len(gradients))} ({format_bytes(size)}) are filled with zeros "
+        f"instead of dropped; {format_bytes(price)} of them are still zeros at the peak",
+        count_per_step=len({z.by for z in found}),
+        price_bytes=price,
+        cure=_cure(found),
+    )
+
+
+def _cure(found: Sequence[Zeroed]) -> Cure:
+    unused = {z.storage for z in found} - {z.storage for z in found if z.accumulated}
+    if not unused:
+        return Cure(
+            kind="advice",
+            equivalence="ROUNDING",
+            reason="call zero_grad() without set_to_none=False, after the optimizer's step",
+        )
+    return Cure(
+        kind="advice",
+        equivalence="SEMANTIC",
+        reason=f"call zero_grad() without set_to_none=False; but {_gradients(len(unused))} got "
+        "nothing from backward in this step, and the optimizer skips a parameter without one",
+    )
+
+
+def _gradients(count: int) -> str:
+    return f"{count} gradient{'s' * (count != 1)}"
+
+
+RULE = Rule(code="TT202", name="gradients-zeroed-not-dropped", check=check)

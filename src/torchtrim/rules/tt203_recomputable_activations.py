@@ -1,0 +1,185 @@
+"""Blocks of one kind keep activations for backward that could be computed again.
+
+## What it does
+
+Finds modules of one type that occur at least twice side by side, such as the layers of a
+transformer, and adds up the activations that they keep for backward at the peak and that are
+neither their inputs nor their outputs. The price is what recomputing all blocks would take off
+the peak to first order: all but the largest block's, since backward holds one block at a time.
+Nothing is reported below 10 % of the peak. The extra time is what the blocks' forward took.
+
+## Why is this bad?
+
+Between forward and backward a network holds every intermediate result of every block. For most
+networks that is the larger part of the peak, and it grows with the batch, while the block's
+input, which is all that is needed to compute the rest again, is a small part of it.
+
+## Example
+
+```python
+for block in self.blocks:
+    x = block(x)
+```
+
+## Use instead
+
+```python
+for block in self.blocks:
+    x = checkpoint(block, x, use_reentrant=False)
+```
+
+`torchtrim optimize SCRIPT --memory 60%` chooses the blocks for a budget, applies it without a
+change to the source, and proves that the step computes the same.
+
+## Cure safety
+
+Bitwise equal when the block draws the same random numbers again, which `preserve_rng_state=True`
+(the default) sees to, and when running its forward twice has no effect of its own. BatchNorm
+updates its running statistics twice: swap its buffers while recomputing, as torchtrim does. A
+block that writes to its input in place cannot be recomputed.
+
+## References
+
+* [torch.utils.checkpoint](https://pytorch.org/docs/stable/checkpoint.html)
+* [Training deep nets with sublinear memory cost](https://arxiv.org/abs/1604.06174)
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
+from typing import NamedTuple
+
+from torchtrim.memory.saved import released_by_recompute
+from torchtrim.memory.timeline import peak_operator, timeline
+from torchtrim.records.finding import Cure, Finding
+from torchtrim.records.profile import Call, Operator, Profile
+from torchtrim.rules.base import Rule
+from torchtrim.rules.places import line_of
+from torchtrim.units import format_bytes, format_seconds
+
+_SHARE = 0.1
+
+
+class _Block(NamedTuple):
+    """One call of a repeated module: bytes held at the peak, seconds of its forward."""
+
+    call: Call
+    held: int
+    seconds: float
+
+
+class _Blocks(NamedTuple):
+    """All calls of the repeated modules of one type."""
+
+    type: str
+    modules: frozenset[int]
+    calls: tuple[_Block, ...]
+
+    @property
+    def held(self) -> int:
+        return sum(block.held for block in self.calls)
+
+    @property
+    def saved(self) -> int:
+        """Backward holds the activations of one block while it computes them again."""
+        return self.held - max(block.held for block in self.calls)
+
+
+def check(profile: Profile) -> Iterator[Finding]:
+    """One finding for each type of block; of nested types the one that saves most."""
+    at = peak_operator(profile)
+    peak = timeline(profile).high[at] if at >= 0 else 0
+    worth = [b for b in _repeated_blocks(profile, at) if b.saved >= _SHARE * peak > 0]
+    taken: set[int] = set()
+    around: set[int] = set()
+    for blocks in sorted(worth, key=lambda b: (-b.saved, b.type)):
+        nested = _with_ancestors(profile, blocks.modules)
+        if not (nested & taken or blocks.modules & around):
+            taken |= blocks.modules
+            around |= nested
+            yield _finding(profile, blocks, peak)
+
+
+def _repeated_blocks(profile: Profile, at: int) -> list[_Blocks]:
+    calls = _repeated_calls(profile)
+    held = released_by_recompute(profile, calls, at)
+    seconds = list(accumulate((_forward_seconds(op) for op in profile.operators), initial=0.0))
+    groups: dict[str, list[_Block]] = defaultdict(list)
+    for call, size in zip(calls, held, strict=True):
+        spent = seconds[call.last] - seconds[call.first]
+        groups[profile.modules[call.module].type].append(_Block(call, size, spent))
+    return [
+        _Blocks(name, frozenset(block.call.module for block in group), tuple(group))
+        for name, group in groups.items()
+    ]
+
+
+def _repeated_calls(profile: Profile) -> list[Call]:
+    """Calls with gradients on of modules with a sibling of their type, outermost of it only."""
+    siblings = Counter((m.parent, m.type) for m in profile.modules if m.parent >= 0)
+    repeated = {name for (_, name), count in siblings.items() if count > 1}
+    inside = _inside_own_type(profile)
+    return [
+        call
+        for call in profile.calls
+        if call.graded
+        and call.first < call.last
+        and profile.modules[call.module].type in repeated
+        and profile.modules[call.module].parent >= 0
+        and not inside[call.module]
+    ]
+
+
+def _inside_own_type(profile: Profile) -> list[bool]:
+    """Whether each module stands somewhere inside another of its type, the root apart."""
+    around: list[frozenset[str]] = []
+    for module in profile.modules:
+        if module.parent < 0:
+            around.append(frozenset())
+        else:
+            above = profile.modules[module.parent]
+            around.append(around[module.parent] | ({above.type} if above.parent >= 0 else set()))
+    return [m.type in types for m, types in zip(profile.modules, around, strict=True)]
+
+
+def _forward_seconds(op: Operator) -> float:
+    return op.seconds if op.phase == "forward" else 0.0
+
+
+def _with_ancestors(profile: Profile, modules: Iterable[int]) -> set[int]:
+    found: set[int] = set()
+    for index in modules:
+        while index >= 0 and index not in found:
+            found.add(index)
+            index = profile.modules[index].parent
+    return found
+
+
+def _finding(profile: Profile, blocks: _Blocks, peak: int) -> Finding:
+    line = line_of(profile, blocks.calls[0].call.first)
+    paths = [profile.modules[i].path for i in sorted(blocks.modules)]
+    extra = format_seconds(sum(block.seconds for block in blocks.calls))
+    return Finding(
+        code=RULE.code,
+        path=line.path,
+        line=line.line,
+        end_line=line.line,
+        message=f"{len(paths)} {blocks.type} blocks ({paths[0]} to {paths[-1]}) keep "
+        f"{format_bytes(blocks.held)} of activations at the peak; computing them again in backward "
+        f"frees about {format_bytes(blocks.saved)}, {blocks.saved / peak:.0%} of the peak, for "
+        f"about {extra} more a step",
+        count_per_step=len(blocks.calls),
+        price_bytes=blocks.saved,
+        source="modelled",
+        cure=Cure(
+            kind="advice",
+            equivalence="BITWISE",
+            reason=f"`torchtrim optimize {profile.script} --memory 60%` chooses which of them to "
+            "recompute and proves that the step computes the same",
+        ),
+    )
+
+
+RULE = Rule(code="TT203", name="recomputable-activations", check=check)

@@ -1,0 +1,218 @@
+"""Recompute: drop what a block saved for backward, and run the block again when backward comes to it.
+
+The random numbers are kept (`torch.utils.checkpoint`, non-reentrant), and buffers that the block
+writes, such as BatchNorm's statistics, are written once: while it runs again, scratch copies with the
+values of before the first run stand in their place. The technique is that of Chen et al., "Training
+Deep Nets with Sublinear Memory Cost" (2016), here chosen block by block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from torchtrim.errors import ApplyFailed
+from torchtrim.records.finding import Equivalence
+from torchtrim.records.plan import Technique
+from torchtrim.records.profile import Profile
+from torchtrim.techniques.base import Handle, Option
+from torchtrim.techniques.blocks import blocks_of
+from torchtrim.techniques.swap import Swapped
+
+_WHERE = re.compile(r"(?P<path>[^\[\]]+)(?:\[(?P<first>\d+):(?P<last>\d+)\])?")
+Range = tuple[int, int]
+
+
+class Recompute:
+    """`where` holds module paths (`Net.blocks.3`) and ranges of a Sequential (`Net.layers[2:6]`)."""
+
+    name = "recompute"
+    equivalence: Equivalence = "BITWISE"
+
+    def options(self, profile: Profile) -> Sequence[Option]:
+        """Every block and every range of a chain that saves something for backward."""
+        return [Option(self.name, block.where, block.spans) for block in blocks_of(profile)]
+
+    def apply(self, roots: Mapping[str, nn.Module], technique: Technique) -> Handle:
+        """Make the named modules run again in backward."""
+        whole: list[nn.Module] = []
+        ranges: dict[int, tuple[nn.Sequential, list[Range]]] = {}
+        for where in technique.where:
+            module, span = _find(roots, where)
+            if span is None:
+                whole.append(module)
+            elif not isinstance(module, nn.Sequential):
+                raise ApplyFailed(f"`{where}` is a range, and that module is no nn.Sequential.")
+            else:
+                ranges.setdefault(id(module), (module, []))[1].append(span)
+        swapped = Recomputed()
+        try:
+            for module in whole:
+                swapped.add(Swapped(module, functools.partial(_whole, Buffers([module]))))
+            for chain, spans in ranges.values():
+                swapped.add(Swapped(chain, functools.partial(_chain, chain, _apart(chain, spans))))
+        except BaseException:
+            swapped.revert()
+            raise
+        return swapped
+
+
+TECHNIQUE = Recompute()
+
+
+class Recomputed:
+    """The modules that recompute."""
+
+    def __init__(self) -> None:
+        self._swapped: list[Swapped] = []
+
+    def add(self, swapped: Swapped) -> None:
+        """One more module."""
+        self._swapped.append(swapped)
+
+    def revert(self) -> None:
+        """Make every module what it was."""
+        while self._swapped:
+            self._swapped.pop().revert()
+
+
+def _find(roots: Mapping[str, nn.Module], where: str) -> tuple[nn.Module, Range | None]:
+    match = _WHERE.fullmatch(where)
+    if match is None:
+        raise ApplyFailed(
+            f"cannot read {where!r} as a place. Write a module's path, such as Net.blocks.3, or a "
+            "range of a Sequential, such as Net.layers[2:6]."
+        )
+    name, _, path = match["path"].partition(".")
+    try:
+        module = roots[name].get_submodule(path)
+    except (KeyError, AttributeError):
+        raise ApplyFailed(
+            f"the plan names `{where}`, and there is no such module; the roots of this workload are "
+            f"{', '.join(roots)}. Plan again for this model."
+        ) from None
+    span = (int(match["first"]), int(match["last"])) if match["first"] else None
+    return module, span
+
+
+def _apart(chain: nn.Sequential, ranges: list[Range]) -> list[tuple[Range, Buffers]]:
+    """The ranges in order, each with the buffers of its modules. They must not overlap."""
+    position = 0
+    apart = []
+    for first, last in sorted(ranges):
+        if not position <= first < last <= len(chain):
+            raise ApplyFailed(
+                f"the range [{first}:{last}] overlaps another or leaves a Sequential of {len(chain)}."
+            )
+        position = last
+        apart.append(((first, last), Buffers(list(chain)[first:last])))
+    return apart
+
+
+def _whole(buffers: Buffers, forward: Callable[..., Any]) -> Callable[..., Any]:
+    return functools.partial(_run, forward, buffers)
+
+
+def _chain(
+    chain: nn.Sequential, ranges: list[tuple[Range, Buffers]], _forward: Callable[..., Any]
+) -> Callable[..., Any]:
+    def forward(value: Any) -> Any:
+        children = list(chain)
+        position = 0
+        for (first, last), buffers in ranges:
+            value = _one_by_one(children[position:first], value)
+            value = _run(functools.partial(_one_by_one, children[first:last]), buffers, value)
+            position = last
+        return _one_by_one(children[position:], value)
+
+    return forward
+
+
+def _one_by_one(modules: Sequence[nn.Module], value: Any) -> Any:
+    for module in modules:
+        value = module(value)
+    return value
+
+
+def _run(function: Callable[..., Any], buffers: Buffers, *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    return checkpoint(
+        functools.partial(function, **kwargs),
+        *args,
+        use_reentrant=False,
+        preserve_rng_state=True,
+        context_fn=buffers.contexts,
+    )
+
+
+Values = list[tuple[nn.Module, str, torch.Tensor]]
+
+
+class Buffers:
+    """Sees to it that a block which runs twice writes its buffers once.
+
+    Which buffers the block writes is learnt when it first runs in a mode (training or not): a buffer is
+    written if its version or its identity changes.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = [inner for module in modules for inner in module.modules()]
+        self._written: defaultdict[tuple[bool, ...], set[tuple[int, str]] | None]
+        self._written = defaultdict(lambda: None)
+
+    def contexts(
+        self,
+    ) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+        """Contexts for the first run and for the run in backward."""
+        before: Values = []
+        return self._first(before), self._again(before)
+
+    @contextlib.contextmanager
+    def _first(self, before: Values) -> Iterator[None]:
+        mode = tuple(module.training for module in self._modules)
+        written = self._written[mode]
+        versions: dict[tuple[int, str], tuple[torch.Tensor, int]] = {}
+        for number, name, buffer in self._buffers():
+            if written is None or (number, name) in written:
+                before.append((self._modules[number], name, buffer.clone()))
+                versions[number, name] = (buffer, buffer._version)
+        yield
+        if written is None:
+            changed = {
+                (number, name)
+                for number, name, buffer in self._buffers()
+                if (number, name) in versions
+                and (
+                    buffer is not versions[number, name][0]
+                    or buffer._version != versions[number, name][1]
+                )
+            }
+            self._written[mode] = changed
+            numbers = {id(module): number for number, module in enumerate(self._modules)}
+            before[:] = [kept for kept in before if (numbers[id(kept[0])], kept[1]) in changed]
+
+    @contextlib.contextmanager
+    def _again(self, before: Values) -> Iterator[None]:
+        now = [(module, name, module._buffers[name]) for module, name, _ in before]
+        for module, name, value in before:
+            module._buffers[name] = value.clone()
+        try:
+            yield
+        finally:
+            for module, name, buffer in now:
+                module._buffers[name] = buffer
+
+    def _buffers(self) -> Iterator[tuple[int, str, torch.Tensor]]:
+        for number, module in enumerate(self._modules):
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    yield number, name, buffer

@@ -1,0 +1,74 @@
+"""Bytes and durations as people write and read them. The only parser and the only formatters."""
+
+from __future__ import annotations
+
+import re
+
+from torchtrim.errors import UsageError
+
+_FACTORS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*|%)\s*", re.ASCII)
+
+
+def parse_bytes(text: str | int, *, whole: int | None = None) -> int:
+    """Bytes of `"8GiB"`, `"8GB"`, `"1024"`, `1024` or, where `whole` is given, `"60%"` of it.
+
+    Raises `UsageError` for anything else, for zero and for a share where there is no whole.
+    """
+    if isinstance(text, int):
+        amount, unit = float(text), ""
+    else:
+        match = _AMOUNT.fullmatch(text)
+        if match is None or (match[2] != "%" and match[2].lower() not in _FACTORS):
+            raise UsageError(
+                f"cannot read {text!r} as an amount of memory. Write a number with a unit, such as 8GiB "
+                "(8 x 2^30), 500MB (500 x 10^6), 1048576 (bytes), or 60% of the original's own peak."
+            )
+        amount, unit = float(match[1]), match[2].lower()
+    if amount <= 0:
+        raise UsageError(
+            f"{text!r} is no amount of memory that a program could run in; give one above zero."
+        )
+    if unit != "%":
+        return int(amount * _FACTORS[unit])
+    if whole is None:
+        raise UsageError(
+            f"{text!r} is a share, and here there is no peak to take it of; give bytes, such as 8GiB."
+        )
+    return int(amount * whole / 100)
+
+
+def format_bytes(amount: int | float) -> str:
+    """`1536` -> `"1.50 KiB"`; the sign is kept; whole bytes below 1 KiB."""
+    if abs(amount) < 1024:
+        return f"{amount:.0f} B"
+    size = float(amount)
+    for unit in ("KiB", "MiB", "GiB"):
+        size /= 1024
+        if abs(size) < 1024:
+            break
+    else:
+        size, unit = size / 1024, "TiB"
+    digits = 2 if abs(size) < 10 else 1 if abs(size) < 100 else 0
+    return f"{size:.{digits}f} {unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """`0.0123` -> `"12.3 ms"`."""
+    for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "us")):
+        size = seconds * factor
+        if abs(size) >= 1 or unit == "us":
+            digits = 2 if abs(size) < 10 else 1 if abs(size) < 100 else 0
+            return f"{size:.{digits}f} {unit}"
+    raise AssertionError("unreachable")

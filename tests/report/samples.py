@@ -1,0 +1,315 @@
+"""Reports and profiles that no program made: one of each sort that the renderers must know."""
+
+from __future__ import annotations
+
+import msgspec
+
+from torchtrim.records import Certificate, Cure, Difference, Figures, Finding, Profile, Report
+from torchtrim.records.plan import Prediction, Technique
+from torchtrim.records.profile import Module, Operator, Place, Storage, TensorUse
+from torchtrim.records.report import FrontierPoint, Holder, PlanSummary
+
+MIB = 2**20
+SCRIPT = "/home/ana/segmenter/train.py"
+MODEL = "/home/ana/segmenter/models/encoder.py"
+HOSTILE = "[red]\x1b[31mev\u202eil\u200f\r\n</script><script>alert(1)</script>"
+
+DIFF = """--- models/encoder.py
++++ models/encoder.py
+@@ -41,3 +41,3 @@
+     def forward(self, x):
+-        return F.relu(self.norm(x))
++        return F.relu(self.norm(x), inplace=True)
+"""
+
+
+def figures(peak: int, seconds: float, spread: float, **kinds: int) -> Figures:
+    by_kind = {kind: mib * MIB for kind, mib in kinds.items()}
+    return Figures(
+        peak_bytes=peak * MIB,
+        tracked_peak_bytes=(peak - 9) * MIB,
+        reserved_bytes=None,
+        rss_bytes=(peak + 600) * MIB,
+        step_seconds=seconds,
+        spread_seconds=spread,
+        by_kind=by_kind,
+    )
+
+
+def finding(code: str, line: int, message: str, **more: object) -> Finding:
+    path = str(more.pop("path", MODEL))
+    base = Finding(
+        code=code, path=path, line=line, end_line=line, message=message, count_per_step=1
+    )
+    return msgspec.structs.replace(base, **more)
+
+
+FINDINGS = (
+    finding(
+        "TT201",
+        43,
+        "the input of relu is kept although its output is enough for the backward pass",
+        price_bytes=74 * MIB,
+        count_per_step=12,
+        cure=Cure(kind="code", equivalence="BITWISE", diff=DIFF, reason="relu can work in place"),
+    ),
+    finding(
+        "TT202",
+        88,
+        "logits of the whole batch are alive twice in the loss",
+        path=SCRIPT,
+        price_bytes=51 * MIB,
+        cure=Cure(kind="config", equivalence="ROUNDING", reason="chunked_loss"),
+    ),
+    finding("TT204", 90, "loss history keeps every graph", path=SCRIPT, price_bytes=12 * MIB),
+    finding(
+        "TT101",
+        97,
+        "`.item()` in the loop waits for the device",
+        path=SCRIPT,
+        price_ms=3.2,
+        source="modelled",
+        count_per_step=4,
+    ),
+    finding(
+        "TT301",
+        60,
+        "the step waits for its loader, which has no workers",
+        path=SCRIPT,
+        price_ms=41.0,
+        cure=Cure(kind="refused", reason="the dataset is not safe to fork"),
+    ),
+)
+
+
+def holder(mib: int, count: int, module: str, path: str, line: int, why: str) -> Holder:
+    return Holder(
+        bytes=mib * MIB,
+        count=count,
+        kind="activation",
+        module=module,
+        path=path,
+        line=line,
+        why=why,
+    )
+
+
+HOLDERS = (
+    holder(120, 24, "model.encoder.layers.3.attention", MODEL, 42, "saved for backward by softmax"),
+    holder(74, 12, "model.encoder.layers.3.relu", MODEL, 43, "saved for backward by relu"),
+    holder(51, 2, "model.head", SCRIPT, 88, "named `logits` in the script"),
+    holder(20, 1, "", SCRIPT, 71, "the batch"),
+)
+
+ORIGINAL = figures(
+    412,
+    0.612,
+    0.02,
+    activation=260,
+    gradient=55,
+    optimizer_state=44,
+    parameter=22,
+    input=20,
+    temporary=11,
+)
+PLANNED = figures(
+    236,
+    0.679,
+    0.02,
+    activation=90,
+    gradient=55,
+    optimizer_state=44,
+    parameter=22,
+    input=20,
+    temporary=5,
+)
+
+PLAN = PlanSummary(
+    techniques=(
+        Technique(
+            name="recompute", where=tuple(f"model.encoder.layers.{i}" for i in (0, 1, 2, 3, 7))
+        ),
+        Technique(
+            name="offload_activations",
+            where=("model.head",),
+            options={"pinned": True},
+        ),
+    ),
+    predicted=Prediction(peak_bytes=240 * MIB, step_seconds=0.66),
+)
+
+BITWISE = Certificate(
+    verdict="BITWISE",
+    compared=("3 losses", "24 gradients x 3 steps", "24 parameters", "8 buffers", "RNG state"),
+    largest_difference=0.0,
+    first_difference=None,
+    noise=0.0,
+    seeds="torchtrim",
+    steps=3,
+    reason="every compared bit is equal",
+)
+
+OPTIMIZE = Report(
+    torchtrim="0.1.0",
+    torch="2.13.0",
+    verb="optimize",
+    device="cpu",
+    script=SCRIPT,
+    steps=5,
+    original=ORIGINAL,
+    planned=PLANNED,
+    budget_bytes=247 * MIB,
+    findings=FINDINGS,
+    holders=HOLDERS,
+    plan=PLAN,
+    certificate=BITWISE,
+    notes=("the script sets no seed; torchtrim seeded it with 0",),
+)
+
+DIAGNOSE = msgspec.structs.replace(
+    OPTIMIZE, verb="diagnose", planned=None, budget_bytes=None, plan=None, certificate=None
+)
+
+PLANNING = msgspec.structs.replace(
+    OPTIMIZE,
+    verb="plan",
+    planned=None,
+    certificate=None,
+    findings=(),
+    frontier=tuple(
+        FrontierPoint(
+            budget_bytes=mib * MIB,
+            peak_bytes=(mib - 7) * MIB,
+            step_seconds=0.9 - mib / 1000,
+            where=("model.encoder.layers.0", "model.encoder.layers.1"),
+        )
+        for mib in (400, 300, 247, 200)
+    ),
+)
+
+VERIFY = Report(
+    torchtrim="0.1.0",
+    torch="2.13.0",
+    verb="verify",
+    device="cpu",
+    script=SCRIPT,
+    steps=3,
+    certificate=BITWISE,
+)
+
+NOT_EQUAL = msgspec.structs.replace(
+    OPTIMIZE,
+    certificate=Certificate(
+        verdict="NOT EQUAL",
+        compared=("3 losses", "24 gradients x 3 steps"),
+        largest_difference=0.031,
+        first_difference=Difference(
+            module="model.encoder.layers.3", op="gradient", path=MODEL, line=43
+        ),
+        noise=0.0,
+        seeds="script",
+        steps=3,
+        reason="the difference does not shrink in double precision",
+    ),
+)
+
+UNDECIDED = msgspec.structs.replace(
+    OPTIMIZE,
+    planned=figures(251, 0.62, 0.05, activation=105, gradient=55, optimizer_state=44, parameter=22),
+    certificate=Certificate(
+        verdict="UNDECIDED",
+        compared=("3 losses",),
+        largest_difference=2.1e-6,
+        first_difference=None,
+        noise=3.4e-6,
+        seeds="script",
+        steps=3,
+        reason="the original does not equal itself: index_add on several threads",
+    ),
+)
+
+HOSTILE_REPORT = msgspec.structs.replace(
+    OPTIMIZE,
+    script=HOSTILE + "/train.py",
+    device=HOSTILE,
+    findings=tuple(
+        msgspec.structs.replace(
+            f,
+            path="/" + "long/" * 60 + HOSTILE,
+            message=HOSTILE * 20,
+            cure=Cure(kind="code", diff=HOSTILE * 200, reason=HOSTILE),
+        )
+        for f in FINDINGS
+    ),
+    holders=tuple(
+        msgspec.structs.replace(h, module=HOSTILE * 9, path=HOSTILE, why=HOSTILE) for h in HOLDERS
+    ),
+    plan=msgspec.structs.replace(
+        PLAN,
+        techniques=(Technique(name=HOSTILE, where=(HOSTILE, "x.9", "x.10"), options={HOSTILE: 1}),),
+    ),
+    certificate=msgspec.structs.replace(
+        NOT_EQUAL.certificate,
+        compared=(HOSTILE,),
+        reason=HOSTILE,
+        first_difference=Difference(module=HOSTILE, op=HOSTILE, path=HOSTILE, line=1),
+    ),
+    notes=(HOSTILE,) * 3,
+)
+
+ALL = {
+    "optimize": OPTIMIZE,
+    "diagnose": DIAGNOSE,
+    "plan": PLANNING,
+    "verify": VERIFY,
+    "not equal": NOT_EQUAL,
+    "undecided": UNDECIDED,
+    "hostile": HOSTILE_REPORT,
+}
+
+
+def profile(peak_mib: int, layers: int = 24, name: str = "model") -> Profile:
+    """A step of a chain of layers, each of which keeps its output until its backward."""
+    kept = (peak_mib * MIB - 9 * MIB - 86 * MIB - 2 * MIB) // layers
+    operators = [_operator("aten.relu.default", "forward", i) for i in range(layers)]
+    operators += [
+        _operator("aten.relu_backward.default", "backward", layers + i) for i in range(layers)
+    ]
+    operators += [_operator("aten.adam_.default", "optimizer", 2 * layers)]
+    end = len(operators)
+    storages = [
+        Storage(22 * MIB, "parameter", -1, end, "cpu", "weight"),
+        Storage(44 * MIB, "optimizer_state", -1, end, "cpu", "exp_avg"),
+        Storage(20 * MIB, "input", -1, end, "cpu", ""),
+    ]
+    storages += [Storage(kept, "activation", i, 2 * layers - i, "cpu", "") for i in range(layers)]
+    storages += [
+        Storage(2 * MIB, "gradient", layers + i, end, "cpu", f"{name}.{i}") for i in range(layers)
+    ]
+    peak = 86 * MIB + layers * kept + 2 * MIB
+    return Profile(
+        torchtrim="0.1.0",
+        torch="2.13.0",
+        device="cpu",
+        script=SCRIPT,
+        project="/home/ana/segmenter",
+        step_seconds=0.6,
+        peak_bytes=peak + 9 * MIB,
+        tracked_peak_bytes=peak,
+        reserved_bytes=None,
+        rss_bytes=None,
+        operators=operators,
+        storages=storages,
+        modules=[Module(name, "Encoder", -1, True, False, 22 * MIB)],
+        calls=[],
+        places=[Place(MODEL, 43, "forward")],
+        labels=[],
+        waits=[],
+    )
+
+
+def _operator(name: str, phase: str, at: int) -> Operator:
+    use = TensorUse(0, "float32", (4, 4), (4, 1))
+    return msgspec.convert(
+        [name, phase, 0, 0, 0, -1, -1, [use], [use], [], at * 0.03, 0.03, 0], Operator
+    )
