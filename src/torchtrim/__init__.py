@@ -1,3 +1,64 @@
 """torchtrim: fit a PyTorch program into a memory budget, and prove that it is the same program."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from torchtrim.api import Fitted as Fitted
+    from torchtrim.api import apply as apply
+    from torchtrim.api import diagnose as diagnose
+    from torchtrim.api import fit as fit
+    from torchtrim.api import plan as plan
+    from torchtrim.api import record as record
+    from torchtrim.api import verify as verify
+    from torchtrim.errors import ApplyFailed as ApplyFailed
+    from torchtrim.errors import InfeasibleBudget as InfeasibleBudget
+    from torchtrim.errors import ScriptFailed as ScriptFailed
+    from torchtrim.errors import TorchtrimError as TorchtrimError
+    from torchtrim.errors import UnreadableInput as UnreadableInput
+    from torchtrim.errors import Unsupported as Unsupported
+    from torchtrim.errors import UsageError as UsageError
+    from torchtrim.observe.script import Script as Script
+    from torchtrim.observe.workload import Inference as Inference
+    from torchtrim.observe.workload import TrainStep as TrainStep
+    from torchtrim.records import Certificate as Certificate
+    from torchtrim.records import Finding as Finding
+    from torchtrim.records import Plan as Plan
+    from torchtrim.records import Profile as Profile
+    from torchtrim.records.files import load_plan as load_plan
+    from torchtrim.records.files import load_profile as load_profile
+    from torchtrim.records.files import save_plan as save_plan
+    from torchtrim.records.files import save_profile as save_profile
+
+_HOMES = {
+    "torchtrim.api": ("Fitted", "apply", "diagnose", "fit", "plan", "record", "verify"),
+    "torchtrim.errors": (
+        "ApplyFailed",
+        "InfeasibleBudget",
+        "ScriptFailed",
+        "TorchtrimError",
+        "UnreadableInput",
+        "Unsupported",
+        "UsageError",
+    ),
+    "torchtrim.observe.script": ("Script",),
+    "torchtrim.observe.workload": ("Inference", "TrainStep"),
+    "torchtrim.records": ("Certificate", "Finding", "Plan", "Profile"),
+    "torchtrim.records.files": ("load_plan", "load_profile", "save_plan", "save_profile"),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -59,7 +59,9 @@ def load_kept(folder: Path, number: int) -> torch.Tensor | None:
 def largest_difference(one: Path, other: Path, count: int) -> float:
     """The largest difference among kept values, relative to the largest magnitude of each; inf where
     shapes, NaNs or presence differ."""
-    return max((_relative(load_kept(one, i), load_kept(other, i)) for i in range(count)), default=0.0)
+    return max(
+        (_relative(load_kept(one, i), load_kept(other, i)) for i in range(count)), default=0.0
+    )
 
 
 def _relative(one: torch.Tensor | None, other: torch.Tensor | None) -> float:

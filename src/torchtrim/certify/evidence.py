@@ -147,7 +147,7 @@ def random_states() -> Iterator[tuple[str, str]]:
     yield "torch", digest_of(torch.get_rng_state())
     if "numpy" in sys.modules:
         yield "numpy", _hash(repr(sys.modules["numpy"].random.get_state()).encode())
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available():
         for number, state in enumerate(torch.cuda.get_rng_state_all()):
             yield f"cuda:{number}", digest_of(state)
 

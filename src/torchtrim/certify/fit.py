@@ -42,10 +42,12 @@ class Fitting:
         self.workload = workload
         self._request = request
         self._progress = progress
+        self.original: Trial | None = None
 
     def observe(self) -> Trial:
         """Run the original once."""
-        return self._run(self._request, "original")
+        self.original = self._run(self._request, "original")
+        return self.original
 
     def planner(self, original: Trial) -> Planner:
         """A planner for what was observed."""
@@ -71,7 +73,9 @@ class Fitting:
         if whole <= budget:
             plan = planner.plan(max(budget, planner.simulated_original), memory_kind=memory_kind)
             plan = _with_budget(plan, budget, whole - planner.simulated_original)
-            return Fit(original, budget, plan, None, None, ("the original fits the budget as it is",))
+            return Fit(
+                original, budget, plan, None, None, ("the original fits the budget as it is",)
+            )
         plan, planned, notes = self._within(planner, original, budget, memory_kind)
         certificate = self.verify(original, plan, planned)
         return Fit(original, budget, plan, planned, certificate, notes)

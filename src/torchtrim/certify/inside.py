@@ -19,7 +19,6 @@ import torch
 
 from torchtrim.certify.session import Session
 from torchtrim.certify.trial import Crash, Request, Trial, encode
-from torchtrim.errors import ApplyFailed
 from torchtrim.observe.build import Setting
 from torchtrim.observe.places import line_of
 from torchtrim.observe.script import OUTCOME, STATUS, TASK
@@ -130,9 +129,7 @@ class Runner:
         message = f"{type(error).__name__}: {error}"
         full = any(word in str(error).lower() for word in _MEMORY_WORDS)
         memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or full
-        return Crash(
-            kind="out of memory" if memory else "crashed", message=message, traceback=text
-        )
+        return Crash(kind="out of memory" if memory else "crashed", message=message, traceback=text)
 
 
 def run_target(target: str, module: bool, args: tuple[str, ...]) -> None:

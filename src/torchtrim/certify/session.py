@@ -140,9 +140,7 @@ class Session(Listener):
         self._progress(f"step {number + 1} of {request.total}")
         if number <= request.warmup:
             recorded = number == request.warmup
-            self._recording = Recording(
-                self.modules, self._places, self._setting, self._watching
-            )
+            self._recording = Recording(self.modules, self._places, self._setting, self._watching)
             self._recording.begin(self.watcher.optimizers, scan=recorded)
         else:
             self._watching.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -53,13 +54,18 @@ def certify(
     return Certificate(
         verdict=verdict,
         compared=compared(original),
-        largest_difference=figures.difference,
+        largest_difference=_finite(figures.difference),
         first_difference=_first(original, found[0]) if found else None,
-        noise=figures.noise,
+        noise=_finite(figures.noise),
         seeds=original.seeds,
         steps=len(original.steps),
         reason=reason,
     )
+
+
+def _finite(figure: float) -> float | None:
+    """The figure, None where shapes or NaNs differ and there is none."""
+    return figure if math.isfinite(figure) else None
 
 
 def _judge(
@@ -75,11 +81,16 @@ def _judge(
             f"the plan differs by {figures.difference:.1e}, the original from itself by "
             f"{figures.noise:.1e}"
         )
+    if math.isinf(figures.difference):
+        return "NOT EQUAL", f"what is there, a shape or a NaN differs, first in {found[0]}"
     if figures.difference > ROUNDING_LIMIT:
         return "NOT EQUAL", f"the difference, {figures.difference:.1e}, is too large for rounding"
     shrunk = _in_double(contest, found, progress)
     if shrunk is None:
-        return "NOT EQUAL", "it differs, and could not be run in float64 to tell rounding from a bug"
+        return (
+            "NOT EQUAL",
+            "it differs, and could not be run in float64 to tell rounding from a bug",
+        )
     if shrunk * SHRINKS_BY <= figures.difference:
         return "ROUNDING", (
             f"the difference shrinks from {figures.difference:.1e} to {shrunk:.1e} in float64, as "
@@ -91,9 +102,7 @@ def _judge(
     )
 
 
-def _measure(
-    contest: Contest, found: list[str], noise: list[str], progress: Progress
-) -> Figures:
+def _measure(contest: Contest, found: list[str], noise: list[str], progress: Progress) -> Figures:
     """Run again and keep what differs, to see by how much."""
     names = tuple(dict.fromkeys((*_sample(found), *_sample(noise))))
     with _folders(3) as (one, two, three):

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import os
 import sys
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch._C._autograd import DeviceType, _profiler_enabled
 
 from torchtrim.observe.recorder import MARK
 
@@ -49,8 +51,9 @@ class CpuAllocator:
 
     def start(self) -> None:
         """Begin, unless the script runs a profiler of its own."""
-        if torch.autograd._profiler_enabled():
+        if _profiler_enabled():
             return
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         self._profiler = torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=False
         )
@@ -69,7 +72,7 @@ class CpuAllocator:
         for event in events:
             name = event.name()
             if name == "[memory]":
-                if event.device_type() == torch.autograd.DeviceType.CPU:
+                if event.device_type() == DeviceType.CPU:
                     memory.append((event.start_ns(), event.nbytes()))
             elif name == MARK:
                 marks.append((event.start_ns(), event.end_ns()))

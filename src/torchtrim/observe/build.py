@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
@@ -15,6 +15,7 @@ from torchtrim.observe.recorder import RawOperator, Recorder, Use
 from torchtrim.observe.storages import Life
 from torchtrim.records.profile import (
     Call,
+    Kind,
     LoaderWait,
     Operator,
     Place,
@@ -120,7 +121,11 @@ def _transients(recorder: Recorder, watched: Watched) -> list[int]:
     """How far memory rose inside each operator; at least by the outputs that it made."""
     lives = recorder.storages.lives
     made = [
-        sum(lives[number].bytes for number in {use[0] for use in op.outputs} if lives[number].birth == i)
+        sum(
+            lives[number].bytes
+            for number in {use[0] for use in op.outputs}
+            if lives[number].birth == i
+        )
         for i, op in enumerate(recorder.operators)
     ]
     if len(watched.transients) != len(made):
@@ -135,7 +140,7 @@ def _storages(recorder: Recorder, operators: list[Operator]) -> list[Storage]:
     return [
         Storage(
             bytes=life.bytes,
-            kind=life.kind or _kind(life, operators, readers[number]),
+            kind=cast(Kind, life.kind) or _kind(life, operators, readers[number]),
             birth=min(life.birth, last - 1),
             death=life.death if life.death >= 0 else last,
             device=life.device,
@@ -153,7 +158,7 @@ def _phases_of_readers(operators: list[Operator], count: int) -> list[set[str]]:
     return readers
 
 
-def _kind(life: Life, operators: list[Operator], readers: set[str]) -> str:
+def _kind(life: Life, operators: list[Operator], readers: set[str]) -> Kind:
     if life.birth < 0 or not operators:
         return "input"
     made = operators[min(life.birth, len(operators) - 1)].phase

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch._C import _current_autograd_node  # type: ignore[attr-defined]
-from torch._C._autograd import _get_sequence_nr  # type: ignore[attr-defined]
+from torch._C import _current_autograd_node
+from torch._C._autograd import _get_sequence_nr
 from torch._C._profiler import _RecordFunctionFast
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -63,7 +63,7 @@ class Failure(NamedTuple):
     live_bytes: int
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records between `start` and `stop`; `phase` and the stack of modules are told from outside.
 
     `mark_operators` wraps each operator in a profiler range, so that a profiler that runs at the same
@@ -71,7 +71,7 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self, places: Places, *, mark_operators: bool = False) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.storages = Storages()
         self.operators: list[RawOperator] = []
         self.calls: list[RawCall] = []
@@ -96,11 +96,11 @@ class Recorder(TorchDispatchMode):
             self.track(reachable_tensors())
         self._sequence = _get_sequence_nr()
         self.start_ns = time.perf_counter_ns()
-        self.__enter__()
+        self.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
         """End the recording; storages that live are alive at the end of the step."""
-        self.__exit__(None, None, None)
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self.end_ns = time.perf_counter_ns()
         self.storages.note_peak()
 
@@ -117,9 +117,7 @@ class Recorder(TorchDispatchMode):
             life = self.storages.lives[number]
             life.kind, life.name = kind, name
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if os.getpid() != self._pid:
             return func(*args, **kwargs)

@@ -46,7 +46,9 @@ class Steps:
         for period in range(1, len(history) + 1):
             cycle = {optimizer for segment in history[:period] for optimizer in segment}
             repeats = all(a == b for a, b in zip(history, history[period:], strict=False))
-            sure = period < len(history) or len(cycle) == 1 == expected or len(history[0]) == expected
+            sure = (
+                period < len(history) or len(cycle) == 1 == expected or len(history[0]) == expected
+            )
             if len(cycle) >= expected and repeats and sure:
                 return period
         return 0

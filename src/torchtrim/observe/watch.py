@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C import _current_autograd_node  # type: ignore[attr-defined]
+from torch._C import _current_autograd_node
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,

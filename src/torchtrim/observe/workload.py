@@ -40,7 +40,7 @@ class TrainStep:
         """Run step `number`; even ones take the batch, odd ones the second."""
         batch = _cast(self._batches[number % 2], dtype)
         loss = self._loss_fn(self.model, batch)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         del loss
         (optimizer,) = self.optimizers
         optimizer.step()

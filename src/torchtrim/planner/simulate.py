@@ -150,7 +150,7 @@ class Simulator:
 
     def _last_saver(self, span: Span) -> int:
         """The operator after the last one of the span that has a backward."""
-        return max((f + 1 for f in range(span.first, span.last) if self._backward[f]))
+        return max(f + 1 for f in range(span.first, span.last) if self._backward[f])
 
     def _inputs(self, span: Span) -> tuple[int, ...]:
         storages = self._profile.storages

@@ -25,10 +25,13 @@ def write_atomically(path: Path, data: bytes) -> None:
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}. Name a place that exists.") from None
+        raise UsageError(
+            f"cannot write {path}: {error.strerror}. Name a place that exists."
+        ) from None
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
+        Path(name).chmod(0o666 & ~_umask())
         Path(name).replace(path)
     except BaseException as error:
         with contextlib.suppress(OSError):
@@ -36,6 +39,12 @@ def write_atomically(path: Path, data: bytes) -> None:
         if isinstance(error, OSError):
             raise UsageError(f"cannot write {path}: {error.strerror}.") from None
         raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def read_bounded(path: Path, most: int) -> bytes:
@@ -111,7 +120,9 @@ def load_plan(path: Path) -> Plan:
     try:
         return msgspec.convert(tree, Plan)
     except msgspec.ValidationError as error:
-        raise UnreadableInput(f"{path} is no plan: {error}. Mend that field, or plan again.") from None
+        raise UnreadableInput(
+            f"{path} is no plan: {error}. Mend that field, or plan again."
+        ) from None
 
 
 def plan_text(plan: Plan) -> str:

@@ -184,9 +184,12 @@ def check(profile: Profile) -> str | None:
             found = found or wrong(f"{at}.mutates", storage, "storages", 0)
         if found:
             return found
-    for i, storage in enumerate(profile.storages):
-        if not -1 <= storage.birth < storage.death <= count["operators"] and storage.death:
-            return f"`storages[{i}]` lives from {storage.birth} to {storage.death} of {count['operators']} operators"
+    for i, life in enumerate(profile.storages):
+        if not -1 <= life.birth <= life.death <= count["operators"]:
+            return (
+                f"`storages[{i}]` lives from {life.birth} to {life.death} "
+                f"of {count['operators']} operators"
+            )
     for i, call in enumerate(profile.calls):
         if not call.first <= call.last <= count["operators"]:
             return (

@@ -55,7 +55,11 @@ class Holder(Struct, frozen=True, kw_only=True):
 
 
 class Report(Struct, frozen=True, kw_only=True):
-    """What a verb found. A field is null only where the verb does not measure it."""
+    """What a verb found. A field is null only where the verb does not measure it.
+
+    `smallest_bytes` is the smallest feasible peak, where a budget was refused. `project` is the folder
+    of the user's own source, `machine` the processor and its threads.
+    """
 
     schema_version: Literal[1] = 1
     torchtrim: str
@@ -64,9 +68,12 @@ class Report(Struct, frozen=True, kw_only=True):
     device: str
     script: str
     steps: int
+    project: str = ""
+    machine: str = ""
     original: Figures | None = None
     planned: Figures | None = None
     budget_bytes: Bytes | None = None
+    smallest_bytes: Bytes | None = None
     memory_kind: MemoryKind = "allocated"
     findings: tuple[Finding, ...] = ()
     holders: tuple[Holder, ...] = ()

@@ -49,5 +49,7 @@ def apply_plan(plan: Plan, roots: Mapping[str, nn.Module]) -> Applied:
         raise
     except Exception as error:
         applied.revert()
-        raise ApplyFailed(f"the plan could not be applied, and the model is as it was: {error}") from error
+        raise ApplyFailed(
+            f"the plan could not be applied, and the model is as it was: {error}"
+        ) from error
     return applied

@@ -92,7 +92,9 @@ class _Reader:
         for position, first in enumerate(cuts):
             for last in cuts[position + 1 :]:
                 spans = tuple(Span(step[first].first, step[last - 1].last) for step in steps)
-                if self._worth(spans) and all(self._may_repeat(s[first], s[last - 1].last) for s in steps):
+                if self._worth(spans) and all(
+                    self._may_repeat(s[first], s[last - 1].last) for s in steps
+                ):
                     yield Block(f"{module.path}[{first}:{last}]", spans)
 
     def _steps(self, number: int, call: Call) -> list[Call] | None:

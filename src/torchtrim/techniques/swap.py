@@ -49,7 +49,10 @@ def _subclass(original: type[nn.Module], wrap: Callable[[Forward], Forward]) -> 
         return wrap(functools.partial(original.forward, self))(*args, **kwargs)
 
     def reduce_ex(self: nn.Module, protocol: Any) -> Any:
-        make, args, *rest = original.__reduce_ex__(self, protocol)
+        reduced = original.__reduce_ex__(self, protocol)
+        if isinstance(reduced, str):
+            return reduced
+        make, args, *rest = reduced
         return make, tuple(original if arg is planned else arg for arg in args), *rest
 
     namespace = {

@@ -1,0 +1,296 @@
+"""The verbs, for Python. The command line calls these and renders what they return."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from torchtrim import __version__
+from torchtrim.certify.fit import Fit, Fitting, measured
+from torchtrim.certify.runs import Workload, run_trial
+from torchtrim.certify.trial import Request, Trial
+from torchtrim.certify.verify import Contest, certify
+from torchtrim.errors import ApplyFailed, InfeasibleBudget, UsageError
+from torchtrim.memory.peak import holders
+from torchtrim.observe.script import Script, working_folder
+from torchtrim.observe.workload import Inference, TrainStep
+from torchtrim.records.certificate import Certificate
+from torchtrim.records.finding import Finding
+from torchtrim.records.plan import MemoryKind, Plan
+from torchtrim.records.profile import Profile
+from torchtrim.records.report import FrontierPoint, PlanSummary, Report
+from torchtrim.rules.registry import diagnose as find
+from torchtrim.techniques.apply import Applied, apply_plan
+from torchtrim.techniques.fingerprint import fingerprint_of, sha256_of
+from torchtrim.units import parse_bytes
+
+Progress = Callable[[str], None]
+Model = TrainStep | Inference
+
+
+class Result(NamedTuple):
+    """What a verb gives: the report, and what was too large for it."""
+
+    report: Report
+    before: Profile | None = None
+    after: Profile | None = None
+    plan: Plan | None = None
+
+
+class Fitted:
+    """A live model that was fitted into a budget. As a context manager it is reverted at the end."""
+
+    def __init__(self, fit: Fit, applied: Applied) -> None:
+        self.original = fit.original.figures()
+        self.planned = fit.planned.figures() if fit.planned else None
+        self.plan = fit.plan
+        self.certificate = fit.certificate
+        self._applied = applied
+
+    def revert(self) -> None:
+        """Make the model what it was."""
+        self._applied.revert()
+
+    def __enter__(self) -> Fitted:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.revert()
+
+
+def _silent(_: str) -> None: ...
+
+
+def record(workload: Workload, *, warmup: int = 1, progress: Progress = _silent) -> Profile:
+    """Record one step. Raises `ScriptFailed` if there was none."""
+    fitting = Fitting(workload, Request(steps=0, warmup=warmup), progress)
+    return fitting.planner(fitting.observe()).profile
+
+
+def diagnose(
+    workload: Workload, *, select: Sequence[str] | None = None, progress: Progress = _silent
+) -> tuple[Finding, ...]:
+    """What is wasteful in a step, dearest first."""
+    return find(record(workload, progress=progress), select)
+
+
+def plan(workload: Workload, memory: str | int, *, progress: Progress = _silent) -> Plan:
+    """A plan for a peak of `memory` (`"8GiB"`, `"60%"`, bytes), not yet tried.
+
+    Raises `InfeasibleBudget`.
+    """
+    chosen = plan_report(workload, memory, Request(), progress=progress).plan
+    assert chosen is not None
+    return chosen
+
+
+def fit(
+    workload: Model,
+    memory: str | int,
+    *,
+    steps: int = 3,
+    memory_kind: MemoryKind = "allocated",
+    progress: Progress = _silent,
+) -> Fitted:
+    """Plan, measure, correct and verify; then leave the plan applied to the live model.
+
+    Raises `InfeasibleBudget`, and `ApplyFailed` if the planned step does not equal the original.
+    """
+    found = Fitting(workload, Request(steps=steps), progress).fit(memory, memory_kind)
+    if found.certificate is not None and found.certificate.verdict == "NOT EQUAL":
+        raise ApplyFailed(
+            f"the planned step does not equal the original: {found.certificate.reason}. "
+            "The model is as it was."
+        )
+    name = type(workload.model).__name__
+    return Fitted(found, apply_plan(found.plan, {name: workload.model}))
+
+
+def apply(plan: Plan, *roots: torch.nn.Module) -> Applied:
+    """Apply a plan to live roots. Raises `ApplyFailed` if it was made for others."""
+    named = {type(root).__name__: root for root in roots}
+    for name, root in named.items():
+        if plan.fingerprint.get(name, fingerprint_of(root)) != fingerprint_of(root):
+            raise ApplyFailed(f"the plan was made for another {name}. Plan again for this one.")
+    return apply_plan(plan, named)
+
+
+def verify(
+    workload: Workload, plan: Plan, *, steps: int = 3, progress: Progress = _silent
+) -> Certificate:
+    """Whether the planned workload equals the original."""
+    certificate = verify_report(workload, plan, Request(steps=steps), progress=progress)
+    assert certificate.report.certificate is not None
+    return certificate.report.certificate
+
+
+def diagnose_report(
+    workload: Workload, request: Request, *, progress: Progress = _silent
+) -> Result:
+    """`diagnose` with its figures."""
+    trial = Fitting(workload, request, progress).observe()
+    return Result(_report("diagnose", workload, trial), trial.profile)
+
+
+def plan_report(
+    workload: Workload,
+    memory: str | int,
+    request: Request,
+    *,
+    memory_kind: MemoryKind = "allocated",
+    frontier: bool = False,
+    progress: Progress = _silent,
+) -> Result:
+    """`plan` with its figures and, if asked, what other budgets would cost."""
+    fitting = Fitting(workload, request, progress)
+    trial = fitting.observe()
+    planner = fitting.planner(trial)
+    whole = measured(trial, memory_kind)
+    budget = parse_bytes(memory, whole=whole)
+    bias = whole - planner.simulated_original
+    chosen = planner.plan(budget, target=budget - bias, memory_kind=memory_kind)
+    points: tuple[FrontierPoint, ...] = planner.frontier() if frontier else ()
+    report = msgspec.structs.replace(
+        _report("plan", workload, trial),
+        budget_bytes=budget,
+        memory_kind=memory_kind,
+        plan=PlanSummary(techniques=chosen.techniques, predicted=chosen.predicted),
+        frontier=points,
+    )
+    return Result(report, trial.profile, None, chosen)
+
+
+def optimize_report(
+    workload: Workload,
+    memory: str | int,
+    request: Request,
+    *,
+    memory_kind: MemoryKind = "allocated",
+    progress: Progress = _silent,
+) -> Result:
+    """The whole loop. Where nothing fits, the report says the smallest budget that would."""
+    fitting = Fitting(workload, request, progress)
+    try:
+        found = fitting.fit(memory, memory_kind)
+    except InfeasibleBudget as error:
+        assert fitting.original is not None
+        return Result(_infeasible(workload, fitting.original, memory, memory_kind, error))
+    report = msgspec.structs.replace(
+        _report("optimize", workload, found.original),
+        planned=found.planned.figures() if found.planned else None,
+        budget_bytes=found.budget_bytes,
+        memory_kind=memory_kind,
+        plan=PlanSummary(techniques=found.plan.techniques, predicted=found.plan.predicted),
+        certificate=found.certificate,
+        notes=found.notes,
+    )
+    after = found.planned.profile if found.planned else None
+    return Result(report, found.original.profile, after, found.plan)
+
+
+def verify_report(
+    workload: Workload, plan: Plan, request: Request, *, progress: Progress = _silent
+) -> Result:
+    """`verify` of a plan, with its figures. Raises `ApplyFailed` for a plan of another script."""
+    check_script(plan, workload)
+    fitting = Fitting(workload, request, progress)
+    original = fitting.observe()
+    planned = fitting.run_planned(plan)
+    certificate = fitting.verify(original, plan, planned)
+    report = msgspec.structs.replace(
+        _report("verify", workload, original),
+        planned=planned.figures(),
+        budget_bytes=plan.budget_bytes,
+        memory_kind=plan.memory_kind,
+        plan=PlanSummary(techniques=plan.techniques, predicted=plan.predicted),
+        certificate=certificate,
+    )
+    return Result(report, original.profile, planned.profile, plan)
+
+
+def verify_scripts(
+    one: Script, other: Script, request: Request, *, progress: Progress = _silent
+) -> Result:
+    """Whether two scripts compute the same, step by step."""
+
+    def run(script: Script) -> Trial:
+        with working_folder() as folder:
+            return run_trial(script, request, folder, progress)
+
+    original, again, planned = run(one), run(one), run(other)
+    contest = Contest(one, other, request, request)
+    certificate = certify(contest, original, again, planned, progress)
+    report = msgspec.structs.replace(
+        _report("verify", one, original),
+        planned=planned.figures() if planned.profile else None,
+        certificate=certificate,
+    )
+    return Result(report, original.profile, planned.profile)
+
+
+def check_script(plan: Plan, workload: Workload) -> None:
+    """Raises `ApplyFailed` for a plan that was made for another script."""
+    path = workload.path if isinstance(workload, Script) else None
+    if path is None or not plan.script_sha256:
+        return
+    if not path.is_file():
+        raise UsageError(f"there is no script {path}.")
+    if sha256_of(path) != plan.script_sha256:
+        raise ApplyFailed(
+            f"the plan was made for {plan.script}, and {path.name} is another script or has changed "
+            "since. Plan again; or, if you know that it still fits, delete `script_sha256` from the plan."
+        )
+
+
+def _report(verb: str, workload: Workload, trial: Trial) -> Report:
+    profile = trial.profile
+    return Report(
+        torchtrim=__version__,
+        torch=str(torch.__version__),
+        verb=verb,
+        device=trial.device,
+        script=workload.target if isinstance(workload, Script) else type(workload.model).__name__,
+        project=str(workload.project) if isinstance(workload, Script) else str(Path.cwd()),
+        machine=_machine(trial.device),
+        steps=len(trial.timed),
+        original=trial.figures() if profile is not None else None,
+        findings=find(profile) if profile is not None else (),
+        holders=holders(profile) if profile is not None else (),
+    )
+
+
+def _infeasible(
+    workload: Workload,
+    original: Trial,
+    memory: str | int,
+    kind: MemoryKind,
+    error: InfeasibleBudget,
+) -> Report:
+    return msgspec.structs.replace(
+        _report("optimize", workload, original),
+        budget_bytes=parse_bytes(memory, whole=measured(original, kind)),
+        smallest_bytes=error.smallest_bytes,
+        memory_kind=kind,
+        notes=(str(error),),
+    )
+
+
+def _machine(device: str) -> str:
+    """The processor, its threads and, where it was used, the GPU."""
+    facts = [platform.system(), platform.machine(), f"{os.cpu_count()} cores"]
+    facts.append(f"{torch.get_num_threads()} torch threads")
+    if device.startswith("cuda") and torch.cuda.is_available():
+        facts.append(torch.cuda.get_device_name(device))
+    return ", ".join(facts)

@@ -1,0 +1,59 @@
+"""`torchtrim doctor`: what is installed here, and what works."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+from importlib.util import find_spec
+from typing import Any
+
+import click
+
+_EXTRAS = {
+    "libcst": "[fix] cures in source",
+    "highspy": "[solver] exact selection",
+    "numba": "[fast] compiled planner",
+    "triton": "kernels on CUDA",
+}
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="As JSON, on stdout.")
+def command(as_json: bool) -> None:
+    """Show versions, devices and extras, and try the recorder on a small model."""
+    facts = _facts()
+    if as_json:
+        click.echo(json.dumps(facts, indent=2))
+        return
+    for name, value in facts.items():
+        click.echo(f"{name:20} {value}")
+
+
+def _facts() -> dict[str, Any]:
+    import torch
+
+    facts: dict[str, Any] = {
+        name: importlib.metadata.version(name)
+        for name in ("torchtrim", "torch", "click", "rich", "msgspec")
+    }
+    facts["python"] = platform.python_version()
+    facts["system"] = f"{platform.system()} {platform.machine()}"
+    cuda = torch.cuda.is_available()
+    facts["cuda"] = torch.cuda.get_device_name() if cuda else "no device"
+    for name, use in _EXTRAS.items():
+        facts[name] = f"{'installed' if find_spec(name) else 'not installed'}: {use}"
+    facts["recorder"] = _try_recorder()
+    return facts
+
+
+def _try_recorder() -> str:
+    import torch
+
+    from torchtrim import TrainStep, record
+
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = TrainStep(model, lambda m, x: m(x).square().mean(), optimizer, torch.ones(2, 4))
+    profile = record(step)
+    return f"works: {len(profile.operators)} operators, peak {profile.peak_bytes} bytes"

@@ -1,0 +1,120 @@
+"""The command `torchtrim`: one verb a file of this folder. Errors become messages and codes here."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import pkgutil
+import signal
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import click
+
+from torchtrim import __version__
+from torchtrim.errors import ScriptFailed, TorchtrimError, UsageError
+
+_SERVING = ("main", "options", "output")
+_SETTINGS = ("memory", "memory_kind", "steps", "warmup", "timeout", "device", "out")
+
+
+class Verbs(click.Group):
+    """The verbs: each file of this folder has a `command`. A verb is imported when it is wanted."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names of the verbs."""
+        from torchtrim import cli
+
+        return [m.name for m in pkgutil.iter_modules(cli.__path__) if m.name not in _SERVING]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """One verb, None if there is none of that name."""
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        command: click.Command = importlib.import_module(f"torchtrim.cli.{cmd_name}").command
+        return command
+
+
+@click.group(
+    cls=Verbs,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="Begin with: torchtrim optimize SCRIPT --memory 60%",
+)
+@click.version_option(__version__, prog_name="torchtrim")
+@click.pass_context
+def torchtrim(ctx: click.Context) -> None:
+    """Fit a PyTorch program into a memory budget, and prove that it still computes the same."""
+    settings = _settings(Path.cwd())
+    ctx.default_map = dict.fromkeys(Verbs.list_commands(ctx.command, ctx), settings)  # type: ignore[arg-type]
+
+
+def main() -> None:
+    """Run the command line, and end with its exit code."""
+    signal.signal(signal.SIGTERM, _terminated)
+    try:
+        code = torchtrim.main(standalone_mode=False)
+        sys.stdout.flush()
+    except click.exceptions.Exit as error:
+        code = error.exit_code
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        _say("interrupted; nothing was left behind")
+        code = 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    except TorchtrimError as error:
+        _show(error)
+        code = error.exit_code
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _terminated(number: int, _frame: object) -> None:
+    sys.exit(128 + number)
+
+
+def _show(error: TorchtrimError) -> None:
+    if isinstance(error, ScriptFailed):
+        if error.traceback:
+            _say(error.traceback.rstrip())
+        _say(f"error: {error}")
+        if error.learnt:
+            _say(error.learnt)
+    else:
+        _say(f"error: {error}")
+
+
+def _say(text: str) -> None:
+    from torchtrim.report.safe import clean
+
+    with contextlib.suppress(BrokenPipeError):
+        print("\n".join(map(clean, text.splitlines())), file=sys.stderr)
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """Defaults from `[tool.torchtrim]` of the nearest pyproject.toml."""
+    for candidate in (folder, *folder.parents):
+        path = candidate / "pyproject.toml"
+        if path.is_file():
+            return _read_settings(path)
+    return {}
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    try:
+        table = tomllib.loads(path.read_text()).get("tool", {}).get("torchtrim", {})
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read {path}: {error}.") from None
+    settings = {name.replace("-", "_"): value for name, value in table.items()}
+    unknown = sorted(set(settings) - set(_SETTINGS))
+    if unknown:
+        raise UsageError(
+            f"{path} sets {unknown[0]!r} under [tool.torchtrim], which is no setting; there are "
+            f"{', '.join(_SETTINGS)}."
+        )
+    return settings

@@ -1,0 +1,83 @@
+"""What a verb leaves: the report on the terminal or as JSON, and files."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchtrim.api import Result
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """Tells of long work on stderr, where that is a terminal."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    with console.status("") as status:
+        yield lambda text: status.update(text)
+
+
+def folder_for(options: dict[str, Any]) -> Path:
+    """The folder for a verb's files; it is made."""
+    stem = Path(options["script"]).stem if not options["module"] else options["script"]
+    folder: Path = options["out"] or Path("torchtrim-out") / stem
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def write_files(result: Result, folder: Path) -> dict[str, Path]:
+    """Write the page, the report, the plan and the profile; their paths by what they are."""
+    from torchtrim.records.files import save_plan, save_profile, write_atomically
+    from torchtrim.report import html, json
+
+    paths = {"page": folder / "report.html", "report": folder / "report.json"}
+    write_atomically(
+        paths["page"], html.render(result.report, result.before, result.after).encode()
+    )
+    write_atomically(paths["report"], json.render(result.report))
+    if result.plan is not None:
+        paths["plan"] = folder / "plan.toml"
+        save_plan(result.plan, paths["plan"])
+    if result.before is not None:
+        paths["profile"] = folder / "profile.json"
+        save_profile(result.before, paths["profile"])
+    return paths
+
+
+def show(
+    result: Result, *, as_json: bool, next_command: str | None, paths: dict[str, Path] | None = None
+) -> None:
+    """Print the report."""
+    if as_json:
+        from torchtrim.report import json
+
+        sys.stdout.buffer.write(json.render(result.report) + b"\n")
+        return
+    from rich.console import Console
+
+    from torchtrim.report import terminal
+
+    shown = {name: path for name, path in (paths or {}).items() if name in ("page", "plan")}
+    terminal.render(result.report, Console(), next_command=next_command, paths=shown)
+
+
+def command_for(options: dict[str, Any], verb: str, *more: str) -> str:
+    """A command on the same script."""
+    words = ["torchtrim", verb]
+    if options["module"]:
+        words.append("-m")
+    words += [options["script"], *more]
+    if options["device"]:
+        words += ["--device", options["device"]]
+    if options["args"]:
+        words += ["--", *options["args"]]
+    return shlex.join(words)

@@ -1,0 +1,31 @@
+"""`torchtrim run`: the script itself, planned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": True})
+@click.option("--plan", "plan_path", type=click.Path(path_type=Path), help="The plan to apply.")
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as in python -m.")
+@click.argument("script")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def command(**options: Any) -> None:
+    """Run SCRIPT as python would, with a plan applied when its models first run.
+
+    The exit code is the script's own. Arguments of the script come after `--`.
+    """
+    from torchtrim.api import check_script
+    from torchtrim.certify.apply_inside import run_planned
+    from torchtrim.observe.script import Script
+    from torchtrim.records.files import load_plan
+
+    script = Script(options["script"], tuple(options["args"]), options["module"])
+    script.check()
+    plan = load_plan(options["plan_path"]) if options["plan_path"] is not None else None
+    if plan is not None:
+        check_script(plan, script)
+    run_planned(script, plan)
