@@ -1,6 +1,6 @@
 """Character language model: a small causal transformer that learns to write proverbs.
 
-    python charlm.py --steps 300 --sample 400
+    python charlm.py --steps 1000 --sample 400
 
 The text is data/proverbs.txt; see data/README.md.
 """

@@ -53,13 +53,11 @@ def format_bytes(amount: int | float) -> str:
     """`1536` -> `"1.50 KiB"`; the sign is kept; whole bytes below 1 KiB."""
     if abs(amount) < 1024:
         return f"{amount:.0f} B"
-    size = float(amount)
-    for unit in ("KiB", "MiB", "GiB"):
-        size /= 1024
+    size, unit = float(amount), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        size, unit = size / 1024, larger
         if abs(size) < 1024:
             break
-    else:
-        size, unit = size / 1024, "TiB"
     digits = 2 if abs(size) < 10 else 1 if abs(size) < 100 else 0
     return f"{size:.{digits}f} {unit}"
 

@@ -69,3 +69,20 @@ def test_zeroing_what_is_no_gradient_does_not_count() -> None:
     step = Step()
     zeroing(step, step.alive("buffer", 8))
     assert zeroed_gradients(step.profile()) == []
+
+
+def test_a_gradient_of_this_step_is_not_zero_before_it_was_made() -> None:
+    step = Step()
+    gradient = step.op("aten::mm", makes=8, kind="gradient", phase="backward")
+    by = step.op("aten::zero_", gradient, mutates=(gradient,), phase="other").index
+    assert zeroed_gradients(step.profile()) == [Zeroed(gradient.out, by, by, by + 1, False)]
+
+
+def test_a_gradient_dropped_later_is_zero_until_then() -> None:
+    step = Step()
+    gradient = step.alive("gradient", 8)
+    by = zeroing(step, gradient)
+    step.op("aten::addmm")
+    step.free(gradient)
+    step.op("aten::addmm")
+    assert zeroed_gradients(step.profile()) == [Zeroed(gradient, by, by, by + 2, False)]

@@ -1,3 +1,5 @@
+import pytest
+
 from profiles import Step, training_step
 from torchtrim.memory.peak import holders
 from torchtrim.memory.timeline import peak_operator, timeline
@@ -24,6 +26,17 @@ def test_beyond_the_most_the_rest_is_summed() -> None:
     assert short[2].bytes == sum(h.bytes for h in full[2:])
     assert short[2].count == sum(h.count for h in full[2:])
     assert short[2].why == f"{len(full) - 2} smaller groups"
+    assert (short[2].path, short[2].line) == ("", 0)
+
+
+@pytest.mark.parametrize(("groups", "shown"), [(12, 12), (13, 12)])
+def test_twelve_are_shown_unless_said(groups: int, shown: int) -> None:
+    step = Step()
+    for line in range(groups):
+        step.op("aten::relu", makes=10, line=1 + line)
+    found = holders(step.profile())
+    assert len(found) == shown
+    assert (found[-1].kind == "rest") is (groups > shown)
 
 
 def test_the_same_module_line_and_reason_is_one_holder() -> None:

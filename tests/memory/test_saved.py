@@ -42,3 +42,19 @@ def test_nothing_is_saved_in_inference() -> None:
         step.op("aten::relu", makes=5)
     assert saved_storages(step.profile()) == []
     assert saved_by_module(step.profile()) == {}
+
+
+def test_what_the_peak_itself_reads_is_still_saved() -> None:
+    step = Step()
+    saved = step.op("aten::gelu", makes=5)
+    peak = step.backward("aten::gelu_backward", saved, saved, makes=5)
+    step.free(saved)
+    assert saved_storages(step.profile(), peak.index) == [saved.out]
+
+
+def test_an_input_made_in_the_step_is_no_activation() -> None:
+    step = Step()
+    batch = step.op("aten::stack", makes=5, kind="input", phase="other")
+    out = step.op("aten::addmm", batch, makes=5)
+    peak = step.backward("aten::mm", out, batch)
+    assert saved_storages(step.profile(), peak.index) == []

@@ -168,3 +168,9 @@ def test_training_that_keeps_a_reference_is_not_said_to_lack_a_backward() -> Non
         kept, loss = forward_and_loss(step)
     peak = step.backward("aten::a", loss)
     assert why(step, kept.out, peak.index) == "held by a Python reference"
+
+
+def test_computed_by_the_first_operator() -> None:
+    step = Step()
+    made = step.op("aten::relu", makes=1)
+    assert why(step, made.out, 0) == "being computed by aten::relu"

@@ -1,4 +1,6 @@
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -180,3 +182,11 @@ def test_a_source_that_cannot_be_read_ignores_nothing(tmp_path: Path, path: str)
 def test_a_source_that_is_no_text_ignores_nothing(tmp_path: Path) -> None:
     (tmp_path / SCRIPT).write_bytes(bytes(range(256)) * 10)
     assert len(diagnose(reading_step(1, project=str(tmp_path)))) == 1
+
+
+def test_neither_room_imports_torch() -> None:
+    program = (
+        "import sys, torchtrim.memory, torchtrim.rules as rules; rules.all_rules();"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -100,3 +100,15 @@ def test_a_read_by_the_optimizer_has_its_own_advice() -> None:
     assert second.cure is not None
     assert "fused=True" in first.cure.reason
     assert "fused=True" not in second.cure.reason
+
+
+def test_copies_have_their_own_advice() -> None:
+    step = Step("cuda:0")
+    logits = step.alive("temporary", 400)
+    step.op("aten::_to_copy", logits, makes=400, device="cpu", line=1)
+    step.op("aten::_local_scalar_dense", logits, line=2)
+    first, second = check(step.profile())
+    assert first.cure is not None
+    assert second.cure is not None
+    assert "copy it once" in first.cure.reason
+    assert "copy it once" not in second.cure.reason

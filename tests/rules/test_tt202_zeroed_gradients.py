@@ -1,3 +1,5 @@
+import pytest
+
 from profiles import Step
 from torchtrim.rules.tt202_zeroed_gradients import check
 
@@ -99,3 +101,15 @@ def test_another_function_where_backward_misses_a_parameter() -> None:
     assert finding.cure is not None
     assert finding.cure.equivalence == "SEMANTIC"
     assert "1 gradient got nothing" in finding.cure.reason
+
+
+@pytest.mark.parametrize(("peak_at", "count"), [(0, 1), (1, 1), (2, 0)])
+def test_at_the_peak_from_the_zeroing_to_the_adding(peak_at: int, count: int) -> None:
+    step = Step()
+    gradient = step.alive("gradient", SIZE)
+    for index, name in enumerate(("aten::zero_", "aten::add_", "aten::sub_")):
+        transient = 8 * SIZE if index == peak_at else 0
+        mutates = (gradient,) if index < 2 else ()
+        step.op(name, gradient, mutates=mutates, phase="other", transient=transient)
+    found = list(check(step.profile()))
+    assert [f.price_bytes for f in found] == [SIZE] * count

@@ -48,7 +48,7 @@ def test_two_roots_of_a_type_are_no_blocks() -> None:
     assert not list(check(replace(profile, modules=modules)))
 
 
-@pytest.mark.parametrize(("always", "count"), [(0, 1), (10_000_000, 0)])
+@pytest.mark.parametrize(("always", "count"), [(0, 1), (67_992, 1), (67_993, 0)])
 def test_below_a_tenth_of_the_peak_it_is_not_worth_it(always: int, count: int) -> None:
     profile = training_step(blocks=4, size=1000)
     weight = replace(profile.storages[0], bytes=always)
@@ -122,3 +122,15 @@ def test_two_separate_types_are_two_findings() -> None:
 
 def test_a_step_without_operators() -> None:
     assert not list(check(Step().profile()))
+
+
+def test_cousins_of_a_type_are_no_repeat() -> None:
+    step = Step()
+    made: list[Made] = []
+    with step.module("net"):
+        for branch in ("Left", "Right"):
+            with step.module(f"net.{branch}", branch), step.module(f"net.{branch}.a", "Part"):
+                made.append(step.op("aten::addmm", makes=1000))
+    for one in reversed(made):
+        step.backward("aten::mm", one, one)
+    assert not list(check(step.profile()))

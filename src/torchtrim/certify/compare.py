@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -56,19 +58,39 @@ def load_kept(folder: Path, number: int) -> torch.Tensor | None:
     return flat.to(torch.complex128 if dtype.is_complex else torch.float64)
 
 
-def largest_difference(one: Path, other: Path, count: int) -> float:
-    """The largest difference among kept values, relative to the largest magnitude of each; inf where
-    shapes, NaNs or presence differ."""
-    return max(
-        (_relative(load_kept(one, i), load_kept(other, i)) for i in range(count)), default=0.0
-    )
+def largest_difference(one: Path, other: Path, names: Sequence[str]) -> float:
+    """The largest difference among kept values, relative to the largest magnitude of their group; inf
+    where shapes, NaNs or presence differ.
+
+    A group is one quantity in one step, so that a gradient which is zero but for rounding is measured
+    by the size of the others.
+    """
+    scales: dict[str, float] = {}
+    gaps: dict[str, float] = {}
+    for number, name in enumerate(names):
+        gap, scale = _gap(load_kept(one, number), load_kept(other, number))
+        group = _group(name)
+        scales[group] = max(scales.get(group, 0.0), scale)
+        gaps[group] = max(gaps.get(group, 0.0), gap)
+    return max((gap / scales[g] if gap else 0.0 for g, gap in gaps.items()), default=0.0)
 
 
-def _relative(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
+def _group(name: str) -> str:
+    """`"1/optimizer state:0.net.weight.exp_avg.0"` is of the group `"1/optimizer state exp_avg.0"`."""
+    quantity, _, rest = name.partition(":")
+    if quantity.endswith("optimizer state"):
+        return f"{quantity} {'.'.join(rest.split('.')[-2:])}"
+    return f"{quantity} {rest}" if quantity.endswith(("buffer", "output", "loss")) else quantity
+
+
+def _gap(one: torch.Tensor | None, other: torch.Tensor | None) -> tuple[float, float]:
+    """`(largest difference, largest magnitude)`."""
     if one is None or other is None or one.shape != other.shape:
-        return float("inf")
-    if one.numel() == 0 or torch.equal(one, other):
-        return 0.0
-    difference = float((one - other).abs().max())
+        return float("inf"), 1.0
+    if one.numel() == 0:
+        return 0.0, 0.0
     scale = max(float(one.abs().max()), float(other.abs().max()))
-    return difference / scale if difference == difference and scale else float("inf")
+    if torch.equal(one, other):
+        return 0.0, scale
+    gap = float((one - other).abs().max())
+    return (gap, scale) if math.isfinite(gap) and scale else (float("inf"), 1.0)

@@ -100,9 +100,10 @@ class Runner:
         trial = session.trial
         if session.refused is not None:
             crash = Crash(kind="refused", message=str(session.refused))
-        if trial.profile is None and recording is not None and recording.running:
+        if recording is not None and recording.running and recording.recorder.operators:
             failed = recording.recorder.failure
-            trial.profile = recording.end(session.watcher.optimizers)
+            if crash is not None or not trial.steps:
+                trial.profile = recording.end(session.watcher.optimizers)
             if crash is not None and failed is not None and failed.error in crash.message:
                 path, line = _place(failed.spot)
                 crash = msgspec.structs.replace(
@@ -136,7 +137,7 @@ def run_target(target: str, module: bool, args: tuple[str, ...]) -> None:
     """Run a script or a module as `python` would."""
     sys.argv = [target, *args]
     if module:
-        sys.path[0] = os.getcwd()
+        sys.path[0] = str(Path.cwd())
         runpy.run_module(target, run_name="__main__", alter_sys=True)
     else:
         sys.path[0] = str(Path(target).resolve().parent)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
@@ -70,6 +70,8 @@ def _run_live(
     dtype = torch.float64 if request.double else None
     kept_dtypes = [(p, p.dtype) for p in workload.model.parameters()] if dtype else []
     try:
+        if dtype is not None:
+            _widen(workload.optimizers, dtype)
         session.watcher.optimizers.extend(workload.optimizers)
         with session.watcher:
             for number in range(request.total):
@@ -79,14 +81,21 @@ def _run_live(
         trial = session.finish()
         trial.seeds = "script"
         return trial
-    except ApplyFailed:
-        raise
     finally:
         session.finish()
         session.revert()
         for parameter, kind in kept_dtypes:
             parameter.data = parameter.data.to(kind)
         snapshot.restore()
+
+
+def _widen(optimizers: Iterable[torch.optim.Optimizer], dtype: torch.dtype) -> None:
+    """Optimizer states in that type; the snapshot has the old ones."""
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    state[key] = value.to(dtype)
 
 
 def crash_error(trial: Trial, crash: Crash, output: str) -> Exception:

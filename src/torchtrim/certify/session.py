@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,13 +14,15 @@ from torch import nn
 from torchtrim.certify.evidence import Evidence, bytes_of
 from torchtrim.certify.trial import Request, Trial
 from torchtrim.errors import ApplyFailed
-from torchtrim.observe.allocator import Allocator, allocator_for, rss_bytes
+from torchtrim.observe.allocator import NOTHING, Allocator, Watched, allocator_for, rss_bytes
 from torchtrim.observe.build import Setting
 from torchtrim.observe.modules import Modules
 from torchtrim.observe.places import Places
 from torchtrim.observe.recording import Recording
+from torchtrim.observe.storages import reachable_tensors
 from torchtrim.observe.watch import Listener, Watcher
 from torchtrim.records.files import write_atomically
+from torchtrim.records.profile import Profile
 from torchtrim.techniques.apply import Applied, apply_plan
 from torchtrim.techniques.fingerprint import fingerprint_of
 
@@ -51,10 +54,14 @@ class Session(Listener):
         self._evidence = Evidence(self.modules, self._keep if request.keep else None)
         self._recording: Recording | None = None
         self._watching: Allocator = allocator_for(setting.device)
+        self._fallback: Profile | None = None
         self._alive = 0
         self._applied: list[Applied] = []
         self._began = 0.0
         self._own = 0.0
+        self._seconds = 0.0
+        self._watched: Watched | None = None
+        self._idled = False
         self._over = False
 
     def root_appears(self, root: nn.Module) -> None:
@@ -65,15 +72,26 @@ class Session(Listener):
         self._apply(name, root)
         if len(self.modules.roots) == 1:
             self._settle_device(root)
-            self._next()
+
+    def training_begins(self) -> None:
+        self._next()
+
+    def step_idles(self) -> None:
+        """Stop measuring: what comes until the next step is evaluation."""
+        if self._watched is None:
+            self._seconds = time.perf_counter() - self._began - self._own
+            self._stop_measuring()
+            self._idled = True
 
     def step_ends(self) -> None:
         """Close the step, and begin the next or call `done`."""
-        seconds = time.perf_counter() - self._began - self._own
+        if self._watched is None:
+            self._seconds = time.perf_counter() - self._began - self._own
+            self._stop_measuring()
         self._close()
         with torch.no_grad():
             self._evidence.state(self.watcher.optimizers)
-        self._evidence.step.seconds = seconds
+        self._evidence.step.seconds = self._seconds
         self.trial.steps.append(self._evidence.next_step())
         if len(self.trial.steps) >= self.trial.request.total:
             self.finish()
@@ -86,6 +104,8 @@ class Session(Listener):
         if not self._over:
             self._over = True
             self.abandon()
+            if self.trial.profile is None:
+                self.trial.profile = self._fallback
             self.trial.forwards = self.watcher.forwards
             self.trial.backwards = self.watcher.backwards
             self.trial.rss_bytes = rss_bytes()
@@ -138,32 +158,42 @@ class Session(Listener):
         number = len(self.trial.steps)
         request = self.trial.request
         self._progress(f"step {number + 1} of {request.total}")
+        if self._idled:
+            self._idled, self._alive = False, reachable_bytes()
         if number <= request.warmup:
-            recorded = number == request.warmup
             self._recording = Recording(self.modules, self._places, self._setting, self._watching)
-            self._recording.begin(self.watcher.optimizers, scan=recorded)
+            self._recording.begin(self.watcher.optimizers, scan=number == request.warmup)
         else:
             self._watching.start()
+        self._watched = None
         self._own = 0.0
         self._began = time.perf_counter()
+
+    def _stop_measuring(self) -> None:
+        if self._recording is not None:
+            self._recording.pause()
+            self._watched = NOTHING
+        else:
+            self._watched = self._watching.stop()
 
     def _close(self) -> None:
         """End the step's recording or watch, and note its peak."""
         recording, self._recording = self._recording, None
         step = self._evidence.step
         if recording is None:
-            watched = self._watching.stop()
+            watched = self._watched or NOTHING
             step.peak_bytes = self._alive + watched.peak if watched.peak else 0
             step.reserved_bytes = watched.reserved
             self._alive += watched.end
-        elif len(self.trial.steps) == self.trial.request.warmup:
-            profile = recording.end(self.watcher.optimizers)
-            self.trial.profile, self.trial.recorded = profile, len(self.trial.steps)
-            self._alive = recording.alive_bytes
-            step.peak_bytes = profile.peak_bytes
-            step.reserved_bytes = profile.reserved_bytes
-        else:
-            recording.abandon()
+            return
+        profile = recording.end(self.watcher.optimizers)
+        if len(self.trial.steps) < self.trial.request.warmup:
+            self._fallback = profile
+            return
+        self.trial.profile, self.trial.recorded = profile, len(self.trial.steps)
+        self._alive = recording.alive_bytes
+        step.peak_bytes = profile.peak_bytes
+        step.reserved_bytes = profile.reserved_bytes
 
     def _keep(self, name: str, tensor: torch.Tensor) -> None:
         label = f"{len(self.trial.steps)}/{name}"
@@ -194,6 +224,8 @@ class Session(Listener):
             self._timed(self._evidence.module_ends, module, output, depth)
 
     def backward_starts(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        if (recording := self._recorded_or_none()) is not None:
+            recording.backward_starts(tensors)
         if self._gathers():
             self._timed(self._evidence.backward_starts, tensors)
 
@@ -222,3 +254,13 @@ class Session(Listener):
         with torch.utils._python_dispatch._disable_current_modes():
             function(*args)
         self._own += time.perf_counter() - begin
+
+
+def reachable_bytes() -> int:
+    """Bytes of all storages that Python can reach."""
+    storages = {}
+    for tensor in reachable_tensors():
+        with contextlib.suppress(NotImplementedError, RuntimeError):
+            storage = tensor.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())

@@ -111,10 +111,10 @@ def _measure(contest: Contest, found: list[str], noise: list[str], progress: Pro
         difference = noise_level = 0.0
         if found:
             _attempt(contest.planned, keep(contest.planned_request), two, progress)
-            difference = largest_difference(one, two, len(names))
+            difference = largest_difference(one, two, names)
         if noise:
             _attempt(contest.original, keep(contest.request), three, progress)
-            noise_level = largest_difference(one, three, len(names))
+            noise_level = largest_difference(one, three, names)
         return Figures(difference, noise_level)
 
 
@@ -128,7 +128,7 @@ def _in_double(contest: Contest, found: list[str], progress: Progress) -> float 
             _attempt(contest.planned, keep(contest.planned_request), two, progress)
         except (ScriptFailed, RuntimeError):
             return None
-        return largest_difference(one, two, len(names))
+        return largest_difference(one, two, names)
 
 
 def _sample(names: list[str]) -> tuple[str, ...]:

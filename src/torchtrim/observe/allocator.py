@@ -7,6 +7,8 @@ Kernels allocate scratch where dispatch cannot see it, so this is the peak that 
 from __future__ import annotations
 
 import bisect
+import contextlib
+import gc
 import itertools
 import os
 import sys
@@ -14,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch._C._autograd import DeviceType, _profiler_enabled
+from torch.autograd import profiler as autograd_profiler
 
 from torchtrim.observe.recorder import MARK
 
@@ -23,17 +26,24 @@ OWN = "torchtrim::own"
 class Watched(NamedTuple):
     """Bytes over those alive at the start: `peak`, `end`, and `transients` of each marked operator.
 
-    `reserved` is the caching allocator's peak, None where there is none.
+    `reserved` is the caching allocator's peak, `before` what it had alive at the start; None where
+    there is none.
     """
 
     peak: int
     end: int
     transients: list[int]
     reserved: int | None
+    before: int | None = None
+
+
+NOTHING = Watched(0, 0, [], None)
 
 
 class Allocator(Protocol):
-    """Watches one step."""
+    """Watches one step. `cuts_at_marks`: it tells transients, if operators are marked."""
+
+    cuts_at_marks: bool
 
     def start(self) -> None: ...
 
@@ -43,28 +53,52 @@ class Allocator(Protocol):
 class CpuAllocator:
     """The CPU allocator, by the profiler's memory events.
 
-    The end of a block is told only if its beginning was, so watch the step before as well.
+    The end of a block is told only if its beginning was, so watch the step before as well. There is one
+    profiler in a process: the script's own comes first.
     """
+
+    cuts_at_marks = True
 
     def __init__(self) -> None:
         self._profiler: Any = None
+        self._undo = contextlib.ExitStack()
 
     def start(self) -> None:
         """Begin, unless the script runs a profiler of its own."""
-        if _profiler_enabled():
+        if _profiler_enabled() or _profiler_prepared():
             return
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-        self._profiler = torch.profiler.profile(
+        running = torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=False
         )
-        self._profiler.start()
+        running.start()
+        self._profiler = running
+        self._give_way("_prepare_profiler")
+        self._give_way("_enable_profiler")
+
+    def _give_way(self, name: str) -> None:
+        """End, without a result, when the script starts a profiler."""
+        original = getattr(autograd_profiler, name)
+
+        def start_theirs(*args: Any, **kwargs: Any) -> Any:
+            self._end()
+            return original(*args, **kwargs)
+
+        setattr(autograd_profiler, name, start_theirs)
+        self._undo.callback(setattr, autograd_profiler, name, original)
+
+    def _end(self) -> Any:
+        self._undo.close()
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            profiler.stop()
+        return profiler
 
     def stop(self) -> Watched:
         """End; zeros where it could not watch."""
-        if self._profiler is None:
-            return Watched(0, 0, [], None)
-        profiler, self._profiler = self._profiler, None
-        profiler.stop()
+        profiler = self._end()
+        if profiler is None:
+            return NOTHING
         events = profiler.profiler.kineto_results.events()
         memory: list[tuple[int, int]] = []
         marks: list[tuple[int, int]] = []
@@ -84,6 +118,20 @@ class CpuAllocator:
         running = list(itertools.accumulate(size for _, size in memory))
         peak = max(running, default=0)
         return Watched(max(peak, 0), running[-1] if running else 0, _rises(memory, marks), None)
+
+
+def _profiler_prepared() -> bool:
+    """Whether a profiler of the script's waits to be started. To start another would crash it."""
+    waits = torch.profiler.ProfilerAction.WARMUP
+    return any(
+        isinstance(thing, torch.profiler.profile) and thing.current_action is waits
+        for thing in gc.get_referrers(torch.profiler.profile)
+    ) or any(
+        isinstance(thing, autograd_profiler.profile)
+        and thing.entered
+        and thing.kineto_results is None
+        for thing in gc.get_referrers(autograd_profiler.profile)
+    )
 
 
 def _without(memory: list[tuple[int, int]], own: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -116,6 +164,8 @@ def _rises(memory: list[tuple[int, int]], marks: list[tuple[int, int]]) -> list[
 class CudaAllocator:
     """CUDA's caching allocator. The peak counter is reset at the start of each step."""
 
+    cuts_at_marks = False
+
     def __init__(self, device: int = 0) -> None:
         self._device = device
         self._before = 0
@@ -134,6 +184,7 @@ class CudaAllocator:
             torch.cuda.memory_allocated(self._device) - self._before,
             [],
             torch.cuda.max_memory_reserved(self._device),
+            self._before,
         )
 
 

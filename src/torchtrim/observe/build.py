@@ -64,7 +64,7 @@ def build(
         rss_bytes=rss_bytes(),
         operators=operators,
         storages=_storages(recorder, operators),
-        modules=modules.records,
+        modules=modules.settled(),
         calls=[Call(*call) for call in recorder.calls],
         places=places.records,
         labels=recorder.labels,
@@ -128,9 +128,9 @@ def _transients(recorder: Recorder, watched: Watched) -> list[int]:
         )
         for i, op in enumerate(recorder.operators)
     ]
-    if len(watched.transients) != len(made):
-        return made
-    return list(map(max, made, watched.transients))
+    raised = set(recorder.raised)
+    rises = [rise for number, rise in enumerate(watched.transients) if number not in raised]
+    return list(map(max, made, rises)) if len(rises) == len(made) else made
 
 
 def _storages(recorder: Recorder, operators: list[Operator]) -> list[Storage]:
@@ -140,7 +140,7 @@ def _storages(recorder: Recorder, operators: list[Operator]) -> list[Storage]:
     return [
         Storage(
             bytes=life.bytes,
-            kind=cast(Kind, life.kind) or _kind(life, operators, readers[number]),
+            kind=_kind(life, operators, readers[number]),
             birth=min(life.birth, last - 1),
             death=life.death if life.death >= 0 else last,
             device=life.device,
@@ -159,13 +159,14 @@ def _phases_of_readers(operators: list[Operator], count: int) -> list[set[str]]:
 
 
 def _kind(life: Life, operators: list[Operator], readers: set[str]) -> Kind:
+    if life.kind:
+        return cast(Kind, life.kind)
     if life.birth < 0 or not operators:
         return "input"
     made = operators[min(life.birth, len(operators) - 1)].phase
     if made in ("forward", "recompute"):
-        freed = operators[life.death - 1].phase if life.death > 0 else "other"
-        backward = not readers.isdisjoint(_BACKWARD) or freed in _BACKWARD
+        backward = life.released or not readers.isdisjoint(_BACKWARD)
         return "activation" if backward and "optimizer" not in readers else "temporary"
-    if made in ("other", "loader") and "forward" in readers:
+    if made == "loader" or (made == "other" and "forward" in readers):
         return "input"
     return "temporary"

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from msgspec.structs import replace
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from torchtrim.records.profile import Module
 
@@ -38,12 +40,20 @@ class Modules:
         return self._numbers.get(id(module), -1)
 
     def named_tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """`(kind, name, tensor)` of all parameters and buffers; a tied one comes once."""
+        """`(kind, name, tensor)` of all parameters and buffers that have a shape; a tied one comes once."""
+        seen: set[int] = set()
         for name, root in self.roots.items():
-            for path, parameter in root.named_parameters():
-                yield "parameter", f"{name}.{path}", parameter
-            for path, buffer in root.named_buffers():
-                yield "buffer", f"{name}.{path}", buffer
+            for kind, path, tensor in _named_tensors(root):
+                if id(tensor) not in seen and not is_lazy(tensor):
+                    seen.add(id(tensor))
+                    yield kind, f"{name}.{path}", tensor
+
+    def settled(self) -> list[Module]:
+        """The records, with the bytes that lazy parameters have by now."""
+        return [
+            replace(record, parameter_bytes=_parameter_bytes(module))
+            for record, module in zip(self.records, self._kept, strict=True)
+        ]
 
     def _add(self, module: nn.Module, path: str) -> None:
         if id(module) in self._numbers:
@@ -60,7 +70,7 @@ class Modules:
                 hooked=bool(
                     module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
                 ),
-                parameter_bytes=sum(p.nbytes for p in module.parameters(recurse=False)),
+                parameter_bytes=_parameter_bytes(module),
             )
         )
 
@@ -70,3 +80,14 @@ class Modules:
             if path in self._paths:
                 return self._paths[path]
         return -1
+
+
+def _named_tensors(root: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
+    for path, parameter in root.named_parameters():
+        yield "parameter", path, parameter
+    for path, buffer in root.named_buffers():
+        yield "buffer", path, buffer
+
+
+def _parameter_bytes(module: nn.Module) -> int:
+    return sum(p.nbytes for p in module.parameters(recurse=False) if not is_lazy(p))

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import functools
-import sys
+import os
 import sysconfig
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Literal
 
 import torch
+from torch.autograd import graph
 
-Owner = Literal["torch", "library", "user"]
+Owner = Literal["torch", "library", "user", "engine"]
 Spot = tuple[CodeType, int]
+
+ENGINE: CodeType = graph._engine_run_backward.__code__
+"""The autograd engine's frame: what runs above it was asked for by no line below it."""
 
 _TORCHTRIM = str(Path(__file__).parent.parent)
 _TORCH = str(Path(torch.__file__).parent)
@@ -28,7 +32,7 @@ class Places:
 
     def __init__(self, project: str) -> None:
         self._project = project.rstrip("/\\")
-        self._owners: dict[CodeType, Owner] = {}
+        self._owners: dict[CodeType, Owner] = {ENGINE: "engine"}
 
     def find(self, frame: FrameType | None) -> tuple[Spot | None, Spot | None]:
         """`(innermost outside torch, user's own)`; the second is None where the first is the user's."""
@@ -42,6 +46,8 @@ class Places:
                 return (spot, None) if library is None else (library, spot)
             if owner == "library" and library is None:
                 library = (code, frame.f_lasti)
+            elif owner == "engine":
+                break
             frame = frame.f_back
         return library, None
 
@@ -51,12 +57,19 @@ class Places:
 
 
 def _owner(path: str, project: str) -> Owner:
-    if path.startswith((_TORCH, _TORCHTRIM, "<")):
+    if path.startswith("<"):
+        return "torch"
+    path = str(Path(path).absolute())
+    if _inside(path, _TORCH) or _inside(path, _TORCHTRIM):
         return "torch"
     installed = any(name in path for name in _INSTALLED)
-    if path.startswith(project) and (not installed or any(name in project for name in _INSTALLED)):
+    if _inside(path, project) and (not installed or any(name in project for name in _INSTALLED)):
         return "user"
-    return "library" if installed or not path.startswith(_STDLIB) else "torch"
+    return "library" if installed or not _inside(path, _STDLIB) else "torch"
+
+
+def _inside(path: str, folder: str) -> bool:
+    return path.startswith(folder + os.sep)
 
 
 def line_of(spot: Spot) -> int:
@@ -81,8 +94,3 @@ def project_of(script: Path) -> Path:
         if (candidate / "pyproject.toml").exists() or (candidate / ".git").exists():
             return candidate
     return folder
-
-
-def caller_frame(depth: int) -> FrameType:
-    """The frame `depth` calls above the caller of this function."""
-    return sys._getframe(depth + 1)

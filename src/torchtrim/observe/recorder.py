@@ -7,20 +7,26 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch._C import _current_autograd_node
+from torch._C import DisableTorchFunctionSubclass, _current_autograd_node
 from torch._C._autograd import _get_sequence_nr
 from torch._C._profiler import _RecordFunctionFast
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtrim.observe.places import Places, Spot
-from torchtrim.observe.storages import Storages, reachable_tensors
+from torchtrim.observe.modes import enter_below, leave
+from torchtrim.observe.places import ENGINE, Places, Spot
+from torchtrim.observe.storages import Storages, parts_of, reachable_tensors
 from torchtrim.records.profile import Phase
 
 MARK = "torchtrim::operator"
 Use = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
+
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+_SCALARS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
 
 
 class RawOperator(NamedTuple):
@@ -53,7 +59,7 @@ class RawCall(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """The operator that raised while the recorder ran."""
+    """The operator that raised last while the recorder ran."""
 
     operator: str
     shapes: str
@@ -63,32 +69,64 @@ class Failure(NamedTuple):
     live_bytes: int
 
 
+class _Known(NamedTuple):
+    """What is known of an operator by its schema."""
+
+    written: tuple[tuple[int, str], ...]
+    is_label: bool
+    lifts: bool
+
+
+class _Cause(NamedTuple):
+    """Why an operator runs."""
+
+    phase: Phase
+    module: int
+    spot: Spot | None
+    caller: Spot | None
+    forward: int
+
+
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records between `start` and `stop`; `phase` and the stack of modules are told from outside.
 
-    `mark_operators` wraps each operator in a profiler range, so that a profiler that runs at the same
-    time can cut the allocator's events at operators (`observe.allocator`).
+    `recomputing` is above zero while a module's forward runs inside backward. `mark_operators` wraps each
+    operator in a profiler range, so that a profiler that runs at the same time can cut the allocator's
+    events at operators (`observe.allocator`); `raised` are the numbers of the ranges that have no
+    operator, since it raised. Bytes are counted on devices of `device_type`, on all where it is empty.
     """
 
-    def __init__(self, places: Places, *, mark_operators: bool = False) -> None:
+    supports_higher_order_operators = True
+
+    def __init__(
+        self, places: Places, *, mark_operators: bool = False, device_type: str = ""
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.storages = Storages()
+        self.storages = Storages(device_type)
         self.operators: list[RawOperator] = []
         self.calls: list[RawCall] = []
         self.labels: list[str] = []
         self.phase: Phase = "other"
         self.module = -1
+        self.recomputing = 0
         self.failure: Failure | None = None
+        self.raised: list[int] = []
         self.start_ns = 0
         self.end_ns = 0
         self._places = places
-        self._mark = mark_operators
+        self._mark = _RecordFunctionFast(MARK) if mark_operators else None
         self._pid = os.getpid()
         self._thread = threading.get_ident()
+        self._lock = threading.Lock()
         self._sequence = 0
         self._makers: dict[int, int] = {}
         self._open_labels: list[int] = []
-        self._mutated: dict[Any, tuple[tuple[int, str], ...]] = {}
+        self._known: dict[int, _Known] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: guarding `__torch_dispatch__` from dynamo would import dynamo, which takes seconds."""
+        return False
 
     def start(self, *, scan: bool = True) -> None:
         """Register what is alive (`scan`: all that Python reaches) and begin."""
@@ -96,126 +134,170 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.track(reachable_tensors())
         self._sequence = _get_sequence_nr()
         self.start_ns = time.perf_counter_ns()
-        self.__enter__()  # type: ignore[no-untyped-call]
+        enter_below(self)
 
     def stop(self) -> None:
         """End the recording; storages that live are alive at the end of the step."""
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        leave(self)
         self.end_ns = time.perf_counter_ns()
         self.storages.note_peak()
 
     def track(self, tensors: Iterable[torch.Tensor]) -> None:
         """Register tensors that were alive before the step."""
         for tensor in tensors:
-            self.storages.see(tensor, -1)
+            for part in parts_of(tensor):
+                self.storages.see(part, -1)
         self.storages.note_peak()
 
     def name(self, tensor: torch.Tensor, kind: str, name: str) -> None:
         """Say what a tensor's storage is, such as the gradient of a parameter."""
-        number = self.storages.number(tensor)
-        if number >= 0:
-            life = self.storages.lives[number]
-            life.kind, life.name = kind, name
+        for part in parts_of(tensor):
+            number = self.storages.number(part)
+            if number >= 0:
+                life = self.storages.lives[number]
+                life.kind, life.name = kind, name
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if os.getpid() != self._pid:
-            return func(*args, **kwargs)
-        index = len(self.operators)
-        inputs = self._uses(args, index - 1)
+        if not _PLAIN.issuperset(types) or os.getpid() != self._pid:
+            return self._passed_on(func, types, args, kwargs)
+        known = self._known.get(id(func)) or self._know(func)
+        if known.is_label:
+            return self._label(func, args, kwargs)
+        before = len(self.operators) - 1
+        inputs = self._uses(args, before + known.lifts, "" if known.lifts else "input")
         if kwargs:
-            inputs += self._uses(kwargs.values(), index - 1)
+            inputs += self._uses(kwargs.values(), before, "input")
         node = _current_autograd_node()
-        recomputes = node is not None and self.module >= 0
-        forward = -1
-        if node is not None and not recomputes:
-            forward = self._makers.get(node._sequence_nr(), -1)
+        cause = self._cause(node, sys._getframe().f_back)
         result, begin, end = self._run(func, args, kwargs)
-        self.storages.clock = index + 1
-        outputs = self._uses((result,), index)
-        self.storages.note_peak()
-        spot = caller = None
-        if forward >= 0:
-            spot, caller = self.operators[forward][3:5]
-        elif node is None or recomputes:
-            spot, caller = self._places.find(sys._getframe(1))
-        if func.namespace == "profiler":
-            self._label(func, args)
-        self.operators.append(
-            RawOperator(
-                func,
-                self.phase if node is None else "recompute" if recomputes else "backward",
-                self.operators[forward].module if forward >= 0 else self.module,
-                spot,
-                caller,
-                self._open_labels[-1] if self._open_labels else -1,
-                forward,
-                inputs,
-                outputs,
-                self._mutates(func, args, kwargs),
-                begin,
-                end,
+        with self._lock:
+            index = len(self.operators)
+            self.storages.clock = index + 1
+            outputs = self._uses((result,), index)
+            self.storages.note_peak()
+            self.operators.append(
+                RawOperator(
+                    func,
+                    cause.phase,
+                    cause.module,
+                    cause.spot,
+                    cause.caller,
+                    self._open_labels[-1] if self._open_labels else -1,
+                    cause.forward,
+                    inputs,
+                    outputs,
+                    self._mutates(known, args, kwargs) if known.written else (),
+                    begin,
+                    end,
+                )
             )
-        )
-        if threading.get_ident() == self._thread:
             self._own_nodes(index)
         return result
 
+    def _cause(self, node: Any, frame: FrameType | None) -> _Cause:
+        if node is None:
+            return _Cause(self.phase, self.module, *self._places.find(frame), -1)
+        forward = self._makers.get(node._sequence_nr(), -1)
+        of = self.operators[forward] if forward >= 0 else None
+        asked = frame is not None and frame.f_code is not ENGINE
+        spot, caller = self._places.find(frame) if asked else (None, None)
+        if asked and (self.recomputing or torch.is_grad_enabled()):
+            if of is not None and spot is None:
+                spot, caller = of.spot, of.caller
+            return _Cause("recompute", self.module, spot, caller, -1)
+        if asked and self.phase == "optimizer":
+            return _Cause("optimizer", self.module, spot, caller, -1)
+        if of is None:
+            return _Cause("backward", self.module, spot, caller, -1)
+        return _Cause("backward", of.module, of.spot, of.caller, forward)
+
     def _run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, int, int]:
         try:
-            if self._mark:
-                with _RecordFunctionFast(MARK):
-                    begin = time.perf_counter_ns()
-                    result = func(*args, **kwargs)
-                    return result, begin, time.perf_counter_ns()
-            begin = time.perf_counter_ns()
-            result = func(*args, **kwargs)
-            return result, begin, time.perf_counter_ns()
-        except Exception as error:
+            if self._mark is None:
+                begin = time.perf_counter_ns()
+                result = func(*args, **kwargs)
+                return result, begin, time.perf_counter_ns()
+            with self._mark:
+                begin = time.perf_counter_ns()
+                result = func(*args, **kwargs)
+                return result, begin, time.perf_counter_ns()
+        except BaseException as error:
             self._fail(func, args, kwargs, error)
             raise
 
     def _own_nodes(self, index: int) -> None:
         """The autograd nodes made since the last operator are this one's."""
         sequence = _get_sequence_nr()
-        for number in range(self._sequence, sequence):
-            self._makers[number] = index
-        self._sequence = sequence
+        if sequence != self._sequence and threading.get_ident() == self._thread:
+            for number in range(self._sequence, sequence):
+                self._makers[number] = index
+            self._sequence = sequence
 
-    def _uses(self, values: Any, birth: int) -> list[Use]:
+    def _uses(self, values: Iterable[Any], birth: int, kind: str = "") -> list[Use]:
         """Tensors among the values; a storage that was never seen is born at `birth`."""
         uses: list[Use] = []
+        see = self.storages.see
         for value in values:
-            if isinstance(value, torch.Tensor):
-                number = self.storages.see(value, birth)
+            of = type(value)
+            if of in _PLAIN:
+                number = see(value, birth, kind)
                 if number >= 0:
                     uses.append((number, value.dtype, value.shape, value.stride()))
+                    continue
+            elif of in _SCALARS:
+                continue
+            if isinstance(value, torch.Tensor):
+                uses += self._uses_of_parts(value, birth, kind)
             elif isinstance(value, (list, tuple)):
-                uses += self._uses(value, birth)
+                uses += self._uses(value, birth, kind)
         return uses
 
-    def _mutates(self, func: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
-        written = self._mutated.get(func)
-        if written is None:
-            written = self._mutated[func] = _written_arguments(func)
-        if not written:
-            return ()
+    def _uses_of_parts(self, tensor: torch.Tensor, birth: int, kind: str) -> list[Use]:
+        """A tensor that is of another class or layout: its parts, with a shape where it has one."""
+        uses: list[Use] = []
+        with DisableTorchFunctionSubclass():
+            for part in parts_of(tensor):
+                number = self.storages.see(part, birth, kind)
+                if number >= 0:
+                    shape, strides = _geometry(part)
+                    uses.append((number, part.dtype, shape, strides))
+        return uses
+
+    def _know(self, func: Any) -> _Known:
+        known = self._known[id(func)] = _Known(
+            _written_arguments(func),
+            getattr(func, "namespace", "") == "profiler",
+            func is torch.ops.aten.lift_fresh.default,
+        )
+        return known
+
+    def _mutates(self, known: _Known, args: Any, kwargs: Any) -> tuple[int, ...]:
         values = [
             args[position] if position < len(args) else kwargs.get(name)
-            for position, name in written
+            for position, name in known.written
         ]
-        return tuple(number for number, *_ in self._uses(values, -1))
+        return tuple(dict.fromkeys(number for number, *_ in self._uses(values, -1)))
 
-    def _label(self, func: Any, args: Any) -> None:
+    def _label(self, func: Any, args: Any, kwargs: Any) -> Any:
         if "enter" in func.__name__ and args:
-            self.labels.append(str(args[0]))
-            self._open_labels.append(len(self.labels) - 1)
+            label = str(args[0])
+            if label not in self.labels:
+                self.labels.append(label)
+            self._open_labels.append(self.labels.index(label))
         elif "exit" in func.__name__ and self._open_labels:
             self._open_labels.pop()
+        return func(*args, **kwargs)
 
-    def _fail(self, func: Any, args: Any, kwargs: Any, error: Exception) -> None:
-        if self.failure is not None:
-            return
+    def _passed_on(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Not recorded: in a forked process, and a subclass, whose own operators come here in turn."""
+        if os.getpid() != self._pid or any(issubclass(kind, FakeTensor) for kind in types):
+            return func(*args, **kwargs)
+        return NotImplemented
+
+    def _fail(self, func: Any, args: Any, kwargs: Any, error: BaseException) -> None:
+        if self._mark is not None:
+            self.raised.append(len(self.operators) + len(self.raised))
         shapes = ", ".join(
             f"{str(dtype).removeprefix('torch.')}{list(shape)}"
             for _, dtype, shape, _ in self._uses((*args, *kwargs.values()), -1)
@@ -226,10 +308,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
 
+def _geometry(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    try:
+        return tensor.shape, tensor.stride()
+    except RuntimeError:
+        return (), ()
+
+
 def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
-    schema = func._schema
+    schema = getattr(func, "_schema", None)
     return tuple(
         (position, argument.name)
-        for position, argument in enumerate(schema.arguments)
+        for position, argument in enumerate(schema.arguments if schema is not None else ())
         if argument.alias_info is not None and argument.alias_info.is_write
     )

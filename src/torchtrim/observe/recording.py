@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from torchtrim.observe.allocator import Allocator, Watched
+from torchtrim.observe.allocator import NOTHING, Allocator
 from torchtrim.observe.build import Setting, build
 from torchtrim.observe.modules import Modules
 from torchtrim.observe.places import Places
 from torchtrim.observe.recorder import RawCall, Recorder
+from torchtrim.observe.storages import parts_of
 from torchtrim.observe.watch import Listener
 from torchtrim.records.profile import LoaderWait, Phase, Profile
+
+
+class _Running(NamedTuple):
+    """A module whose forward runs: what to go back to, and what its call began with."""
+
+    outer: int
+    phase: Phase
+    first: int
+    inputs: tuple[int, ...]
+    depth: int
 
 
 class Recording(Listener):
@@ -24,96 +35,129 @@ class Recording(Listener):
     def __init__(
         self, modules: Modules, places: Places, setting: Setting, allocator: Allocator | None
     ) -> None:
-        self.recorder = Recorder(places, mark_operators=allocator is not None)
+        self.recorder = Recorder(
+            places,
+            mark_operators=allocator is not None and allocator.cuts_at_marks,
+            device_type="cuda" if setting.device.startswith("cuda") else "",
+        )
         self._modules = modules
         self._setting = setting
         self._allocator = allocator
         self.alive_bytes = 0
+        self._watched = NOTHING
         self._waits: list[LoaderWait] = []
-        self._stack: list[tuple[int, int, tuple[int, ...], bool]] = []
-        self._outer: list[Phase] = []
+        self._stack: list[_Running] = []
+        self._phases: list[Phase] = []
         self.running = False
 
     def begin(self, optimizers: Sequence[torch.optim.Optimizer], *, scan: bool = True) -> None:
         """Start with what is alive now. `scan`: find it through the garbage collector."""
         gc.collect()
         self.recorder.track(tensor for _, _, tensor in self._modules.named_tensors())
+        self.recorder.track(p for optimizer in optimizers for p in parameters_of(optimizer))
         self.recorder.track(tensor for _, tensor in _states(optimizers))
-        self.recorder.track(_gradients(self._modules, optimizers).values())
+        self.recorder.track(gradient for _, gradient in _gradients(self._modules, optimizers))
         if self._allocator is not None:
             self._allocator.start()
         self.recorder.start(scan=scan)
         self._name(optimizers)
         self.running = True
 
-    def abandon(self) -> None:
-        """Stop without a profile."""
+    def pause(self) -> None:
+        """Stop now; `end` makes the profile of what was recorded until here."""
         if self.running:
             self.running = False
             self.recorder.stop()
             if self._allocator is not None:
-                self._allocator.stop()
+                self._watched = self._allocator.stop()
+
+    def abandon(self) -> None:
+        """Stop without a profile."""
+        self.pause()
+        self.recorder.storages.forget()
 
     def end(self, optimizers: Sequence[torch.optim.Optimizer]) -> Profile:
         """Stop, and make the profile."""
-        self.running = False
         self._name(optimizers)
-        self.recorder.stop()
-        watched = self._allocator.stop() if self._allocator else Watched(0, 0, [], None)
-        baseline = sum(life.bytes for life in self.recorder.storages.lives if life.birth < 0)
+        self.pause()
+        watched = self._watched
+        storages = self.recorder.storages
+        storages.forget()
+        known = sum(life.bytes for life in storages.lives if life.birth < 0 and storages.counts(life))
+        baseline = known if watched.before is None else watched.before
         self.alive_bytes = baseline + watched.end
-        profile = build(self.recorder, self._modules, self._waits, watched, baseline, self._setting)
-        self.recorder.storages.forget()
-        return profile
+        return build(self.recorder, self._modules, self._waits, watched, baseline, self._setting)
 
     def module_starts(self, module: nn.Module, args: Any, kwargs: Any, depth: int) -> None:
-        number = self._modules.number(module)
         recorder = self.recorder
+        number = self._modules.number(module)
+        inputs = self._storages((args, kwargs)) if depth >= 0 else ()
+        self._stack.append(
+            _Running(recorder.module, recorder.phase, len(recorder.operators), inputs, depth)
+        )
+        recorder.module = number if number >= 0 else recorder.module
+        recorder.recomputing += depth < 0
         if depth == 0:
             recorder.phase = "forward"
-        inputs = self._storages((args, kwargs)) if depth >= 0 else ()
-        self._stack.append((recorder.module, len(recorder.operators), inputs, depth >= 0))
-        recorder.module = number if number >= 0 else recorder.module
 
     def module_ends(self, module: nn.Module, output: Any, depth: int) -> None:
         if not self._stack:
             return
         recorder = self.recorder
         number = self._modules.number(module)
-        outer, first, inputs, counts = self._stack.pop()
-        recorder.module = outer
-        if counts and number >= 0:
+        running = self._stack.pop()
+        recorder.module = running.outer
+        recorder.recomputing -= running.depth < 0
+        graded = torch.is_grad_enabled()
+        if running.depth == 0 and not graded:
+            recorder.phase = running.phase
+        if running.depth >= 0 and number >= 0:
+            last = len(recorder.operators)
             outputs = self._storages(output)
-            graded = torch.is_grad_enabled()
             recorder.calls.append(
-                RawCall(number, first, len(recorder.operators), depth, inputs, outputs, graded)
+                RawCall(number, running.first, last, running.depth, running.inputs, outputs, graded)
             )
 
+    def backward_starts(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        self._phases.append("other" if self.recorder.phase == "forward" else self.recorder.phase)
+        self.recorder.phase = "backward"
+
     def backward_ends(self) -> None:
-        self.recorder.phase = self._outer[-1] if self._outer else "other"
+        self.recorder.phase = self._phases.pop() if self._phases else "other"
 
     def optimizer_starts(self, optimizer: torch.optim.Optimizer) -> None:
-        self._outer.append("optimizer")
+        self._phases.append("other" if self.recorder.phase == "forward" else self.recorder.phase)
         self.recorder.phase = "optimizer"
         self._name((optimizer,))
 
     def optimizer_ends(self, optimizer: torch.optim.Optimizer) -> None:
-        self._outer.clear()
-        self.recorder.phase = "other"
+        self.recorder.phase = self._phases.pop() if self._phases else "other"
         self._name((optimizer,))
 
     def loader_waited(self, start_ns: int, end_ns: int, workers: int) -> None:
-        start = max(start_ns - self.recorder.start_ns, 0) / 1e9
+        recorder = self.recorder
+        start = max(start_ns - recorder.start_ns, 0) / 1e9
         self._waits.append(LoaderWait(start, (end_ns - start_ns) / 1e9, workers))
+        for i in range(len(recorder.operators) - 1, -1, -1):
+            if recorder.operators[i].start_ns < start_ns:
+                break
+            recorder.operators[i] = recorder.operators[i]._replace(phase="loader")
 
     def _storages(self, values: Any) -> tuple[int, ...]:
         storages = self.recorder.storages
         now = len(self.recorder.operators) - 1
-        numbers = [storages.see(tensor, now) for tensor in tensors_in(values)]
+        numbers = [
+            storages.see(part, now, "input")
+            for tensor in tensors_in(values)
+            for part in parts_of(tensor)
+        ]
         return tuple(dict.fromkeys(number for number in numbers if number >= 0))
 
     def _name(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        for name, gradient in _gradients(self._modules, optimizers).items():
+        """Later names replace earlier ones: a module's parameter is called after the module."""
+        for name, parameter in _parameters(optimizers):
+            self.recorder.name(parameter, "parameter", name)
+        for name, gradient in _gradients(self._modules, optimizers):
             self.recorder.name(gradient, "gradient", name)
         for name, state in _states(optimizers):
             self.recorder.name(state, "optimizer_state", name)
@@ -123,35 +167,43 @@ class Recording(Listener):
 
 def tensors_in(values: Any) -> Iterator[torch.Tensor]:
     """The tensors in nested tuples, lists, mappings and dataclass-like objects of tensors."""
+    return _tensors_in(values, {})
+
+
+def _tensors_in(values: Any, seen: dict[int, Any]) -> Iterator[torch.Tensor]:
     if isinstance(values, torch.Tensor):
         yield values
-    elif isinstance(values, Mapping):
-        for value in values.values():
-            yield from tensors_in(value)
+        return
+    inner: Iterable[Any]
+    if isinstance(values, Mapping):
+        inner = values.values()
     elif isinstance(values, (list, tuple)):
-        for value in values:
-            yield from tensors_in(value)
+        inner = values
     elif hasattr(values, "__dataclass_fields__"):
-        for name in values.__dataclass_fields__:
-            yield from tensors_in(getattr(values, name, None))
+        inner = [getattr(values, name, None) for name in values.__dataclass_fields__]
+    else:
+        return
+    if id(values) not in seen:
+        seen[id(values)] = values
+        for value in inner:
+            yield from _tensors_in(value, seen)
 
 
 def _gradients(
     modules: Modules, optimizers: Sequence[torch.optim.Optimizer]
-) -> dict[str, torch.Tensor]:
-    named = {
-        name: tensor.grad
-        for kind, name, tensor in modules.named_tensors()
-        if kind == "parameter" and tensor.grad is not None
-    }
-    if named:
-        return named
-    return {
-        f"parameter {number}": parameter.grad
-        for optimizer in optimizers
-        for number, parameter in enumerate(parameters_of(optimizer))
-        if parameter.grad is not None
-    }
+) -> Iterator[tuple[str, torch.Tensor]]:
+    named = [(name, tensor) for kind, name, tensor in modules.named_tensors() if kind == "parameter"]
+    for name, parameter in (*_parameters(optimizers), *named):
+        if parameter.grad is not None:
+            yield name, parameter.grad
+
+
+def _parameters(
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for optimizer in optimizers:
+        for number, parameter in enumerate(parameters_of(optimizer)):
+            yield f"{type(optimizer).__name__}.{number}", parameter
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

@@ -4,69 +4,90 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch._C import DisableTorchFunctionSubclass, _current_autograd_node
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+_NO_STORAGE = (NotImplementedError, RuntimeError)
 
 
 class _Watched(weakref.ref[Any]):
     """A weak reference that knows which storage it watches."""
 
-    __slots__ = ("key",)
+    __slots__ = ("bytes", "key", "number")
     key: int
+    number: int
+    bytes: int
 
 
 class Life:
-    """One storage: `bytes`, and alive during operators `birth <= i < death`."""
+    """One storage: `bytes`, and alive during operators `birth <= i < death`.
 
-    __slots__ = ("birth", "bytes", "death", "device", "kind", "name")
+    `released`: it died in the hands of the autograd engine.
+    """
 
-    def __init__(self, size: int, birth: int, device: str) -> None:
+    __slots__ = ("birth", "bytes", "death", "device", "kind", "name", "released")
+
+    def __init__(self, size: int, birth: int, device: str, kind: str) -> None:
         self.bytes = size
         self.birth = birth
         self.death = -1
         self.device = device
-        self.kind = ""
+        self.kind = kind
         self.name = ""
+        self.released = False
 
 
 class Storages:
     """All storages seen; `lives` by number, the living by the address of their C++ storage.
 
-    `clock` is the number of the operator that runs next. Bytes alive are kept for each device type.
+    `clock` is the number of the operator that runs next. `live_bytes` and `peak_bytes` count what lies
+    on devices of one type, or on all where none is given.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device_type: str = "") -> None:
         self.lives: list[Life] = []
         self.clock = 0
         self.live_bytes = 0
         self.peak_bytes = 0
-        self._living: dict[int, tuple[_Watched, int]] = {}
+        self._device_type = device_type
+        self._living: dict[int, _Watched] = {}
+        self._devices: dict[torch.device, str] = {}
+        self._on_death = self._died
 
-    def see(self, tensor: torch.Tensor, birth: int) -> int:
+    def see(self, tensor: torch.Tensor, birth: int, kind: str = "") -> int:
         """Number of the tensor's storage, which is born at `birth` if it is new; -1 if it has none."""
         try:
             storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):
+        except _NO_STORAGE:
             return -1
         key = storage._cdata
         known = self._living.get(key)
-        size = storage.nbytes()
-        if known is not None:
-            number = known[1]
-            if self.lives[number].bytes == size:
-                return number
-            self._end(number)
-        return self._begin(storage, key, size, birth, str(storage.device))
+        if known is None:
+            return self._begin(storage, key, birth, kind)
+        if known.bytes == storage.nbytes():
+            return known.number
+        self._end(known.number)
+        old = self.lives[known.number]
+        number = self._begin(storage, key, self.clock - 1, old.kind)
+        self.lives[number].name = old.name
+        return number
 
     def number(self, tensor: torch.Tensor) -> int:
         """Number of a storage that was seen and lives, else -1."""
         try:
             known = self._living.get(tensor.untyped_storage()._cdata)
-        except (NotImplementedError, RuntimeError):
+        except _NO_STORAGE:
             return -1
-        return known[1] if known is not None else -1
+        return known.number if known is not None else -1
+
+    def counts(self, life: Life) -> bool:
+        """Whether the storage lies on a device whose bytes are counted."""
+        return life.device.startswith(self._device_type)
 
     def note_peak(self) -> None:
         """Count what is alive now towards the peak."""
@@ -77,31 +98,60 @@ class Storages:
         """Stop watching; those alive stay without a death."""
         self._living.clear()
 
-    def _begin(self, storage: Any, key: int, size: int, birth: int, device: str) -> int:
+    def _begin(self, storage: Any, key: int, birth: int, kind: str) -> int:
         number = len(self.lives)
-        watched = _Watched(storage, self._died)
-        watched.key = key
-        self.lives.append(Life(size, birth, device))
-        self._living[key] = (watched, number)
-        self.live_bytes += size
+        device = self._device(storage.device)
+        watched = _Watched(storage, self._on_death)
+        watched.key, watched.number, watched.bytes = key, number, storage.nbytes()
+        life = Life(0 if device == "meta" else watched.bytes, birth, device, kind)
+        self.lives.append(life)
+        self._living[key] = watched
+        if self.counts(life):
+            self.live_bytes += life.bytes
         return number
+
+    def _device(self, device: torch.device) -> str:
+        name = self._devices.get(device)
+        if name is None:
+            name = self._devices[device] = str(device)
+        return name
 
     def _end(self, number: int) -> None:
         life = self.lives[number]
-        life.death = self.clock
-        self.live_bytes -= life.bytes
+        life.death = max(self.clock, life.birth)
+        life.released = _current_autograd_node() is not None
+        if self.counts(life):
+            self.live_bytes -= life.bytes
 
     def _died(self, watched: Any) -> None:
-        known = self._living.get(watched.key)
-        if known is not None and known[0] is watched:
+        if self._living.get(watched.key) is watched:
             del self._living[watched.key]
-            self._end(known[1])
+            self._end(watched.number)
 
 
-def reachable_tensors() -> Iterable[torch.Tensor]:
-    """Every strided tensor that Python can reach, found through the garbage collector."""
+def parts_of(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
+    """The plain tensors that hold a tensor's elements: itself, or the parts of a sparse one or wrapper."""
+    if is_lazy(tensor):
+        return ()
+    with DisableTorchFunctionSubclass(), torch.no_grad():
+        if is_traceable_wrapper_subclass(tensor):
+            names, _ = tensor.__tensor_flatten__()
+            return [part for name in names for part in parts_of(getattr(tensor, name))]
+        if tensor.layout is torch.sparse_coo:
+            return [tensor._indices(), tensor._values()]
+        if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+            return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+        if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+            return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor]
+
+
+def reachable_tensors() -> Iterator[torch.Tensor]:
+    """Every tensor that Python can reach, found through the garbage collector."""
     for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor):
+        if issubclass(type(thing), torch.Tensor) and not is_lazy(thing):
             yield thing
-            if thing.is_leaf and thing.grad is not None:
-                yield thing.grad
+            with DisableTorchFunctionSubclass():
+                gradient = thing.grad if thing.is_leaf else None
+            if gradient is not None:
+                yield gradient

@@ -21,6 +21,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from torchtrim.observe.steps import Steps
 
+_EVALUATES = 3
+
 
 class Listener:
     """What a watcher tells; override what is wanted. All are called in the thread that trains."""
@@ -49,6 +51,12 @@ class Listener:
     def loader_waited(self, start_ns: int, end_ns: int, workers: int) -> None:
         """The loop waited this long for a batch."""
 
+    def training_begins(self) -> None:
+        """The first top-level forward with gradients is about to run."""
+
+    def step_idles(self) -> None:
+        """The optimizers have stepped, and the loop now evaluates; more of the step will not come."""
+
     def step_ends(self) -> None:
         """The step is complete; called before the first operator of the next one."""
 
@@ -64,13 +72,18 @@ class Watcher:
         self._listener = listener
         self._trains = trains
         self._steps: Steps | None = None
+        self._watches = False
         self._depth = 0
+        self._evaluations = 0
         self._pid = os.getpid()
         self._thread = threading.get_ident()
         self._undo = contextlib.ExitStack()
 
     def install(self) -> None:
-        """Begin to watch."""
+        """Begin to watch. Where optimizers are known already, no others are waited for."""
+        self._watches = True
+        if self.optimizers:
+            self._steps = Steps(len(self.optimizers))
         self._replace(nn.Module, "__call__", self._watched_call)
         self._replace(torch.autograd, "backward", self._watched_backward)
         self._replace(_BaseDataLoaderIter, "__next__", self._watched_next)
@@ -78,7 +91,8 @@ class Watcher:
         self._undo.callback(register_optimizer_step_post_hook(self._optimizer_ends).remove)
 
     def remove(self) -> None:
-        """Stop watching; everything is as it was."""
+        """Stop watching; everything is as it was. What was put around ours meanwhile stays."""
+        self._watches = False
         self._undo.close()
 
     def __enter__(self) -> Watcher:
@@ -95,11 +109,21 @@ class Watcher:
 
     def _replace(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
         original = getattr(owner, name)
-        setattr(owner, name, wrap(original))
-        self._undo.callback(setattr, owner, name, original)
+        ours = wrap(original)
+
+        def restore() -> None:
+            if getattr(owner, name) is ours:
+                setattr(owner, name, original)
+
+        setattr(owner, name, ours)
+        self._undo.callback(restore)
 
     def _here(self) -> bool:
-        return threading.get_ident() == self._thread and os.getpid() == self._pid
+        return (
+            self._watches
+            and threading.get_ident() == self._thread
+            and os.getpid() == self._pid
+        )
 
     def _watched_call(self, original: Any) -> Any:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -132,13 +156,20 @@ class Watcher:
             self._listener.module_ends(module, output, -1 if recomputes else depth)
 
     def _root_starts(self, module: nn.Module) -> None:
-        if not self._trains or torch.is_grad_enabled():
-            if self._steps is not None and self._steps.forward():
-                self._listener.step_ends()
-            self.forwards += 1
+        trains = not self._trains or torch.is_grad_enabled()
+        if trains:
+            self._segment_begins()
         if not any(module is root for root in self.roots):
             self.roots.append(module)
             self._listener.root_appears(module)
+        if trains:
+            self.forwards += 1
+            if self.forwards == 1:
+                self._listener.training_begins()
+        elif self.stepped:
+            self._evaluations += 1
+            if self._evaluations == _EVALUATES:
+                self._listener.step_idles()
 
     def _watched_backward(self, original: Any) -> Any:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -167,9 +198,18 @@ class Watcher:
 
         return following
 
-    def _optimizer_starts(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        if self._here():
-            self._listener.optimizer_starts(optimizer)
+    def _optimizer_starts(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not self._here():
+            return
+        if any(callable(argument) for argument in (*args[1:], *kwargs.values())):
+            self._segment_begins()
+        self._listener.optimizer_starts(optimizer)
+
+    def _segment_begins(self) -> None:
+        """A forward is about to run, or a closure with forwards in it: the step before may be over."""
+        if self._steps is not None and self._steps.forward():
+            self._evaluations = 0
+            self._listener.step_ends()
 
     def _optimizer_ends(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if not self._here():
@@ -190,6 +230,7 @@ class Watcher:
 
 def _living_optimizers() -> int:
     """How many optimizers with state of their own live in this process."""
+    gc.collect()
     return sum(
         isinstance(thing, torch.optim.Optimizer) and "defaults" in vars(thing)
         for thing in gc.get_objects()

@@ -156,7 +156,7 @@ def _value(value: Any) -> str:
     if isinstance(value, (int, float)):
         return repr(value)
     if isinstance(value, str):
-        return msgspec.json.encode(value).decode()
+        return msgspec.json.encode(value).decode().replace("\x7f", "\\u007f")
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items()) + "}"
     inner = ",\n    ".join(_value(item) for item in value)

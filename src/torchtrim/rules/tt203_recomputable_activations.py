@@ -54,7 +54,7 @@ from typing import NamedTuple
 from torchtrim.memory.saved import released_by_recompute
 from torchtrim.memory.timeline import peak_operator, timeline
 from torchtrim.records.finding import Cure, Finding
-from torchtrim.records.profile import Call, Operator, Profile
+from torchtrim.records.profile import Call, Profile
 from torchtrim.rules.base import Rule
 from torchtrim.rules.places import line_of
 from torchtrim.units import format_bytes, format_seconds
@@ -105,7 +105,7 @@ def check(profile: Profile) -> Iterator[Finding]:
 def _repeated_blocks(profile: Profile, at: int) -> list[_Blocks]:
     calls = _repeated_calls(profile)
     held = released_by_recompute(profile, calls, at)
-    seconds = list(accumulate((_forward_seconds(op) for op in profile.operators), initial=0.0))
+    seconds = list(accumulate((op.seconds for op in profile.operators), initial=0.0))
     groups: dict[str, list[_Block]] = defaultdict(list)
     for call, size in zip(calls, held, strict=True):
         spent = seconds[call.last] - seconds[call.first]
@@ -142,10 +142,6 @@ def _inside_own_type(profile: Profile) -> list[bool]:
             above = profile.modules[module.parent]
             around.append(around[module.parent] | ({above.type} if above.parent >= 0 else set()))
     return [m.type in types for m, types in zip(profile.modules, around, strict=True)]
-
-
-def _forward_seconds(op: Operator) -> float:
-    return op.seconds if op.phase == "forward" else 0.0
 
 
 def _with_ancestors(profile: Profile, modules: Iterable[int]) -> set[int]:

@@ -11,12 +11,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from torchtrim.errors import ApplyFailed
@@ -154,65 +154,70 @@ def _run(function: Callable[..., Any], buffers: Buffers, *args: Any, **kwargs: A
     )
 
 
-Values = list[tuple[nn.Module, str, torch.Tensor]]
+Values = dict[tuple[int, str], torch.Tensor]
 
 
 class Buffers:
     """Sees to it that a block which runs twice writes its buffers once.
 
-    Which buffers the block writes is learnt when it first runs in a mode (training or not): a buffer is
-    written if its version or its identity changes.
+    Which buffers the block writes is learnt when it first runs in a mode (training or not), by their
+    values: kernels such as BatchNorm's write without telling autograd. Those of norms always count.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = [inner for module in modules for inner in module.modules()]
-        self._written: defaultdict[tuple[bool, ...], set[tuple[int, str]] | None]
-        self._written = defaultdict(lambda: None)
+        self._written: dict[tuple[bool, ...], set[tuple[int, str]]] = {}
 
     def contexts(
         self,
     ) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
         """Contexts for the first run and for the run in backward."""
-        before: Values = []
+        before: Values = {}
         return self._first(before), self._again(before)
 
     @contextlib.contextmanager
     def _first(self, before: Values) -> Iterator[None]:
         mode = tuple(module.training for module in self._modules)
-        written = self._written[mode]
-        versions: dict[tuple[int, str], tuple[torch.Tensor, int]] = {}
-        for number, name, buffer in self._buffers():
-            if written is None or (number, name) in written:
-                before.append((self._modules[number], name, buffer.clone()))
-                versions[number, name] = (buffer, buffer._version)
+        written = self._written.get(mode)
+        versions = {}
+        for at, buffer in self._buffers():
+            if written is None or at in written:
+                before[at] = buffer.clone()
+                versions[at] = (buffer, buffer._version)
         yield
         if written is None:
-            changed = {
-                (number, name)
-                for number, name, buffer in self._buffers()
-                if (number, name) in versions
-                and (
-                    buffer is not versions[number, name][0]
-                    or buffer._version != versions[number, name][1]
-                )
-            }
-            self._written[mode] = changed
-            numbers = {id(module): number for number, module in enumerate(self._modules)}
-            before[:] = [kept for kept in before if (numbers[id(kept[0])], kept[1]) in changed]
+            self._written[mode] = written = set()
+            for at, buffer in self._buffers():
+                if at in before and self._changed(at, buffer, before[at], *versions[at]):
+                    written.add(at)
+            for at in before.keys() - written:
+                del before[at]
 
     @contextlib.contextmanager
     def _again(self, before: Values) -> Iterator[None]:
-        now = [(module, name, module._buffers[name]) for module, name, _ in before]
-        for module, name, value in before:
-            module._buffers[name] = value.clone()
+        now = {(n, name): self._modules[n]._buffers[name] for n, name in before}
+        for (n, name), value in before.items():
+            self._modules[n]._buffers[name] = value.clone()
         try:
             yield
         finally:
-            for module, name, buffer in now:
-                module._buffers[name] = buffer
+            for (n, name), buffer in now.items():
+                self._modules[n]._buffers[name] = buffer
 
-    def _buffers(self) -> Iterator[tuple[int, str, torch.Tensor]]:
+    def _changed(
+        self,
+        at: tuple[int, str],
+        buffer: torch.Tensor,
+        value: torch.Tensor,
+        old: torch.Tensor,
+        version: int,
+    ) -> bool:
+        if buffer is not old or buffer._version != version:
+            return True
+        return isinstance(self._modules[at[0]], _NormBase) or not torch.equal(buffer, value)
+
+    def _buffers(self) -> Iterator[tuple[tuple[int, str], torch.Tensor]]:
         for number, module in enumerate(self._modules):
             for name, buffer in module._buffers.items():
                 if buffer is not None:
-                    yield number, name, buffer
+                    yield (number, name), buffer

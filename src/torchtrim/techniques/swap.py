@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -52,8 +53,7 @@ def _subclass(original: type[nn.Module], wrap: Callable[[Forward], Forward]) -> 
         reduced = original.__reduce_ex__(self, protocol)
         if isinstance(reduced, str):
             return reduced
-        make, args, *rest = reduced
-        return make, tuple(original if arg is planned else arg for arg in args), *rest
+        return copyreg._reconstructor, (original, object, None), *reduced[2:]  # type: ignore[attr-defined]
 
     namespace = {
         "__module__": original.__module__,
@@ -62,5 +62,4 @@ def _subclass(original: type[nn.Module], wrap: Callable[[Forward], Forward]) -> 
         "__reduce_ex__": reduce_ex,
         "forward": forward,
     }
-    planned = type(original.__name__, (original,), namespace)
-    return planned
+    return type(original.__name__, (original,), namespace)

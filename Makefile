@@ -1,0 +1,48 @@
+# `make demo` shows what torchtrim does, `make test` runs everything that CI runs.
+# Both set up .venv when it is missing or out of date. They need Python 3.11+ and make.
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+CANDIDATES := python3 python3.12 python3.11 python3.13
+IS_NEW := import sys; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for p in $(CANDIDATES); do $$p -c "$(IS_NEW)" 2>/dev/null && echo $$p && break; done)
+# Where the CPU build of torch is. Without it pip would fetch gigabytes of CUDA on Linux.
+# For the CUDA build: make demo TORCH_INDEX=https://pypi.org/simple
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+
+.DELETE_ON_ERROR:
+.PHONY: help demo test bench clean
+
+help:
+	@echo "make demo    fit two example scripts into 60% of their memory"
+	@echo "make test    lint, types, import contracts, tests and coverage: what CI runs"
+	@echo "make bench   the benchmarks of bench/"
+	@echo "make clean   remove .venv and all that was made"
+
+$(READY): constraints.txt pyproject.toml
+	@test -n "$(PYTHON)" || { echo "torchtrim needs Python 3.11 or later: make PYTHON=/path/to/python"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --retries 1 --no-deps --extra-index-url $(TORCH_INDEX) -c constraints.txt torch
+	$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/torchtrim optimize examples/segmentation.py --memory 60%
+	$(BIN)/torchtrim optimize examples/charlm.py --memory 60%
+	@echo "To have torchtrim on your path: source $(BIN)/activate"
+
+test: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/pytest --cov
+
+bench: $(READY)
+	@for file in $(wildcard bench/*.py); do echo "== $$file"; $(BIN)/python $$file || exit; done
+
+clean:
+	rm -rf $(VENV) build dist torchtrim-out .coverage* .hypothesis .*_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +

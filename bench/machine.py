@@ -1,0 +1,49 @@
+"""Which machine this is, and where its results are kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def slug() -> str:
+    """The machine's folder: its processor and the number of its cores."""
+    words = re.sub(r"[^a-z0-9]+", "-", _processor().lower()).strip("-")
+    return f"{words}-{os.cpu_count()}-cores"
+
+
+def facts() -> dict[str, Any]:
+    """What a figure depends on."""
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def save(name: str, data: dict[str, Any]) -> Path:
+    """Write `results/<machine>/<name>.json` with the machine's facts."""
+    path = RESULTS / slug() / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"machine": facts(), **data}, indent=1) + "\n")
+    return path
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        found = re.search(r"model name\s*:\s*(.+)", cpuinfo.read_text())
+        if found:
+            return found.group(1).strip()
+    return platform.processor() or platform.machine()

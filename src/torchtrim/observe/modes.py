@@ -1,0 +1,63 @@
+"""Puts a dispatch mode under those that run, so that they and it may end in any order.
+
+A recording begins and ends in the middle of the script's own `with` blocks. A mode on top would be
+popped by the end of such a block in place of the script's own.
+"""
+
+from __future__ import annotations
+
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+
+_FLAGS = (
+    "old_dispatch_mode_flags",
+    "old_non_infra_dispatch_mode_flags",
+    "old_without_ignore_compile_internals_dispatch_mode_flags",
+)
+
+
+def enter_below(mode: TorchDispatchMode) -> None:
+    """Enter a mode as if it had been entered before all of the script's that run now."""
+    above = _popped_until(None)
+    mode.__enter__()  # type: ignore[no-untyped-call]
+    if above:
+        _swap_flags(mode, above[-1])
+    _push_back(above)
+
+
+def leave(mode: TorchDispatchMode) -> None:
+    """Exit a mode, wherever in the stack it is. Does nothing if it is not there."""
+    if not any(one is mode for one in _get_current_dispatch_mode_stack()):
+        return
+    above = _popped_until(mode)
+    if above:
+        _swap_flags(mode, above[-1])
+    mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    _push_back(above)
+
+
+def _popped_until(mode: TorchDispatchMode | None) -> list[TorchDispatchMode]:
+    """Pop the script's modes down to `mode`; the top comes first."""
+    popped: list[TorchDispatchMode] = []
+    for one in reversed(_get_current_dispatch_mode_stack()):
+        if one is mode or one.is_infra_mode():
+            break
+        popped.append(_pop_mode())  # type: ignore[no-untyped-call]
+    return popped
+
+
+def _push_back(popped: list[TorchDispatchMode]) -> None:
+    for mode in reversed(popped):
+        _push_mode(mode)
+
+
+def _swap_flags(mode: TorchDispatchMode, above: TorchDispatchMode) -> None:
+    """What torch's flags were before a mode was entered is kept in it: exchange that of two."""
+    for name in _FLAGS:
+        ours, theirs = getattr(mode, name), getattr(above, name)
+        if ours and theirs:
+            ours[-1], theirs[-1] = theirs[-1], ours[-1]

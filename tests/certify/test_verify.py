@@ -1,0 +1,185 @@
+"""Verdicts: equal plans are BITWISE, and every planted fault is caught."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from steps import ConvNet, encoder, fitting, images, squared, train_step
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from torchtrim import TrainStep
+from torchtrim.records.certificate import Certificate
+from torchtrim.records.plan import Plan, Prediction, Technique
+from torchtrim.techniques import recompute
+
+
+def plan_for(*where: str) -> Plan:
+    return Plan(
+        torchtrim="0",
+        script="",
+        fingerprint={},
+        budget_bytes=1,
+        techniques=(Technique(name="recompute", where=where),),
+        predicted=Prediction(peak_bytes=0, step_seconds=0.0),
+    )
+
+
+BLOCKS = tuple(f"ConvNet.blocks.{i}" for i in (1, 3))
+
+
+def certificate(step: TrainStep, *where: str) -> Certificate:
+    found = fitting(step, steps=3)
+    return found.verify(found.observe(), plan_for(*where))
+
+
+@pytest.fixture
+def step() -> TrainStep:
+    torch.manual_seed(0)
+    return train_step(ConvNet(4, 4), images(12, 4))
+
+
+def test_recompute_is_bitwise(step: TrainStep) -> None:
+    given = certificate(step, *BLOCKS)
+    assert given.verdict == "BITWISE"
+    assert given.largest_difference == given.noise == 0.0
+    assert given.first_difference is None
+    text = " ".join(given.compared)
+    for quantity in ("loss", "output", "gradient", "parameter", "optimizer state", "buffer", "random"):
+        assert quantity in text
+    assert given.steps == 5
+
+
+def no_buffers() -> tuple[Any, Any]:
+    return contextlib.nullcontext(), contextlib.nullcontext()
+
+
+def forgets_random_numbers(function: Any, buffers: Any, *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(
+        function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=buffers.contexts
+    )
+
+
+def updates_norm_twice(function: Any, buffers: Any, *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(function, *args, use_reentrant=False, context_fn=no_buffers)
+
+
+def off_by_a_thousandth(function: Any, buffers: Any, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs) + 1e-3
+
+
+def scales_gradient(function: Any, buffers: Any, *args: Any, **kwargs: Any) -> Any:
+    output = function(*args, **kwargs)
+    output.register_hook(lambda gradient: gradient * 1.001)
+    return output
+
+
+def loses_buffer(function: Any, buffers: Any, *args: Any, **kwargs: Any) -> Any:
+    before = {at: buffer.clone() for at, buffer in buffers._buffers()}
+    output = function(*args, **kwargs)
+    with torch.no_grad():
+        for at, buffer in buffers._buffers():
+            buffer.copy_(before[at])
+    return output
+
+
+@pytest.mark.parametrize(
+    ("fault", "quantity"),
+    [
+        (forgets_random_numbers, "gradient"),
+        (updates_norm_twice, "buffer"),
+        (off_by_a_thousandth, "output"),
+        (scales_gradient, "gradient"),
+        (loses_buffer, "buffer"),
+    ],
+)
+def test_faults_are_caught(
+    step: TrainStep, monkeypatch: pytest.MonkeyPatch, fault: Callable[..., Any], quantity: str
+) -> None:
+    monkeypatch.setattr(recompute, "_run", fault)
+    given = certificate(step, *BLOCKS)
+    assert given.verdict == "NOT EQUAL"
+    assert given.first_difference is not None
+    assert given.first_difference.op.startswith(quantity)
+    assert given.largest_difference is None or given.largest_difference > 0
+
+
+def test_an_extra_random_number_is_caught(
+    step: TrainStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def draws(function: Any, buffers: Any, *args: Any, **kwargs: Any) -> Any:
+        output = function(*args, **kwargs)
+        torch.rand(1)
+        return output
+
+    monkeypatch.setattr(recompute, "_run", draws)
+    assert certificate(step, BLOCKS[1]).verdict == "NOT EQUAL"
+
+
+def test_rounding_is_told_from_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    def thirds(function: Any, buffers: Any, *args: Any, **kwargs: Any) -> Any:
+        output = function(*args, **kwargs)
+        return output / 3 + output / 3 + output / 3
+
+    torch.manual_seed(0)
+    net = encoder(16, 2)
+    monkeypatch.setattr(recompute, "_run", thirds)
+    given = certificate(
+        train_step(net, torch.randn(4, 8, 16), "SGD"), "TransformerEncoder.layers.0"
+    )
+    assert given.verdict == "ROUNDING"
+    assert given.largest_difference is not None
+    assert 0 < given.largest_difference < 1e-2
+
+
+def test_a_small_bug_is_no_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nearly(function: Any, buffers: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) * (1 + 1e-6)
+
+    torch.manual_seed(0)
+    monkeypatch.setattr(recompute, "_run", nearly)
+    step = train_step(encoder(16, 2), torch.randn(4, 8, 16), "SGD")
+    given = certificate(step, "TransformerEncoder.layers.0")
+    assert given.verdict == "NOT EQUAL"
+    assert "float64" in given.reason
+
+
+class Noisy(nn.Module):
+    """A layer whose noise no seed rules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x) + int.from_bytes(os.urandom(1)) * 1e-4)
+
+
+def test_an_original_unlike_itself_is_undecided() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Noisy(), Noisy())
+    step = TrainStep(model, squared, torch.optim.SGD(model.parameters(), 0.1), torch.randn(4, 6))
+    given = certificate(step, "Sequential.0")
+    assert given.noise is not None
+    assert given.noise > 0
+    assert given.verdict in ("UNDECIDED", "NOT EQUAL")
+    assert "itself" in given.reason
+
+
+def test_verifying_leaves_the_workload_alone(step: TrainStep) -> None:
+    model = step.model
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    random = torch.get_rng_state()
+    certificate(step, *BLOCKS)
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert not step.optimizers[0].state
+    assert all(p.grad is None for p in model.parameters())
+    assert all(p.dtype is torch.float32 for p in model.parameters())
+
+

@@ -1,0 +1,67 @@
+"""The command line is frozen: a verb or an option that comes or goes is a change of CONTRACT here."""
+
+import click
+import pytest
+
+from torchtrim.cli import main
+
+RUNS = ("--module", "-m", "--steps", "--warmup", "--timeout", "--device", "--json")
+FITS = ("--memory", "--memory-kind")
+OPTIONS = {
+    "diagnose": (*RUNS, "--out", "--fail-on", "--max-syncs", "--max-peak"),
+    "doctor": ("--json",),
+    "explain": (),
+    "optimize": (*RUNS, *FITS, "--out"),
+    "plan": (*RUNS, *FITS, "--out", "--frontier"),
+    "run": ("--module", "-m", "--plan"),
+    "verify": (*RUNS, "--out", "--plan"),
+}
+ARGUMENTS = {
+    "diagnose": ("script", "args"),
+    "doctor": (),
+    "explain": ("code",),
+    "optimize": ("script", "args"),
+    "plan": ("script", "args"),
+    "run": ("script", "args"),
+    "verify": ("script", "args"),
+}
+MOST_OPTIONS = 14
+
+
+def verb(name: str) -> click.Command:
+    found = main.torchtrim.get_command(click.Context(main.torchtrim), name)
+    assert found is not None
+    return found
+
+
+def test_the_verbs() -> None:
+    assert set(main.torchtrim.list_commands(click.Context(main.torchtrim))) == set(OPTIONS)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_options_of_a_verb(name: str) -> None:
+    found = [o for p in verb(name).params if isinstance(p, click.Option) for o in p.opts]
+    assert sorted(found) == sorted(OPTIONS[name])
+    assert len(found) <= MOST_OPTIONS
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_the_arguments_of_a_verb(name: str) -> None:
+    found = [p.name for p in verb(name).params if isinstance(p, click.Argument)]
+    assert tuple(found) == ARGUMENTS[name]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_verb_and_each_of_its_options_say_what_they_are(name: str) -> None:
+    assert verb(name).help
+    options = [p for p in verb(name).params if isinstance(p, click.Option)]
+    assert [option.name for option in options if not option.help] == []
+
+
+def test_the_settings_that_pyproject_may_set_are_options() -> None:
+    every = {option.removeprefix("--").replace("-", "_") for o in OPTIONS.values() for option in o}
+    assert set(main._SETTINGS) <= every
+
+
+def test_no_verb_of_that_name() -> None:
+    assert main.torchtrim.get_command(click.Context(main.torchtrim), "main") is None

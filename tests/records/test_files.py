@@ -1,0 +1,199 @@
+"""Saved profiles and plans: they come back, and what is damaged, hostile or newer is refused."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from profiles import training_step
+
+from torchtrim.errors import UnreadableInput, UsageError
+from torchtrim.records import Plan, Prediction, Profile, Technique, files
+from torchtrim.records.files import (
+    load_plan,
+    load_profile,
+    plan_text,
+    save_plan,
+    save_profile,
+    write_atomically,
+)
+
+
+def profile() -> Profile:
+    made = training_step(blocks=2)
+    return made if isinstance(made, Profile) else made.profile()
+
+
+def plan(**changes: object) -> Plan:
+    made = Plan(
+        torchtrim="0.1.0",
+        script='odd "name"\\\n.py',
+        script_sha256="ab",
+        fingerprint={"Net": "12", "Net#2": "34"},
+        budget_bytes=2**40,
+        techniques=(
+            Technique(name="recompute", where=("Net.a", "Net.b[0:2]"), options={"keep": True, "n": 3}),
+            Technique(name="recompute", where=()),
+        ),
+        predicted=Prediction(peak_bytes=7, step_seconds=0.25),
+    )
+    return msgspec.structs.replace(made, **changes)
+
+
+def test_a_profile_comes_back(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    save_profile(profile(), path)
+    assert load_profile(path) == profile()
+
+
+def test_a_plan_comes_back(tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    save_plan(plan(), path)
+    assert load_plan(path) == plan()
+
+
+@given(st.text(), st.dictionaries(st.text(), st.text(max_size=9), max_size=4), st.lists(st.text()))
+def test_any_names_come_back(script: str, roots: dict[str, str], where: list[str]) -> None:
+    import tomllib
+
+    made = plan(
+        script=script, fingerprint=roots, techniques=(Technique(name="x", where=tuple(where)),)
+    )
+    try:
+        text = plan_text(made).encode()
+    except UnicodeEncodeError:
+        return
+    assert msgspec.convert(tomllib.loads(text.decode()), Plan) == made
+
+
+@pytest.mark.parametrize("cut", [0, 1, 10, 1000, -1])
+def test_a_truncated_profile_is_refused(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "p.json"
+    save_profile(profile(), path)
+    path.write_bytes(path.read_bytes()[:cut])
+    with pytest.raises(UnreadableInput):
+        load_profile(path)
+
+
+def test_random_damage_never_crashes(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    save_profile(profile(), path)
+    whole = path.read_bytes()
+    chance = random.Random(1)
+    for _ in range(300):
+        data = bytearray(whole)
+        for _ in range(chance.randint(1, 4)):
+            data[chance.randrange(len(data))] = chance.randrange(256)
+        path.write_bytes(data)
+        try:
+            load_profile(path)
+        except UnreadableInput as error:
+            assert str(path) in str(error)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("schema_version", 2, "schema_version 2"),
+        ("peak_bytes", -1, "peak_bytes"),
+        ("peak_bytes", 2**80, "peak_bytes"),
+        ("peak_bytes", "many", "peak_bytes"),
+        ("device", None, "device"),
+        ("places", [["x", 1]], "places"),
+        ("operators", {}, "operators"),
+    ],
+)
+def test_the_field_is_named(tmp_path: Path, field: str, value: object, says: str) -> None:
+    tree = msgspec.to_builtins(profile())
+    tree[field] = value
+    path = tmp_path / "p.json"
+    path.write_bytes(msgspec.json.encode(tree) if value != 2**80 else _huge(tree))
+    with pytest.raises(UnreadableInput, match=says):
+        load_profile(path)
+
+
+def _huge(tree: dict[str, object]) -> bytes:
+    tree["peak_bytes"] = 123454321
+    return msgspec.json.encode(tree).replace(b"123454321", str(2**80).encode())
+
+
+@pytest.mark.parametrize(
+    ("table", "row", "column", "value"),
+    [
+        ("operators", 0, 2, 10**6),
+        ("operators", 0, 3, 10**6),
+        ("operators", 0, 6, 10**6),
+        ("operators", 0, 9, [10**6]),
+        ("storages", 0, 3, 10**6),
+        ("calls", 0, 0, 10**6),
+        ("calls", 0, 2, 10**6),
+        ("modules", 0, 2, 5),
+    ],
+)
+def test_wild_indices_are_refused(
+    tmp_path: Path, table: str, row: int, column: int, value: object
+) -> None:
+    tree = msgspec.to_builtins(profile())
+    tree[table][row] = list(tree[table][row])
+    tree[table][row][column] = value
+    path = tmp_path / "p.json"
+    path.write_bytes(msgspec.json.encode(tree))
+    with pytest.raises(UnreadableInput, match=table):
+        load_profile(path)
+
+
+def test_nesting_and_size_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "p.json"
+    path.write_bytes(b"[" * 10**6)
+    with pytest.raises(UnreadableInput):
+        load_profile(path)
+    monkeypatch.setattr(files, "MOST_BYTES", 10)
+    with pytest.raises(UnreadableInput, match="at most 10"):
+        load_profile(path)
+    with pytest.raises(UnreadableInput, match="No such file"):
+        load_profile(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("nonsense", "readable plan"),
+        ("schema_version = 3", "schema_version 3"),
+        ("torchtrim = 'x'", "missing"),
+        ("a = [" * 10000, "readable plan"),
+    ],
+)
+def test_a_wrong_plan_is_refused(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text(text)
+    with pytest.raises(UnreadableInput, match=says):
+        load_plan(path)
+
+
+def test_a_plan_edited_by_hand(tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text(plan_text(plan()).replace("recompute", "recompute "))
+    assert load_plan(path).techniques[0].name == "recompute "
+    path.write_text(plan_text(plan()).replace("budget_bytes = 1099511627776", "budget_bytes = -1"))
+    with pytest.raises(UnreadableInput, match="budget_bytes"):
+        load_plan(path)
+
+
+def test_a_write_is_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "f"
+    write_atomically(path, b"old")
+    monkeypatch.setattr(Path, "replace", _fails)
+    with pytest.raises(UsageError, match="full"):
+        write_atomically(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+    with pytest.raises(UsageError, match="cannot write"):
+        write_atomically(tmp_path / "no" / "f", b"new")
+
+
+def _fails(*_: object) -> None:
+    raise OSError(28, "the disk is full")

@@ -1,0 +1,206 @@
+"""Recompute: equal results, exact undo, and refusals."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+
+import pytest
+import torch
+from steps import ConvNet, encoder, flat, images, squared
+from torch import nn
+
+from torchtrim.errors import ApplyFailed
+from torchtrim.records.plan import Technique
+from torchtrim.techniques.recompute import TECHNIQUE
+
+
+def planned(*where: str) -> Technique:
+    return Technique(name="recompute", where=where)
+
+
+def run(model: nn.Module, batch: torch.Tensor, steps: int = 3) -> list[torch.Tensor]:
+    """All that three steps leave: losses, gradients, state, random numbers."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    torch.manual_seed(3)
+    left = []
+    for _ in range(steps):
+        loss = squared(model, batch)
+        loss.backward()
+        left += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*left, *(t.clone() for t in model.state_dict().values()), torch.get_rng_state()]
+
+
+CASES = [
+    (lambda: ConvNet(), images, ("ConvNet.blocks.0", "ConvNet.blocks.3", "ConvNet.blocks.5.norm")),
+    (lambda: ConvNet(), images, ("ConvNet",)),
+    (lambda: flat(), images, ("Sequential[0:4]", "Sequential[8:12]")),
+    (lambda: flat(), images, ("Sequential",)),
+    (lambda: encoder(), lambda: torch.randn(4, 16, 32), ("TransformerEncoder.layers.1",)),
+]
+
+
+@pytest.mark.parametrize(("make", "batch", "where"), CASES)
+def test_every_bit_agrees(make, batch, where) -> None:
+    torch.manual_seed(0)
+    model = make()
+    twin, x = copy.deepcopy(model), batch()
+    handle = TECHNIQUE.apply({type(model).__name__: model}, planned(*where))
+    assert all(map(torch.equal, run(model, x), run(twin, x)))
+    handle.revert()
+
+
+def test_fewer_activations_are_kept() -> None:
+    model, kept = ConvNet(), []
+    TECHNIQUE.apply({"ConvNet": model}, planned(*(f"ConvNet.blocks.{i}" for i in range(4))))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t, lambda t: t):
+        squared(model, images())
+    plain, all_kept = ConvNet(), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: all_kept.append(t.nbytes) or t, lambda t: t):
+        squared(plain, images())
+    assert sum(kept) < 0.75 * sum(all_kept)
+
+
+def test_revert_leaves_what_was_there() -> None:
+    model = ConvNet()
+    classes = [type(m) for m in model.modules()]
+    before = {name: dict(vars(m)) for name, m in model.named_modules()}
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    handle = TECHNIQUE.apply({"ConvNet": model}, planned("ConvNet.blocks.0", "ConvNet.blocks.4"))
+    handle.revert()
+    handle.revert()
+    assert [type(m) for m in model.modules()] == classes
+    assert {name: dict(vars(m)) for name, m in model.named_modules()} == before
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+
+
+def test_state_dict_knows_nothing_of_the_plan() -> None:
+    model, plain = ConvNet(), ConvNet()
+    keys = list(model.state_dict())
+    TECHNIQUE.apply({"ConvNet": model}, planned("ConvNet.blocks.0"))
+    assert list(model.state_dict()) == keys
+    plain.load_state_dict(model.state_dict())
+
+
+def test_a_copy_or_pickle_is_of_the_original_class() -> None:
+    model = flat()
+    TECHNIQUE.apply({"Sequential": model}, planned("Sequential[0:4]"))
+    assert type(copy.deepcopy(model)) is nn.Sequential
+    assert isinstance(model, nn.Sequential)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    assert type(torch.load(file, weights_only=False)) is nn.Sequential
+    assert type(model) is not nn.Sequential
+
+
+def test_no_recompute_without_gradients() -> None:
+    model = ConvNet()
+    TECHNIQUE.apply({"ConvNet": model}, planned("ConvNet.blocks.0"))
+    calls = itertools.count()
+    model.blocks[0].conv.register_forward_hook(lambda *_: (next(calls), None)[1])
+    with torch.no_grad():
+        model(images())
+    assert next(calls) == 1
+
+
+class Power(nn.Module):
+    """A layer that writes a buffer and then reads it, as spectral norm does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("u", torch.ones(6))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.u = nn.functional.normalize(self.linear.weight @ self.u, dim=0)
+            self.calls += 1
+        return torch.tanh(self.linear(x) * self.u)
+
+
+def test_buffers_are_written_once_and_read_as_they_were() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Power(), Power(), Power())
+    twin, x = copy.deepcopy(model), torch.randn(4, 6)
+    TECHNIQUE.apply({"Sequential": model}, planned("Sequential.0", "Sequential.1"))
+    assert all(map(torch.equal, run(model, x), run(twin, x)))
+    assert model[0].calls == 3
+
+
+def test_buffers_in_a_mode_first_seen_later() -> None:
+    torch.manual_seed(0)
+    model = ConvNet()
+    twin, x = copy.deepcopy(model), images()
+    TECHNIQUE.apply({"ConvNet": model}, planned("ConvNet.blocks.0"))
+    for one in (model, twin):
+        one.eval()
+        run(one, x, 1)
+        one.train()
+    assert all(map(torch.equal, run(model, x), run(twin, x)))
+
+
+def test_a_forward_of_the_instance_is_kept() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    own = model.forward
+    model.forward = lambda x: own(x) * 2
+    mine, x = model.forward, torch.randn(2, 3)
+    expected = model(x)
+    handle = TECHNIQUE.apply({"Sequential": model}, planned("Sequential"))
+    assert torch.equal(model(x), expected)
+    handle.revert()
+    assert model.forward is mine
+
+
+def test_keyword_arguments_reach_the_block() -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: torch.Tensor, *, by: torch.Tensor) -> torch.Tensor:
+            return torch.sin(x * by).exp()
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Scaled()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x, by=self.weight)
+
+    model = Net()
+    twin, x = copy.deepcopy(model), torch.randn(2, 3)
+    TECHNIQUE.apply({"Net": model}, planned("Net.inner"))
+    assert all(map(torch.equal, run(model, x), run(twin, x)))
+
+
+@pytest.mark.parametrize(
+    ("where", "says"),
+    [
+        ("ConvNet.blocks.99", "no such module"),
+        ("Other.blocks.0", "no such module"),
+        ("ConvNet.blocks[0:2]", "no nn.Sequential"),
+        ("[1:2]", "cannot read"),
+    ],
+)
+def test_a_wrong_place_leaves_the_model_alone(where: str, says: str) -> None:
+    model = ConvNet()
+    with pytest.raises(ApplyFailed, match=says):
+        TECHNIQUE.apply({"ConvNet": model}, planned("ConvNet.blocks.0", where))
+    assert all("forward" not in vars(type(m)) or type(m).__module__ != __name__ for m in [model.stem])
+    assert type(model.blocks[0]).__mro__[1] is nn.Module
+
+
+def test_ranges_must_not_overlap() -> None:
+    with pytest.raises(ApplyFailed, match="overlaps"):
+        TECHNIQUE.apply({"Sequential": flat()}, planned("Sequential[0:4]", "Sequential[2:6]"))
+    with pytest.raises(ApplyFailed, match="leaves"):
+        TECHNIQUE.apply({"Sequential": flat()}, planned("Sequential[0:400]"))
+
+
+def test_compiled_by_torchscript_is_refused() -> None:
+    model = nn.Sequential(torch.jit.script(nn.Linear(2, 2)))
+    with pytest.raises(ApplyFailed, match="TorchScript"):
+        TECHNIQUE.apply({"Sequential": model}, planned("Sequential.0"))

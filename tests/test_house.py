@@ -1,0 +1,202 @@
+"""What holds for the code as a whole: sizes, discovery by file, documentation, what an import costs."""
+
+import ast
+import inspect
+import re
+import statistics
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+import torchtrim
+from torchtrim.cli.main import torchtrim as command_line
+from torchtrim.rules.registry import all_rules
+from torchtrim.techniques.base import names, technique
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src/torchtrim"
+CODE = [
+    path
+    for top in ("src", "tests", "bench", "examples")
+    for path in sorted((ROOT / top).rglob("*.py"))
+]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+MOST_LINES, MOST_FUNCTION_LINES, MOST_MEDIAN_LINES = 500, 60, 15
+RUNS_WHAT_IT_READS = {
+    *("pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "yaml"),
+    *("eval", "exec", "compile", "__import__", "torch.load"),
+}
+HEAVY = {"torch", "rich", "numpy", "jinja2"}
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def parsed() -> Iterator[tuple[str, ast.Module]]:
+    """Every module of the package, and its dotted name."""
+    for path in sorted(SOURCE.rglob("*.py")):
+        parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+        name = ".".join(part for part in parts if part != "__init__")
+        yield name, ast.parse(path.read_text(encoding="utf-8"))
+
+
+def functions() -> Iterator[tuple[str, Function]]:
+    """Every function of the package, and where it is."""
+    for name, module in parsed():
+        for node in ast.walk(module):
+            if isinstance(node, Function):
+                yield f"{name}.{node.name}", node
+
+
+def size(function: Function) -> int:
+    assert function.end_lineno is not None
+    return function.end_lineno - function.lineno + 1
+
+
+def public(module: ast.Module) -> Iterator[tuple[str, Function | ast.ClassDef]]:
+    """Public classes and functions, and public methods that a base does not document."""
+    for node in module.body:
+        if not isinstance(node, Function | ast.ClassDef) or node.name.startswith("_"):
+            continue
+        yield node.name, node
+        bases = [ast.unparse(base) for base in getattr(node, "bases", ())]
+        if isinstance(node, ast.ClassDef) and not {"Listener", "Protocol"}.intersection(bases):
+            for method in node.body:
+                if isinstance(method, Function) and not method.name.startswith("_"):
+                    yield f"{node.name}.{method.name}", method
+
+
+def loaded_after(code: str) -> set[str]:
+    """The modules that a new interpreter has loaded after running the code."""
+    end = "import sys; print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\n{end}"], capture_output=True, text=True, check=True
+    )
+    return set(done.stderr.split())
+
+
+def test_no_file_is_long() -> None:
+    lines = {str(path): path.read_text(encoding="utf-8").count("\n") for path in CODE}
+    assert {path: count for path, count in lines.items() if count > MOST_LINES} == {}
+
+
+def test_functions_are_a_few_lines() -> None:
+    sizes = {where: size(function) for where, function in functions()}
+    assert {where: s for where, s in sizes.items() if s > MOST_FUNCTION_LINES} == {}
+    assert statistics.median(sizes.values()) <= MOST_MEDIAN_LINES
+
+
+def test_what_is_public_is_documented() -> None:
+    bare = [name for name, module in parsed() if module.body and not ast.get_docstring(module)]
+    bare += [
+        f"{name}.{what}"
+        for name, module in parsed()
+        for what, node in public(module)
+        if not ast.get_docstring(node)
+    ]
+    assert bare == []
+
+
+def test_every_function_is_annotated() -> None:
+    bare = []
+    for where, function in functions():
+        args = function.args
+        every = [*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg]
+        named = [a for a in every if a is not None and a.arg not in ("self", "cls")]
+        if function.returns is None or any(a.annotation is None for a in named):
+            bare.append(where)
+    assert bare == []
+
+
+def test_nothing_runs_what_it_reads() -> None:
+    """No pickle and no eval: profiles, traces and plans are not trusted."""
+    found = []
+    for name, module in parsed():
+        for node in ast.walk(module):
+            used = set()
+            if isinstance(node, ast.Import):
+                used = {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                used = {(node.module or "").split(".")[0]}
+            elif isinstance(node, ast.Call):
+                used = {ast.unparse(node.func)}
+            found += [f"{name}: {one}" for one in used & RUNS_WHAT_IT_READS]
+    assert found == []
+
+
+def test_every_rule_technique_and_verb_is_found_by_its_file() -> None:
+    def files(folder: str, pattern: str = "*.py") -> set[str]:
+        return {path.stem for path in (SOURCE / folder).glob(pattern)} - {"__init__"}
+
+    verbs = command_line.list_commands(click.Context(command_line))
+    assert {found.stem for found in all_rules()} == files("rules", "tt*.py")
+    assert files("techniques") == {*names(), "apply", "base", "blocks", "fingerprint", "swap"}
+    assert files("cli") == {*verbs, "main", "options", "output"}
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_technique_is_named_after_its_file(name: str) -> None:
+    assert technique(name).name == name
+
+
+@pytest.mark.parametrize("name", torchtrim.__all__)
+def test_every_public_name_is_there_and_documented(name: str) -> None:
+    assert name in dir(torchtrim)
+    assert inspect.getdoc(getattr(torchtrim, name))
+
+
+def test_an_unknown_public_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'shrink'"):
+        _ = torchtrim.shrink
+
+
+def test_importing_it_imports_neither_torch_nor_rich() -> None:
+    assert not HEAVY & loaded_after("import torchtrim")
+
+
+def test_help_needs_no_torch() -> None:
+    loaded = loaded_after(
+        "import contextlib, runpy, sys\n"
+        "sys.argv = ['torchtrim', '--help']\n"
+        "with contextlib.suppress(SystemExit):\n"
+        "    runpy.run_module('torchtrim', run_name='__main__')"
+    )
+    assert "torchtrim.cli.optimize" in loaded
+    assert not HEAVY & loaded
+
+
+def test_rooms_that_work_on_records_load_without_torch() -> None:
+    rooms = ("errors", "units", "records", "memory", "rules", "planner", "report")
+    wanted = [name for name, _ in parsed() if ".".join(name.split(".")[1:2]) in rooms]
+    loaded = loaded_after("\n".join(f"import {name}" for name in wanted))
+    assert loaded >= set(wanted)
+    assert "torch" not in loaded
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    newest = re.search(r"^## (\d\S*)", changes, re.MULTILINE)
+    assert newest is not None
+    assert PROJECT["version"] == torchtrim.__version__ == newest[1]
+
+
+def test_every_dependency_is_pinned() -> None:
+    wanted = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["dev"]]
+    text = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    pins = {name.lower(): version for name, version in re.findall(r"^([\w-]+)==(\S+)$", text, re.M)}
+    assert {re.split(r"[<>=]", one)[0] for one in wanted} <= pins.keys()
+    assert pins["torch"] == "2.13.0"
+
+
+def test_links_inside_the_documents_lead_somewhere() -> None:
+    dead = [
+        f"{path}: {target}"
+        for path in DOCUMENTS
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text(encoding="utf-8"))
+        if "://" not in target and not (path.parent / target).exists()
+    ]
+    assert dead == []

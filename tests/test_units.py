@@ -1,0 +1,44 @@
+"""Amounts as people write and read them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchtrim.errors import UsageError
+from torchtrim.units import format_bytes, format_seconds, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "amount"),
+    [("8GiB", 8 * 2**30), ("8GB", 8 * 10**9), (" 1.5 kib ", 1536), ("1048576", 2**20), (7, 7)],
+)
+def test_amounts(text: str | int, amount: int) -> None:
+    assert parse_bytes(text) == amount
+
+
+def test_a_share_is_of_the_whole() -> None:
+    assert parse_bytes("60%", whole=1000) == 600
+    with pytest.raises(UsageError, match="share"):
+        parse_bytes("60%")
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "8 GiBs", "-1GiB", "1e9", "0", 0, -5, "nan", "٣GiB", "0%"])
+def test_what_is_no_amount(text: str | int) -> None:
+    with pytest.raises(UsageError):
+        parse_bytes(text, whole=100)
+
+
+@given(st.integers(1, 2**60))
+def test_formatted_is_near(amount: int) -> None:
+    assert parse_bytes(format_bytes(amount).replace(" ", "")) == pytest.approx(amount, rel=0.006)
+
+
+def test_formats() -> None:
+    assert format_bytes(-1536) == "-1.50 KiB"
+    assert format_bytes(1023) == "1023 B"
+    assert format_bytes(2**44) == "16.0 TiB"
+    assert format_seconds(0.0123) == "12.3 ms"
+    assert format_seconds(2) == "2.00 s"
+    assert format_seconds(3e-6) == "3.00 us"
