@@ -28,20 +28,28 @@ $(READY): constraints.txt pyproject.toml
 	$(PIP) install -c constraints.txt -e '.[dev]'
 	@touch $@
 
+# Threads that spin while they wait for each other slow torch down many times on a busy machine.
+demo: export OMP_WAIT_POLICY := PASSIVE
 demo: $(READY)
 	$(BIN)/torchtrim optimize examples/segmentation.py --memory 60%
 	$(BIN)/torchtrim optimize examples/charlm.py --memory 60%
 	@echo "To have torchtrim on your path: source $(BIN)/activate"
 
+# Times are tested alone: coverage and a second process would be measured with them.
+test: export OMP_NUM_THREADS := 1
 test: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/pytest --cov
+	$(BIN)/pytest -n 2 --cov --ignore-glob='*/test_speed.py'
+	$(BIN)/pytest $(wildcard tests/*/test_speed.py)
 
+# Every file of bench/ that can be run is a benchmark; one alone: python -m bench.recorder
 bench: $(READY)
-	@for file in $(wildcard bench/*.py); do echo "== $$file"; $(BIN)/python $$file || exit; done
+	@for file in $$(grep -l '^if __name__ == "__main__"' bench/*.py); do \
+		name=$$(basename $$file .py); echo "== bench.$$name"; $(BIN)/python -m bench.$$name || exit; \
+	done
 
 clean:
 	rm -rf $(VENV) build dist torchtrim-out .coverage* .hypothesis .*_cache

@@ -1,6 +1,6 @@
 """What recording a training step costs for each operator, beside others that watch one.
 
-    python -m bench.recorder [--json]
+python -m bench.recorder [--json]
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import json
 import random
 import statistics
 import time

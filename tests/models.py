@@ -1,8 +1,8 @@
 """Small models of every kind, with a batch and a loss each, and the loop that trains them.
 
-    sample = SAMPLES["resnet"]()
-    optimizer = torch.optim.SGD(sample.model.parameters(), 0.1)
-    train(sample, optimizer, steps=2)
+sample = SAMPLES["resnet"]()
+optimizer = torch.optim.SGD(sample.model.parameters(), 0.1)
+train(sample, optimizer, steps=2)
 """
 
 from __future__ import annotations

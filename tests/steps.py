@@ -43,7 +43,9 @@ class ConvNet(nn.Module):
 def flat(width: int = 8, layers: int = 8) -> nn.Sequential:
     """Convolutions and ReLUs in one flat Sequential."""
     inner = [m for _ in range(layers) for m in (nn.Conv2d(width, width, 3, padding=1), nn.ReLU())]
-    return nn.Sequential(nn.Conv2d(3, width, 3, padding=1), nn.ReLU(), *inner, nn.Conv2d(width, 5, 1))
+    return nn.Sequential(
+        nn.Conv2d(3, width, 3, padding=1), nn.ReLU(), *inner, nn.Conv2d(width, 5, 1)
+    )
 
 
 def encoder(width: int = 32, layers: int = 4) -> nn.TransformerEncoder:

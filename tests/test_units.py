@@ -24,7 +24,9 @@ def test_a_share_is_of_the_whole() -> None:
         parse_bytes("60%")
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "8 GiBs", "-1GiB", "1e9", "0", 0, -5, "nan", "٣GiB", "0%"])
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "8 GiBs", "-1GiB", "1e9", "0", 0, -5, "nan", "٣GiB", "0%"]
+)
 def test_what_is_no_amount(text: str | int) -> None:
     with pytest.raises(UsageError):
         parse_bytes(text, whole=100)

@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from steps import quiet
 
+from steps import quiet
 from torchtrim import ApplyFailed, Script, ScriptFailed, UsageError
 from torchtrim.certify.compare import differences
 from torchtrim.certify.fit import Fitting

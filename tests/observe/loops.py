@@ -1,6 +1,6 @@
 """Records one step of a loop in the test itself.
 
-    profile = record(lambda: train(sample, optimizer, steps=3))
+profile = record(lambda: train(sample, optimizer, steps=3))
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from models import OPTIMIZERS, SAMPLES, Sample, train
 from torch.distributed._tools.mem_tracker import MemTracker
 
+from models import OPTIMIZERS, SAMPLES, Sample, train
 from observe.loops import TESTS
 from torchtrim.observe.places import Places
 from torchtrim.observe.recorder import Recorder

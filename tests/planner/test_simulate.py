@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
 import torch
-from steps import STEPS, trial
 
+from steps import STEPS, trial
 from torchtrim.certify.fit import Fitting
 from torchtrim.certify.trial import Request
 from torchtrim.planner.search import Search
 from torchtrim.planner.simulate import Simulator
 from torchtrim.records.plan import Plan, Prediction, Technique
-from torchtrim.techniques.base import Option
+from torchtrim.techniques.base import Option, Span
 from torchtrim.techniques.recompute import TECHNIQUE
 
 
@@ -65,10 +66,7 @@ def test_a_span_without_backward_costs_nothing() -> None:
     torch.manual_seed(0)
     _, profile = trial(STEPS["blocks"]())
     last = len(profile.operators)
-    option = Option("recompute", "nowhere", ((last - 1, last),))  # type: ignore[arg-type]
-    from torchtrim.techniques.base import Span
-
-    option = option._replace(spans=(Span(last - 1, last),))
+    option = Option("recompute", "nowhere", (Span(last - 1, last),))
     simulator = Simulator(profile)
     assert simulator.run([option]) == simulator.run(())
 
@@ -88,7 +86,7 @@ def test_search_is_feasible_monotone_and_apart(name: str) -> None:
         assert choice is not None
         assert choice.outcome.peak_bytes <= budget
         spans = sorted(span for option in choice.options for span in option.spans)
-        assert all(a.last <= b.first for a, b in zip(spans, spans[1:], strict=False))
+        assert all(a.last <= b.first for a, b in itertools.pairwise(spans))
         assert choice.outcome.added_seconds >= seconds * 0.5
         seconds = choice.outcome.added_seconds
     assert search.cheapest(floor // 2) is None

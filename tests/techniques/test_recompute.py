@@ -8,9 +8,9 @@ import itertools
 
 import pytest
 import torch
-from steps import ConvNet, encoder, flat, images, squared
 from torch import nn
 
+from steps import ConvNet, encoder, flat, images, squared
 from torchtrim.errors import ApplyFailed
 from torchtrim.records.plan import Technique
 from torchtrim.techniques.recompute import TECHNIQUE
@@ -56,10 +56,14 @@ def test_every_bit_agrees(make, batch, where) -> None:
 def test_fewer_activations_are_kept() -> None:
     model, kept = ConvNet(), []
     TECHNIQUE.apply({"ConvNet": model}, planned(*(f"ConvNet.blocks.{i}" for i in range(4))))
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.append(t.nbytes) or t, lambda t: t
+    ):
         squared(model, images())
     plain, all_kept = ConvNet(), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: all_kept.append(t.nbytes) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: all_kept.append(t.nbytes) or t, lambda t: t
+    ):
         squared(plain, images())
     assert sum(kept) < 0.75 * sum(all_kept)
 
@@ -189,7 +193,9 @@ def test_a_wrong_place_leaves_the_model_alone(where: str, says: str) -> None:
     model = ConvNet()
     with pytest.raises(ApplyFailed, match=says):
         TECHNIQUE.apply({"ConvNet": model}, planned("ConvNet.blocks.0", where))
-    assert all("forward" not in vars(type(m)) or type(m).__module__ != __name__ for m in [model.stem])
+    assert all(
+        "forward" not in vars(type(m)) or type(m).__module__ != __name__ for m in [model.stem]
+    )
     assert type(model.blocks[0]).__mro__[1] is nn.Module
 
 

@@ -36,17 +36,22 @@ class Fit(NamedTuple):
 
 
 class Fitting:
-    """Fits one workload. Every method runs it, and leaves nothing behind."""
+    """Fits one workload. Every method runs it, and leaves nothing behind.
+
+    The original is run once, and once more to compare it with itself, however many budgets are tried.
+    """
 
     def __init__(self, workload: Workload, request: Request, progress: Progress) -> None:
         self.workload = workload
         self._request = request
         self._progress = progress
         self.original: Trial | None = None
+        self._again: Trial | None = None
 
     def observe(self) -> Trial:
-        """Run the original once."""
-        self.original = self._run(self._request, "original")
+        """The original's trial."""
+        if self.original is None:
+            self.original = self._run(self._request, "original")
         return self.original
 
     def planner(self, original: Trial) -> Planner:
@@ -82,12 +87,13 @@ class Fitting:
 
     def verify(self, original: Trial, plan: Plan, planned: Trial | None = None) -> Certificate:
         """Run the original again and, unless it was, the planned; compare."""
-        again = self._run(self._request, "original again")
+        if self._again is None:
+            self._again = self._run(self._request, "original again")
         request = msgspec.structs.replace(self._request, plan=plan)
         if planned is None:
             planned = self._run(request, "planned")
         contest = Contest(self.workload, self.workload, self._request, request)
-        return certify(contest, original, again, planned, self._progress)
+        return certify(contest, original, self._again, planned, self._progress)
 
     def run_planned(self, plan: Plan) -> Trial:
         """Run it planned."""

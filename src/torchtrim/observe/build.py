@@ -63,7 +63,7 @@ def build(
         reserved_bytes=watched.reserved,
         rss_bytes=rss_bytes(),
         operators=operators,
-        storages=_storages(recorder, operators),
+        storages=_storages(recorder, operators, setting.device),
         modules=modules.settled(),
         calls=[Call(*call) for call in recorder.calls],
         places=places.records,
@@ -75,16 +75,20 @@ def build(
 class _Places:
     def __init__(self) -> None:
         self.records: list[Place] = []
-        self._numbers: dict[tuple[object, int], int] = {}
+        self._known: dict[Place, int] = {}
+        self._numbers: dict[tuple[int, int], int] = {}
 
     def number(self, spot: Spot | None) -> int:
         if spot is None:
             return -1
-        line = line_of(spot)
-        known = self._numbers.get((spot[0], line))
+        code, instruction = spot
+        known = self._numbers.get((id(code), instruction))
         if known is None:
-            known = self._numbers[(spot[0], line)] = len(self.records)
-            self.records.append(Place(spot[0].co_filename, line, spot[0].co_qualname))
+            place = Place(code.co_filename, line_of(spot), code.co_qualname)
+            known = self._known.setdefault(place, len(self.records))
+            if known == len(self.records):
+                self.records.append(place)
+            self._numbers[(id(code), instruction)] = known
         return known
 
 
@@ -133,7 +137,7 @@ def _transients(recorder: Recorder, watched: Watched) -> list[int]:
     return list(map(max, made, rises)) if len(rises) == len(made) else made
 
 
-def _storages(recorder: Recorder, operators: list[Operator]) -> list[Storage]:
+def _storages(recorder: Recorder, operators: list[Operator], device: str) -> list[Storage]:
     lives = recorder.storages.lives
     readers = _phases_of_readers(operators, len(lives))
     last = len(operators)
@@ -143,11 +147,16 @@ def _storages(recorder: Recorder, operators: list[Operator]) -> list[Storage]:
             kind=_kind(life, operators, readers[number]),
             birth=min(life.birth, last - 1),
             death=life.death if life.death >= 0 else last,
-            device=life.device,
+            device=_device(life, readers[number], device),
             name=life.name,
         )
         for number, life in enumerate(lives)
     ]
+
+
+def _device(life: Life, readers: set[str], device: str) -> str:
+    """Where a storage lies; on an emulated device, what only the loader reads stays on the host."""
+    return "emulated" if device == "emulated" and readers != {"loader"} else life.device
 
 
 def _phases_of_readers(operators: list[Operator], count: int) -> list[set[str]]:

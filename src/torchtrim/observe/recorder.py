@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._C import DisableTorchFunctionSubclass, _current_autograd_node
 from torch._C._autograd import _get_sequence_nr
+from torch._C._dynamo import eval_frame
 from torch._C._profiler import _RecordFunctionFast
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,6 +26,7 @@ from torchtrim.records.profile import Phase
 
 MARK = "torchtrim::operator"
 Use = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
+Cause = tuple[Phase, int, Spot | None, Spot | None, int]
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 _SCALARS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
@@ -77,16 +80,6 @@ class _Known(NamedTuple):
     lifts: bool
 
 
-class _Cause(NamedTuple):
-    """Why an operator runs."""
-
-    phase: Phase
-    module: int
-    spot: Spot | None
-    caller: Spot | None
-    forward: int
-
-
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records between `start` and `stop`; `phase` and the stack of modules are told from outside.
 
@@ -122,16 +115,23 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._makers: dict[int, int] = {}
         self._open_labels: list[int] = []
         self._known: dict[int, _Known] = {}
+        self._undo = contextlib.ExitStack()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: guarding `__torch_dispatch__` from dynamo would import dynamo, which takes seconds."""
+        """False: torch would import dynamo to keep it away, which takes seconds. See `_skip_in_dynamo`."""
         return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """True: what the script compiles runs compiled, as it would without us."""
+        return True
 
     def start(self, *, scan: bool = True) -> None:
         """Register what is alive (`scan`: all that Python reaches) and begin."""
         if scan:
             self.track(reachable_tensors())
+        self._watch_resizes()
         self._sequence = _get_sequence_nr()
         self.start_ns = time.perf_counter_ns()
         enter_below(self)
@@ -139,8 +139,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def stop(self) -> None:
         """End the recording; storages that live are alive at the end of the step."""
         leave(self)
+        self._undo.close()
         self.end_ns = time.perf_counter_ns()
         self.storages.note_peak()
+
+    def _watch_resizes(self) -> None:
+        """`UntypedStorage.resize_` is not dispatched."""
+        original = torch.UntypedStorage.resize_
+
+        def resize_(storage: Any, size: int) -> Any:
+            result = original(storage, size)
+            self.storages.resized(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+        self._undo.callback(setattr, torch.UntypedStorage, "resize_", original)
 
     def track(self, tensors: Iterable[torch.Tensor]) -> None:
         """Register tensors that were alive before the step."""
@@ -169,7 +182,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if kwargs:
             inputs += self._uses(kwargs.values(), before, "input")
         node = _current_autograd_node()
-        cause = self._cause(node, sys._getframe().f_back)
+        phase, module, spot, caller, forward = self._cause(node, sys._getframe().f_back)
         result, begin, end = self._run(func, args, kwargs)
         with self._lock:
             index = len(self.operators)
@@ -179,12 +192,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.operators.append(
                 RawOperator(
                     func,
-                    cause.phase,
-                    cause.module,
-                    cause.spot,
-                    cause.caller,
+                    phase,
+                    module,
+                    spot,
+                    caller,
                     self._open_labels[-1] if self._open_labels else -1,
-                    cause.forward,
+                    forward,
                     inputs,
                     outputs,
                     self._mutates(known, args, kwargs) if known.written else (),
@@ -195,9 +208,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._own_nodes(index)
         return result
 
-    def _cause(self, node: Any, frame: FrameType | None) -> _Cause:
+    def _cause(self, node: Any, frame: FrameType | None) -> Cause:
+        """Phase, module, innermost line, the user's line, and the forward operator that is its own."""
         if node is None:
-            return _Cause(self.phase, self.module, *self._places.find(frame), -1)
+            spot, caller = self._places.find(frame)
+            return self.phase, self.module, spot, caller, -1
         forward = self._makers.get(node._sequence_nr(), -1)
         of = self.operators[forward] if forward >= 0 else None
         asked = frame is not None and frame.f_code is not ENGINE
@@ -205,12 +220,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if asked and (self.recomputing or torch.is_grad_enabled()):
             if of is not None and spot is None:
                 spot, caller = of.spot, of.caller
-            return _Cause("recompute", self.module, spot, caller, -1)
+            return "recompute", self.module, spot, caller, -1
         if asked and self.phase == "optimizer":
-            return _Cause("optimizer", self.module, spot, caller, -1)
+            return "optimizer", self.module, spot, caller, -1
         if of is None:
-            return _Cause("backward", self.module, spot, caller, -1)
-        return _Cause("backward", of.module, of.spot, of.caller, forward)
+            return "backward", self.module, spot, caller, -1
+        return "backward", of.module, of.spot, of.caller, forward
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, int, int]:
         try:
@@ -242,7 +257,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             of = type(value)
             if of in _PLAIN:
                 number = see(value, birth, kind)
-                if number >= 0:
+                if number >= 0 and not value.is_nested:
                     uses.append((number, value.dtype, value.shape, value.stride()))
                     continue
             elif of in _SCALARS:
@@ -306,6 +321,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.failure = Failure(
             str(func), shapes, self.phase, caller or spot, str(error), self.storages.live_bytes
         )
+
+
+def _skip_in_dynamo(function: Any) -> None:
+    """Have dynamo, once it is there, let a function and all that it calls alone."""
+    skip = eval_frame._FrameAction.SKIP
+    strategy = eval_frame._FrameExecStrategy(skip, skip)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+
+
+_skip_in_dynamo(Recorder.__torch_dispatch__)
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

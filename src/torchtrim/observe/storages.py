@@ -69,11 +69,16 @@ class Storages:
         known = self._living.get(key)
         if known is None:
             return self._begin(storage, key, birth, kind)
-        if known.bytes == storage.nbytes():
-            return known.number
+        return known.number if known.bytes == storage.nbytes() else self.resized(storage)
+
+    def resized(self, storage: Any) -> int:
+        """Number of a storage whose size has changed: that of its old size ends. -1 if never seen."""
+        known = self._living.get(storage._cdata)
+        if known is None:
+            return -1
         self._end(known.number)
         old = self.lives[known.number]
-        number = self._begin(storage, key, self.clock - 1, old.kind)
+        number = self._begin(storage, known.key, self.clock - 1, old.kind)
         self.lives[number].name = old.name
         return number
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C import _current_autograd_node
+from torch.compiler import is_dynamo_compiling
+from torch.jit import ScriptModule
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -127,7 +129,7 @@ class Watcher:
 
     def _watched_call(self, original: Any) -> Any:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not self._here() or isinstance(module, torch.jit.ScriptModule):
+            if is_dynamo_compiling() or not self._here() or isinstance(module, ScriptModule):
                 return original(module, *args, **kwargs)
             with self._running(module, args, kwargs) as done:
                 output = original(module, *args, **kwargs)

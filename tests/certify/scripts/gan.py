@@ -11,7 +11,10 @@ of_judge = torch.optim.Adam(judge.parameters(), 1e-3)
 for _ in range(1000):
     real = torch.randn(32, 16) + 2
     fake = maker(torch.randn(32, 8))
-    loss = nn.functional.softplus(-judge(real)).mean() + nn.functional.softplus(judge(fake.detach())).mean()
+    loss = (
+        nn.functional.softplus(-judge(real)).mean()
+        + nn.functional.softplus(judge(fake.detach())).mean()
+    )
     of_judge.zero_grad()
     loss.backward()
     of_judge.step()

@@ -21,7 +21,11 @@ def main() -> None:
         print(Path(args.read).read_text())
     torch.manual_seed(1)
     model = nn.Sequential(
-        *(layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1))),
+        *(
+            layer
+            for _ in range(6)
+            for layer in (nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1))
+        ),
         nn.Linear(32, 4),
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -1,0 +1,193 @@
+"""The verbs, as a person types them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from torchtrim.cli.main import main
+from torchtrim.records.report import Report
+
+SCRIPTS = Path(__file__).parent.parent / "certify" / "scripts"
+PLAIN, FAULTS = str(SCRIPTS / "plain.py"), str(SCRIPTS / "faults.py")
+QUICK = ("--steps", "1")
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["torchtrim", *words])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capfd.readouterr()
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, out, err
+
+    return run
+
+
+def test_optimize_then_run_then_verify(run, tmp_path: Path) -> None:
+    code, out, err = run("optimize", PLAIN, "--memory", "85%", *QUICK)
+    assert (code, err) == (0, "")
+    assert "BITWISE" in out
+    assert out.count("\n") <= 24
+    folder = tmp_path / "torchtrim-out" / "plain"
+    assert {f.name for f in folder.iterdir()} == {
+        "plan.toml",
+        "profile.json",
+        "report.html",
+        "report.json",
+    }
+    report = msgspec.json.decode((folder / "report.json").read_bytes(), type=Report)
+    assert report.planned is not None
+    assert report.original is not None
+    assert report.budget_bytes is not None
+    assert report.planned.peak_bytes <= report.budget_bytes < report.original.peak_bytes
+    plan = str(folder / "plan.toml")
+    code, out, err = run("run", PLAIN, "--plan", plan, "--", "--epochs", "1")
+    assert (code, out) == (0, "epoch 0\n")
+    code, out, err = run("verify", PLAIN, "--plan", plan, "--json", *QUICK)
+    assert code == 0
+    assert json.loads(out)["certificate"]["verdict"] == "BITWISE"
+
+
+def test_a_budget_that_nothing_fits(run) -> None:
+    code, out, _ = run("optimize", PLAIN, "--memory", "1%", "--json", *QUICK)
+    report = json.loads(out)
+    assert code == 1
+    assert report["smallest_bytes"] > report["budget_bytes"]
+    assert report["planned"] is None
+    code, _, err = run("plan", PLAIN, "--memory", "1%", *QUICK)
+    assert code == 1
+    assert "no plan brings the peak" in err
+
+
+def test_plan_with_its_frontier(run) -> None:
+    code, out, _ = run("plan", PLAIN, "--memory", "85%", "--frontier", "--json", *QUICK)
+    report = json.loads(out)
+    assert code == 0
+    peaks = [point["peak_bytes"] for point in report["frontier"]]
+    assert len(peaks) > 2
+    assert peaks[-1] < peaks[0]
+    assert report["planned"] is None
+    assert report["plan"]["predicted"]["peak_bytes"] <= report["budget_bytes"]
+
+
+def test_diagnose_and_its_limits(run) -> None:
+    code, out, _ = run("diagnose", PLAIN, "--json", *QUICK)
+    report = json.loads(out)
+    assert code == 0
+    assert report["findings"]
+    assert report["holders"]
+    assert report["certificate"] is None
+    assert not [f for f in report["findings"] if f["code"].startswith("TT1")]
+    assert run("diagnose", PLAIN, "--max-peak", "1KiB", *QUICK)[0] == 1
+    assert run("diagnose", PLAIN, "--max-peak", "1GiB", "--fail-on", "1B", *QUICK)[0] == 1
+
+
+def test_waits_are_told_when_asked(run, tmp_path: Path) -> None:
+    script = tmp_path / "waits.py"
+    script.write_text(
+        "import torch\n"
+        "model = torch.nn.Linear(8, 8)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "for _ in range(9):\n"
+        "    y = model(torch.ones(4, 8))\n"
+        "    loss = y[y > 0].sum() + y.sum()\n"
+        "    loss.backward()\n"
+        "    optimizer.step()\n"
+        "    total = loss.item()\n"
+    )
+    _, out, _ = run("diagnose", "waits.py", "--device", "emulated", "--json", *QUICK)
+    findings = {f["code"]: f for f in json.loads(out)["findings"]}
+    assert findings["TT101"]["line"] == 9
+    assert findings["TT102"]["line"] == 6
+    assert run("diagnose", "waits.py", "--device", "emulated", "--max-syncs", "0", *QUICK)[0] == 1
+    assert run("diagnose", "waits.py", "--max-syncs", "0", *QUICK)[0] == 0
+
+
+def test_verify_two_scripts(run, tmp_path: Path) -> None:
+    text = Path(PLAIN).read_text()
+    (tmp_path / "a.py").write_text(text)
+    (tmp_path / "b.py").write_text(text.replace("lr=1e-3", "lr=1.001e-3"))
+    code, out, _ = run("verify", "a.py", "b.py", "--json", *QUICK)
+    certificate = json.loads(out)["certificate"]
+    assert code == 1
+    assert certificate["verdict"] == "NOT EQUAL"
+    assert certificate["first_difference"]["op"].startswith("parameter")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (("optimize", "none.py", "--memory", "60%"), 2, "no script none.py"),
+        (("optimize", PLAIN), 2, "--memory"),
+        (("optimize", PLAIN, "--memory", "lots"), 2, "cannot read 'lots'"),
+        (("diagnose", PLAIN, "--device", "cuda"), 2, "no CUDA device"),
+        (("diagnose", PLAIN, "--max-peak", "x"), 2, "cannot read 'x'"),
+        (("nonsense",), 2, "No such command"),
+        (("run", PLAIN, "--plan", "none.toml"), 2, "cannot read none.toml"),
+        (("verify", PLAIN), 2, "something to compare with"),
+        (("explain", "TT999"), 2, "TT999"),
+        (("diagnose", FAULTS, "--", "crash"), 3, "the sixth seal"),
+        (("run", FAULTS, "--", "exit"), 3, ""),
+        (("run", FAULTS, "--", "crash"), 1, "the sixth seal"),
+    ],
+)
+def test_what_goes_wrong(run, words: tuple[str, ...], code: int, says: str) -> None:
+    ended, out, err = run(*words)
+    assert ended == code
+    assert says in err
+    assert out == ""
+
+
+def test_a_plan_is_refused_for_another_script(run, tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(Path(PLAIN).read_text())
+    assert run("plan", "a.py", "--memory", "85%", *QUICK)[0] == 0
+    plan = str(tmp_path / "torchtrim-out" / "a" / "plan.toml")
+    code, _, err = run("run", PLAIN.replace("plain", "gan"), "--plan", plan)
+    assert code == 2
+    assert "another script" in err
+    text = Path(plan).read_text()
+    Path(plan).write_text("\n".join(x for x in text.splitlines() if "script_sha256" not in x))
+    code, _, err = run("run", PLAIN.replace("plain", "gan"), "--plan", plan)
+    assert code == 2
+    assert "another Sequential" in err
+
+
+def test_settings_from_pyproject(run, tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text('[tool.torchtrim]\nmemory = "90%"\nsteps = 1\n')
+    code, out, _ = run("plan", PLAIN, "--json")
+    report = json.loads(out)
+    assert code == 0
+    assert report["steps"] == 1
+    assert report["budget_bytes"] == int(report["original"]["peak_bytes"] * 0.9)
+    (tmp_path / "pyproject.toml").write_text("[tool.torchtrim]\nmemori = 1\n")
+    code, _, err = run("plan", PLAIN)
+    assert code == 2
+    assert "memori" in err
+
+
+def test_explain_and_doctor(run) -> None:
+    code, out, _ = run("explain")
+    assert code == 0
+    assert "TT101" in out
+    code, out, _ = run("explain", "tt203")
+    assert code == 0
+    assert "Why is this bad?" in out
+    code, out, _ = run("doctor", "--json")
+    assert code == 0
+    assert json.loads(out)["recorder"].startswith("works")
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    command = f"{sys.executable} -m torchtrim explain | head -1"
+    ended = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
+    assert "Traceback" not in ended.stderr

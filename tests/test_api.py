@@ -1,0 +1,123 @@
+"""The verbs from Python, on live models."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from steps import STEPS, ConvNet, images, squared, train_step
+from torch import nn
+
+import torchtrim
+from torchtrim import ApplyFailed, Inference, InfeasibleBudget, TrainStep, Unsupported
+from torchtrim.techniques import recompute
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_fit_holds_the_budget_and_reverts(name: str) -> None:
+    torch.manual_seed(0)
+    step = STEPS[name]()
+    model = step.model
+    classes = [type(m) for m in model.modules()]
+    state = copy.deepcopy(model.state_dict())
+    with torchtrim.fit(step, "93%", steps=2) as fitted:
+        assert fitted.planned is not None
+        assert fitted.certificate is not None
+        assert fitted.planned.peak_bytes <= fitted.plan.budget_bytes < fitted.original.peak_bytes
+        assert fitted.certificate.verdict == "BITWISE"
+        assert [type(m) for m in model.modules()] != classes
+        step.step(0)
+    assert [type(m) for m in model.modules()] == classes
+    assert model.state_dict().keys() == state.keys()
+
+
+def test_what_fits_already_is_left_alone() -> None:
+    step = train_step(ConvNet(4, 2), images(8, 2))
+    fitted = torchtrim.fit(step, "1GiB", steps=1)
+    assert fitted.planned is None
+    assert fitted.certificate is None
+    assert fitted.plan.techniques == ()
+
+
+def test_what_cannot_fit_says_what_would() -> None:
+    torch.manual_seed(0)
+    step = train_step(ConvNet(), images())
+    with pytest.raises(InfeasibleBudget) as caught:
+        torchtrim.fit(step, 1000)
+    smallest = caught.value.smallest_bytes
+    assert "set by" in str(caught.value)
+    assert torchtrim.fit(step, int(smallest * 1.01)).planned is not None
+
+
+def test_an_unequal_plan_is_not_left_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    step = train_step(ConvNet(), images())
+    run = recompute._run
+    monkeypatch.setattr(recompute, "_run", lambda *a, **k: run(*a, **k) * 1.01)
+    with pytest.raises(ApplyFailed, match="does not equal"):
+        torchtrim.fit(step, "93%", steps=1)
+    assert type(step.model.blocks[0]).__mro__[1] is nn.Module
+
+
+def test_plan_apply_verify() -> None:
+    torch.manual_seed(0)
+    step = train_step(ConvNet(), images())
+    plan = torchtrim.plan(step, "93%")
+    assert torchtrim.verify(step, plan, steps=1).verdict == "BITWISE"
+    handle = torchtrim.apply(plan, step.model)
+    handle.revert()
+    with pytest.raises(ApplyFailed, match="another ConvNet"):
+        torchtrim.apply(plan, ConvNet(width=4))
+
+
+def test_record_and_diagnose() -> None:
+    torch.manual_seed(0)
+    step = train_step(ConvNet(), images())
+    profile = torchtrim.record(step)
+    assert profile.peak_bytes > 0
+    assert [call.depth for call in profile.calls].count(0) == 1
+    assert "TT203" in {finding.code for finding in torchtrim.diagnose(step)}
+
+
+@pytest.mark.parametrize("inputs", [images(8, 2), (images(8, 2),), {"x": images(8, 2)}])
+def test_inference(inputs: object) -> None:
+    model = ConvNet(4, 2).eval()
+    profile = torchtrim.record(Inference(model, inputs))
+    assert {op.phase for op in profile.operators} <= {"forward", "other"}
+    assert all(not call.graded for call in profile.calls)
+    with pytest.raises(InfeasibleBudget):
+        torchtrim.plan(Inference(model, inputs), "50%")
+
+
+def test_a_failing_step_leaves_everything() -> None:
+    model = ConvNet(4, 2)
+    state = copy.deepcopy(model.state_dict())
+    call = nn.Module.__call__
+
+    def breaks(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        squared(model, batch).backward()
+        raise ValueError("no loss today")
+
+    step = TrainStep(model, breaks, torch.optim.Adam(model.parameters()), images(8, 2))
+    with pytest.raises(ValueError, match="no loss today"):
+        torchtrim.record(step)
+    assert nn.Module.__call__ is call
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert torchtrim.record(train_step(model, images(8, 2))).operators
+
+
+def test_lazy_models_are_refused() -> None:
+    model = nn.Sequential(nn.LazyLinear(3))
+    step = TrainStep(model, squared, torch.optim.SGD(model.parameters(), 0.1), torch.randn(2, 3))
+    with pytest.raises(Unsupported, match="lazy"):
+        torchtrim.record(step)
+
+
+def test_public_names() -> None:
+    for name in torchtrim.__all__:
+        assert getattr(torchtrim, name) is not None
+    assert set(torchtrim.__all__) <= set(dir(torchtrim))
+    with pytest.raises(AttributeError, match="nothing"):
+        torchtrim.nothing  # noqa: B018
