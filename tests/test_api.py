@@ -6,12 +6,12 @@ import copy
 
 import pytest
 import torch
-from steps import STEPS, ConvNet, images, squared, train_step
 from torch import nn
 
 import torchtrim
-from torchtrim import ApplyFailed, Inference, InfeasibleBudget, TrainStep, Unsupported
-from torchtrim.techniques import recompute
+from steps import STEPS, ConvNet, images, squared, train_step
+from torchtrim import ApplyFailed, InfeasibleBudget, Inference, TrainStep, Unsupported
+from torchtrim.techniques import rerun
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -53,8 +53,8 @@ def test_what_cannot_fit_says_what_would() -> None:
 def test_an_unequal_plan_is_not_left_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     step = train_step(ConvNet(), images())
-    run = recompute._run
-    monkeypatch.setattr(recompute, "_run", lambda *a, **k: run(*a, **k) * 1.01)
+    run = rerun._run
+    monkeypatch.setattr(rerun, "_run", lambda *a, **k: run(*a, **k) * 1.01)
     with pytest.raises(ApplyFailed, match="does not equal"):
         torchtrim.fit(step, "93%", steps=1)
     assert type(step.model.blocks[0]).__mro__[1] is nn.Module

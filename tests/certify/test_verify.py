@@ -16,7 +16,7 @@ from steps import ConvNet, encoder, fitting, images, squared, train_step
 from torchtrim import TrainStep
 from torchtrim.records.certificate import Certificate
 from torchtrim.records.plan import Plan, Prediction, Technique
-from torchtrim.techniques import recompute
+from torchtrim.techniques import rerun
 
 
 def plan_for(*where: str) -> Plan:
@@ -108,7 +108,7 @@ def loses_buffer(function: Any, buffers: Any, *args: Any, **kwargs: Any) -> Any:
 def test_faults_are_caught(
     step: TrainStep, monkeypatch: pytest.MonkeyPatch, fault: Callable[..., Any], quantity: str
 ) -> None:
-    monkeypatch.setattr(recompute, "_run", fault)
+    monkeypatch.setattr(rerun, "_run", fault)
     given = certificate(step, *BLOCKS)
     assert given.verdict == "NOT EQUAL"
     assert given.first_difference is not None
@@ -122,7 +122,7 @@ def test_an_extra_random_number_is_caught(step: TrainStep, monkeypatch: pytest.M
         torch.rand(1)
         return output
 
-    monkeypatch.setattr(recompute, "_run", draws)
+    monkeypatch.setattr(rerun, "_run", draws)
     assert certificate(step, BLOCKS[1]).verdict == "NOT EQUAL"
 
 
@@ -133,7 +133,7 @@ def test_rounding_is_told_from_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
 
     torch.manual_seed(0)
     net = encoder(16, 2)
-    monkeypatch.setattr(recompute, "_run", thirds)
+    monkeypatch.setattr(rerun, "_run", thirds)
     given = certificate(
         train_step(net, torch.randn(4, 8, 16), "SGD"), "TransformerEncoder.layers.0"
     )
@@ -147,7 +147,7 @@ def test_a_small_bug_is_no_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
         return function(*args, **kwargs) * (1 + 1e-6)
 
     torch.manual_seed(0)
-    monkeypatch.setattr(recompute, "_run", nearly)
+    monkeypatch.setattr(rerun, "_run", nearly)
     step = train_step(encoder(16, 2), torch.randn(4, 8, 16), "SGD")
     given = certificate(step, "TransformerEncoder.layers.0")
     assert given.verdict == "NOT EQUAL"

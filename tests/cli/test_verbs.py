@@ -189,5 +189,7 @@ def test_explain_and_doctor(run) -> None:
 
 def test_a_closed_pipe_is_no_error() -> None:
     command = f"{sys.executable} -m torchtrim explain | head -1"
-    ended = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
+    ended = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True
+    )
     assert "Traceback" not in ended.stderr

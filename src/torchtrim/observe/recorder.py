@@ -12,7 +12,11 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch._C import DisableTorchFunctionSubclass, _current_autograd_node
+from torch._C import (
+    DisableTorchFunctionSubclass,
+    _current_autograd_node,
+    _disabled_torch_dispatch_impl,
+)
 from torch._C._autograd import _get_sequence_nr
 from torch._C._dynamo import eval_frame
 from torch._C._profiler import _RecordFunctionFast
@@ -170,9 +174,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 life = self.storages.lives[number]
                 life.kind, life.name = kind, name
 
+    def open_label(self, label: str) -> None:
+        """A range of `record_function` begins."""
+        if label not in self.labels:
+            self.labels.append(label)
+        self._open_labels.append(self.labels.index(label))
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not _PLAIN.issuperset(types) or os.getpid() != self._pid:
+        if (types and any(map(_dispatches, types))) or os.getpid() != self._pid:
             return self._passed_on(func, types, args, kwargs)
         known = self._known.get(id(func)) or self._know(func)
         if known.is_label:
@@ -296,10 +306,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _label(self, func: Any, args: Any, kwargs: Any) -> Any:
         if "enter" in func.__name__ and args:
-            label = str(args[0])
-            if label not in self.labels:
-                self.labels.append(label)
-            self._open_labels.append(self.labels.index(label))
+            self.open_label(str(args[0]))
         elif "exit" in func.__name__ and self._open_labels:
             self._open_labels.pop()
         return func(*args, **kwargs)
@@ -321,6 +328,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.failure = Failure(
             str(func), shapes, self.phase, caller or spot, str(error), self.storages.live_bytes
         )
+
+
+def _dispatches(kind: type) -> bool:
+    """Whether a class of tensors has a dispatch of its own."""
+    return kind.__torch_dispatch__ is not _disabled_torch_dispatch_impl  # type: ignore[attr-defined]
 
 
 def _skip_in_dynamo(function: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.profiler import record_function
 
 from torchtrim.observe.allocator import NOTHING, Allocator
 from torchtrim.observe.build import Setting, build
@@ -57,6 +58,8 @@ class Recording(Listener):
         self.recorder.track(p for optimizer in optimizers for p in parameters_of(optimizer))
         self.recorder.track(tensor for _, tensor in _states(optimizers))
         self.recorder.track(gradient for _, gradient in _gradients(self._modules, optimizers))
+        for label in _open_labels():
+            self.recorder.open_label(label)
         if self._allocator is not None:
             self._allocator.start()
         self.recorder.start(scan=scan)
@@ -83,7 +86,9 @@ class Recording(Listener):
         watched = self._watched
         storages = self.recorder.storages
         storages.forget()
-        known = sum(life.bytes for life in storages.lives if life.birth < 0 and storages.counts(life))
+        known = sum(
+            life.bytes for life in storages.lives if life.birth < 0 and storages.counts(life)
+        )
         baseline = known if watched.before is None else watched.before
         self.alive_bytes = baseline + watched.end
         return build(self.recorder, self._modules, self._waits, watched, baseline, self._setting)
@@ -119,20 +124,28 @@ class Recording(Listener):
             )
 
     def backward_starts(self, tensors: tuple[torch.Tensor, ...]) -> None:
-        self._phases.append("other" if self.recorder.phase == "forward" else self.recorder.phase)
-        self.recorder.phase = "backward"
+        self._phase_starts("backward")
 
     def backward_ends(self) -> None:
-        self.recorder.phase = self._phases.pop() if self._phases else "other"
+        self._phase_ends()
 
     def optimizer_starts(self, optimizer: torch.optim.Optimizer) -> None:
-        self._phases.append("other" if self.recorder.phase == "forward" else self.recorder.phase)
-        self.recorder.phase = "optimizer"
+        self._phase_starts("optimizer")
         self._name((optimizer,))
 
     def optimizer_ends(self, optimizer: torch.optim.Optimizer) -> None:
-        self.recorder.phase = self._phases.pop() if self._phases else "other"
+        self._phase_ends()
         self._name((optimizer,))
+
+    def _phase_starts(self, phase: Phase) -> None:
+        self._phases.append(phase)
+        self.recorder.phase = phase
+
+    def _phase_ends(self) -> None:
+        """Back to the phase around it: an optimizer may call a closure that calls backward."""
+        if self._phases:
+            self._phases.pop()
+        self.recorder.phase = self._phases[-1] if self._phases else "other"
 
     def loader_waited(self, start_ns: int, end_ns: int, workers: int) -> None:
         recorder = self.recorder
@@ -165,6 +178,15 @@ class Recording(Listener):
             self.recorder.name(tensor, kind, name)
 
 
+def _open_labels() -> list[str]:
+    """The ranges of `record_function` that run, the outer ones first, as the collector has them."""
+    return [
+        thing.name
+        for thing in gc.get_referrers(record_function)
+        if isinstance(thing, record_function) and thing.record is not None
+    ]
+
+
 def tensors_in(values: Any) -> Iterator[torch.Tensor]:
     """The tensors in nested tuples, lists, mappings and dataclass-like objects of tensors."""
     return _tensors_in(values, {})
@@ -192,7 +214,9 @@ def _tensors_in(values: Any, seen: dict[int, Any]) -> Iterator[torch.Tensor]:
 def _gradients(
     modules: Modules, optimizers: Sequence[torch.optim.Optimizer]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    named = [(name, tensor) for kind, name, tensor in modules.named_tensors() if kind == "parameter"]
+    named = [
+        (name, tensor) for kind, name, tensor in modules.named_tensors() if kind == "parameter"
+    ]
     for name, parameter in (*_parameters(optimizers), *named):
         if parameter.grad is not None:
             yield name, parameter.grad

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,74 +14,118 @@ from torch.nn.parameter import is_lazy
 from torchtrim.errors import Unsupported
 from torchtrim.observe.recording import tensors_in
 
+_SCALARS = (bool, int, float, complex, str, bytes, type(None))
+
 
 class Snapshot:
-    """Parameters, buffers, gradients, optimizer state and every random generator, as they were."""
+    """Parameters, buffers, gradients, plain attributes of modules, optimizer state and every random
+    generator, as they were."""
 
     def __init__(
         self, modules: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
     ) -> None:
-        self._modules = list(dict.fromkeys(m for root in modules for m in root.modules()))
-        self._optimizers = list(optimizers)
-        self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
+        every = list(dict.fromkeys(module for root in modules for module in root.modules()))
+        self._modules = [_KeptModule(module) for module in every]
+        self._optimizers = [_KeptOptimizer(optimizer) for optimizer in optimizers]
+        self._tensors: dict[int, _KeptTensor] = {}
         self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-        self._buffers = [(m, dict(m._buffers), m.training) for m in self._modules]
-        self._states = [
-            (
-                {p: _shallow(state) for p, state in o.state.items()},
-                [{k: v for k, v in group.items() if k != "params"} for group in o.param_groups],
-            )
-            for o in self._optimizers
-        ]
         self._random = _random_state()
         with torch.no_grad():
-            self._take()
-
-    def _take(self) -> None:
-        parameters = [p for m in self._modules for p in m._parameters.values() if p is not None]
-        parameters += [p for o in self._optimizers for g in o.param_groups for p in g["params"]]
-        for parameter in dict.fromkeys(parameters):
-            if is_lazy(parameter):
-                raise Unsupported(
-                    "the model has lazy parameters that have no shape yet. "
-                    "Run it once on a batch, then hand it over."
-                )
-            self._keep(parameter)
-            self._gradients.append((parameter, parameter.grad))
-            if parameter.grad is not None:
-                self._keep(parameter.grad)
-        for _, buffers, _ in self._buffers:
-            for buffer in buffers.values():
-                if buffer is not None:
-                    self._keep(buffer)
-        for states, _ in self._states:
-            for state in states.values():
-                for tensor in tensors_in(state):
-                    self._keep(tensor)
+            for tensor in self._found():
+                self._keep(tensor)
 
     def restore(self) -> None:
         """Put everything back."""
+        for module in self._modules:
+            module.restore()
+        for optimizer in self._optimizers:
+            optimizer.restore()
         with torch.no_grad():
-            for tensor, value in self._tensors:
-                tensor.copy_(value)
+            for kept in self._tensors.values():
+                kept.restore()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
-        for module, buffers, training in self._buffers:
-            module._buffers.update(buffers)
-            module.training = training
-        for optimizer, (states, groups) in zip(self._optimizers, self._states, strict=True):
-            optimizer.state.clear()
-            optimizer.state.update({p: _shallow(state) for p, state in states.items()})
-            for group, values in zip(optimizer.param_groups, groups, strict=True):
-                group.update(values)
         _set_random_state(self._random)
 
+    def _found(self) -> Iterator[torch.Tensor]:
+        for module in self._modules:
+            yield from tensors_in([module.parameters, module.buffers])
+        for optimizer in self._optimizers:
+            yield from tensors_in([optimizer.groups, list(optimizer.states.values())])
+
     def _keep(self, tensor: torch.Tensor) -> None:
-        self._tensors.append((tensor, tensor.detach().clone()))
+        if is_lazy(tensor):
+            raise Unsupported(
+                "the model has lazy parameters that have no shape yet. "
+                "Run it once on a batch, then hand it over."
+            )
+        if id(tensor) in self._tensors:
+            return
+        self._tensors[id(tensor)] = _KeptTensor(tensor)
+        if tensor.is_leaf:
+            self._gradients.append((tensor, tensor.grad))
+            if tensor.grad is not None:
+                self._keep(tensor.grad)
+
+
+class _KeptTensor:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._memory = tensor.detach()
+        self._requires_grad = tensor.requires_grad
+        self._overlaps = tensor.layout is torch.strided and 0 in tensor.stride()
+        source: Any = self._memory.untyped_storage() if self._overlaps else self._memory
+        self._value = source.clone()
+
+    def restore(self) -> None:
+        tensor, memory = self._tensor, self._memory
+        if tensor.dtype != memory.dtype or not tensor.is_set_to(memory):
+            tensor.data = memory
+        if self._overlaps:
+            memory.untyped_storage().copy_(self._value)
+        else:
+            tensor.copy_(self._value)
+        if tensor.is_leaf:
+            tensor.requires_grad = self._requires_grad
+
+
+class _KeptModule:
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self.parameters = dict(module._parameters)
+        self.buffers = dict(module._buffers)
+        self._attributes = {k: v for k, v in vars(module).items() if isinstance(v, _SCALARS)}
+
+    def restore(self) -> None:
+        vars(self._module).update(self._attributes)
+        _refill(self._module._parameters, self.parameters)
+        _refill(self._module._buffers, self.buffers)
+
+
+class _KeptOptimizer:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self.states = {parameter: _shallow(state) for parameter, state in optimizer.state.items()}
+        self.groups = [_shallow(group) for group in optimizer.param_groups]
+
+    def restore(self) -> None:
+        optimizer = self._optimizer
+        _refill(optimizer.state, {key: _shallow(state) for key, state in self.states.items()})
+        del optimizer.param_groups[len(self.groups) :]
+        for group, values in zip(optimizer.param_groups, self.groups, strict=True):
+            _refill(group, _shallow(values))
+
+
+def _refill(mapping: Any, values: dict[Any, Any]) -> None:
+    mapping.clear()
+    mapping.update(values)
 
 
 def _shallow(state: Any) -> Any:
-    return dict(state) if isinstance(state, dict) else state
+    """A copy of a state: of its lists too, since LBFGS appends to them."""
+    if not isinstance(state, dict):
+        return state
+    return {key: list(value) if type(value) is list else value for key, value in state.items()}
 
 
 def _random_state() -> dict[str, Any]:

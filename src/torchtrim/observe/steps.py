@@ -75,7 +75,7 @@ class Steps:
             length = period * max(2, -(-self._evidence // period))
             if length > len(self._history):
                 continue
-            if self._covers(period, len(self._seen)) and self._repeats(period, length):
+            if self._repeats(period, length) and self._covers(period, len(self._seen)):
                 self._since = 0
                 return period
         return 0
@@ -86,8 +86,9 @@ class Steps:
 
     def _repeats(self, period: int, length: int) -> bool:
         """Whether the last segments repeat with a period."""
-        last = self._history[-length:]
-        return all(a == b for a, b in zip(last, last[period:], strict=False))
+        history, end = self._history, len(self._history)
+        first = max(end - length, 0) + period
+        return all(history[i] == history[i - period] for i in range(end - 1, first - 1, -1))
 
     def _is_long(self) -> bool:
         return bool(self._evidence) and self._since >= _LONG

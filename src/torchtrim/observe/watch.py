@@ -121,11 +121,7 @@ class Watcher:
         self._undo.callback(restore)
 
     def _here(self) -> bool:
-        return (
-            self._watches
-            and threading.get_ident() == self._thread
-            and os.getpid() == self._pid
-        )
+        return self._watches and threading.get_ident() == self._thread and os.getpid() == self._pid
 
     def _watched_call(self, original: Any) -> Any:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

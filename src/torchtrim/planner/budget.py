@@ -32,7 +32,7 @@ class Planner:
         self._fingerprint = dict(fingerprint)
         self._sha256 = script_sha256
         simulator = Simulator(profile)
-        self._search = Search(simulator, _options(profile))
+        self._search = Search(simulator, _options(profile), len(profile.operators))
         self.simulated_original = simulator.run(()).peak_bytes
         self._floor: Choice | None = None
 

@@ -1,19 +1,24 @@
 """Chooses options: the least added time under a peak, and the smallest peak that can be had.
 
-The choice is a local search over sets of options whose spans do not overlap: options are added while
-they bring the peak down most for their time, then taken away or exchanged while the peak allows it.
-Every set is judged by simulating the whole step, so a set that moves the peak elsewhere is seen.
+The choice is a local search over sets of options whose spans do not overlap, begun from rankings of the
+options (the most bytes for their time, the largest spans first) cut where the budget is met. A set is
+then bettered by adding, removing and exchanging options: all of them where there are few, else those
+that bear on the operator at which memory is highest. Every set is judged by simulating the whole step,
+so a set that moves the peak elsewhere is seen. How many sets are tried is bounded by the step's size.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from torchtrim.planner.simulate import Outcome, Simulator
 from torchtrim.techniques.base import Option
 
-_MOST_ROUNDS = 200
+_WORK = 6_000_000
+_FEW = 48
+_NEAR = 12
 Chosen = tuple[int, ...]
 
 
@@ -25,62 +30,91 @@ class Choice(NamedTuple):
 
 
 class Search:
-    """All choices among the options of one profile."""
+    """All choices among the options of one profile. `size`: operators of the step."""
 
-    def __init__(self, simulator: Simulator, options: Sequence[Option]) -> None:
+    def __init__(self, simulator: Simulator, options: Sequence[Option], size: int = 1000) -> None:
         self._simulator = simulator
         self._known: dict[Chosen, Outcome] = {}
-        self._options = [
-            option
-            for number, option in enumerate(options)
-            if simulator.run([option]).added_seconds > 0
-        ]
-        self._clashes = [
-            {j for j, other in enumerate(self._options) if j != i and _overlap(option, other)}
-            for i, option in enumerate(self._options)
-        ]
+        self._options = [option for option in options if simulator.seconds(option) > 0]
+        self._clashes = _clashes(self._options)
+        self._tries = max(_WORK // (size + 10 * len(self._options) + 1), 60)
+        self._left = 0
 
     def cheapest(self, budget: int) -> Choice | None:
         """The choice with the least added time whose peak is within the budget; None if none is found."""
-        best: Chosen | None = None
-        for start in self._starts():
-            found = self._descend(start, lambda outcome: outcome.peak_bytes <= budget)
-            if self._run(found).peak_bytes <= budget:
-                found = self._save_time(found, budget)
-                if best is None or self._seconds(found) < self._seconds(best):
-                    best = found
-        return None if best is None else self._choice(best)
+        self._left = self._tries
+        found = [self._cut(ranking, budget) for ranking in self._rankings()]
+        if all(self._run(chosen).peak_bytes > budget for chosen in found):
+            found.append(self._lower(found, lambda outcome: outcome.peak_bytes <= budget))
+        fitting = [chosen for chosen in found if self._run(chosen).peak_bytes <= budget]
+        if not fitting:
+            return None
+        self._left = self._tries
+        best = self._save_time(min(fitting, key=self._seconds), budget)
+        return self._choice(best)
 
     def smallest(self) -> Choice:
         """The choice with the smallest peak found."""
-        found = [self._descend(start, lambda _: False) for start in self._starts()]
-        best = min(found, key=lambda chosen: (self._run(chosen).peak_bytes, self._seconds(chosen)))
+        self._left = self._tries
+        starts = [start for ranking in self._rankings() for start in self._prefixes(ranking)]
+        best = self._lower(starts, lambda _: False)
+        self._left = self._tries // 2
         return self._choice(self._save_time(best, self._run(best).peak_bytes))
 
-    def _starts(self) -> list[Chosen]:
-        """Nothing, and the options of each size that fit beside each other, the largest spans first."""
+    def _rankings(self) -> list[Chosen]:
+        """Orders in which options that fit beside each other may be taken."""
+        peak = self._run(()).peak_operator
         sizes = [sum(span.last - span.first for span in o.spans) for o in self._options]
-        order = sorted(range(len(sizes)), key=lambda i: -sizes[i])
-        starts: list[Chosen] = [()]
-        for limit in dict.fromkeys((1.0, 0.5, 0.25, 0.125)):
+        freed = [self._simulator.freed(o, peak) for o in self._options]
+        seconds = [self._simulator.seconds(o) for o in self._options]
+        numbers = range(len(sizes))
+        orders = [
+            sorted(numbers, key=lambda i: -freed[i] / seconds[i]),
+            sorted(numbers, key=lambda i: -freed[i]),
+        ]
+        for limit in (1.0, 0.5, 0.25, 0.125, 0.0625):
             most = max(sizes, default=0) * limit
-            chosen: list[int] = []
-            for i in order:
-                if sizes[i] <= most and not self._clashes[i].intersection(chosen):
-                    chosen.append(i)
-            starts.append(tuple(sorted(chosen)))
-        return list(dict.fromkeys(starts))
+            orders.append(sorted((i for i in numbers if sizes[i] <= most), key=lambda i: -sizes[i]))
+        return list(dict.fromkeys(tuple(self._apart(order)) for order in orders))
 
-    def _descend(self, start: Chosen, done: Callable[[Outcome], bool]) -> Chosen:
+    def _apart(self, order: Iterable[int]) -> list[int]:
+        """The options of an order that do not overlap an earlier one."""
+        taken: list[int] = []
+        barred: set[int] = set()
+        for i in order:
+            if i not in barred:
+                taken.append(i)
+                barred |= self._clashes[i]
+        return taken
+
+    def _prefixes(self, ranking: Chosen) -> Iterable[Chosen]:
+        """Beginnings of a ranking of several lengths, the whole one included."""
+        lengths = {len(ranking) * k // 6 for k in range(7)}
+        return (tuple(sorted(ranking[:length])) for length in lengths)
+
+    def _cut(self, ranking: Chosen, budget: int) -> Chosen:
+        """The shortest beginning of a ranking that meets the budget, found by halving."""
+        lengths = range(len(ranking) + 1)
+        enough = bisect_left(
+            lengths, True, key=lambda n: self._run(tuple(sorted(ranking[:n]))).peak_bytes <= budget
+        )
+        return tuple(sorted(ranking[:enough]))
+
+    def _lower(self, starts: Iterable[Chosen], done: Callable[[Outcome], bool]) -> Chosen:
+        """The lowest peak that is reached from the best starts, one change at a time."""
+        order = sorted(set(starts), key=lambda chosen: self._run(chosen).peak_bytes)
+        return min(
+            (self._descend(start, done) for start in order[:4]),
+            key=lambda chosen: (self._run(chosen).peak_bytes, self._seconds(chosen)),
+        )
+
+    def _descend(self, chosen: Chosen, done: Callable[[Outcome], bool]) -> Chosen:
         """Change one option at a time, each time the one that lowers the peak most for its time."""
-        chosen = start
-        for _ in range(_MOST_ROUNDS):
+        while not done(self._run(chosen)) and self._left > 0:
             now = self._run(chosen)
-            if done(now):
-                break
             lower = [
                 (self._gain(now, self._run(other)), other)
-                for other in self._neighbours(chosen)
+                for other in self._neighbours(chosen, now.peak_operator)
                 if self._run(other).peak_bytes < now.peak_bytes
             ]
             if not lower:
@@ -89,26 +123,66 @@ class Search:
         return chosen
 
     def _save_time(self, chosen: Chosen, budget: int) -> Chosen:
-        """Take options away or exchange them, each time the most time saved, while the peak allows it."""
-        for _ in range(_MOST_ROUNDS):
-            now = self._seconds(chosen)
-            quicker = [
-                (self._seconds(other), other)
-                for other in self._neighbours(chosen)
-                if self._seconds(other) < now and self._run(other).peak_bytes <= budget
-            ]
-            if not quicker:
-                break
-            chosen = min(quicker)[1]
+        """Take options away or exchange them, the dearest first, while the peak allows it."""
+        bettered = True
+        while bettered and self._left > 0:
+            bettered = False
+            for other in self._cheaper(chosen):
+                if self._left <= 0:
+                    break
+                if self._run(other).peak_bytes <= budget:
+                    chosen, bettered = other, True
+                    break
         return chosen
 
-    def _neighbours(self, chosen: Chosen) -> Iterable[Chosen]:
+    def _cheaper(self, chosen: Chosen) -> list[Chosen]:
+        """The choice less one option, or with others in its place, that take less time: quickest first."""
         have = set(chosen)
+        now = self._seconds(chosen)
+        found = []
+        for i in chosen:
+            found.append((self._simulator.seconds(self._options[i]), have - {i}))
         for i in range(len(self._options)):
+            if i not in have and (out := have & self._clashes[i]):
+                saved = self._sum(out) - self._simulator.seconds(self._options[i])
+                if saved > 0:
+                    found.append((saved, (have - out) | {i}))
+        found += self._swaps(have) if len(self._options) <= _FEW else []
+        found.sort(key=lambda pair: -pair[0])
+        return [tuple(sorted(other)) for saved, other in found if 0 < saved <= now]
+
+    def _swaps(self, have: set[int]) -> list[tuple[float, set[int]]]:
+        """One option for a quicker one elsewhere."""
+        return [
+            (self._sum({i}) - self._sum({j}), (have - {i}) | {j})
+            for i in have
+            for j in range(len(self._options))
+            if j not in have and not self._clashes[j] & have and self._sum({j}) < self._sum({i})
+        ]
+
+    def _sum(self, options: Iterable[int]) -> float:
+        return sum(self._simulator.seconds(self._options[i]) for i in options)
+
+    def _neighbours(self, chosen: Chosen, peak: int) -> Iterable[Chosen]:
+        have = set(chosen)
+        for i in self._near(have, peak):
             if i in have:
                 yield tuple(sorted(have - {i}))
             else:
                 yield tuple(sorted((have - self._clashes[i]) | {i}))
+
+    def _near(self, have: set[int], peak: int) -> Iterable[int]:
+        """Options to change: all if they are few, else those that bear on the peak."""
+        numbers = range(len(self._options))
+        if len(self._options) <= _FEW:
+            return numbers
+        free = [i for i in numbers if i not in have]
+        freed = {i: self._simulator.freed(self._options[i], peak) for i in free}
+        best = sorted(free, key=lambda i: -freed[i])[:_NEAR]
+        dense = sorted(free, key=lambda i: -freed[i] / self._sum({i}))[:_NEAR]
+        running = [i for i in have if self._simulator.reruns_at(self._options[i], peak)]
+        inner = [j for i in running for j in sorted(self._clashes[i])][: 2 * _NEAR]
+        return dict.fromkeys((*best, *dense, *running, *inner))
 
     def _gain(self, now: Outcome, then: Outcome) -> float:
         saved = now.peak_bytes - then.peak_bytes
@@ -117,6 +191,7 @@ class Search:
     def _run(self, chosen: Chosen) -> Outcome:
         known = self._known.get(chosen)
         if known is None:
+            self._left -= 1
             options = [self._options[i] for i in chosen]
             known = self._known[chosen] = self._simulator.run(options)
         return known
@@ -128,5 +203,18 @@ class Search:
         return Choice(tuple(self._options[i] for i in chosen), self._run(chosen))
 
 
-def _overlap(one: Option, other: Option) -> bool:
-    return any(a.first < b.last and b.first < a.last for a in one.spans for b in other.spans)
+def _clashes(options: Sequence[Option]) -> list[set[int]]:
+    """For each option those that overlap it."""
+    clashes: list[set[int]] = [set() for _ in options]
+    spans = sorted(
+        (span.first, span.last, i) for i, option in enumerate(options) for span in option.spans
+    )
+    running: list[tuple[int, int]] = []
+    for first, last, i in spans:
+        running = [(end, j) for end, j in running if end > first]
+        for _, j in running:
+            if i != j:
+                clashes[i].add(j)
+                clashes[j].add(i)
+        running.append((last, i))
+    return clashes

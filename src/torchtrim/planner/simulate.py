@@ -39,6 +39,7 @@ class _Rerun(NamedTuple):
     bump: int
     seconds: float
     copies: tuple[tuple[int, int], ...]
+    copied_bytes: int
     lost: tuple[tuple[int, int], ...]
     inputs: tuple[int, ...]
 
@@ -87,11 +88,38 @@ class Simulator:
         peak = max(high, default=before[0])
         where = high.index(peak) if high else 0
         for rerun in reruns:
-            copies = sum(self._profile.storages[number].bytes for number, _ in rerun.copies)
-            level = before[rerun.begins] - copies + rerun.bump
+            level = before[rerun.begins] - rerun.copied_bytes + rerun.bump
             if level > peak:
                 peak, where = level, rerun.begins
         return Outcome(peak, where, sum(rerun.seconds for rerun in reruns))
+
+    def seconds(self, option: Option) -> float:
+        """The time that an option adds; 0 for one that has no backward and saves nothing."""
+        return sum(rerun.seconds for s in option.spans if (rerun := self._rerun(s)) is not None)
+
+    def freed(self, option: Option, operator: int) -> int:
+        """Bytes that an option alone frees while an operator runs, to first order."""
+        storages = self._profile.storages
+        freed = 0
+        for span in option.spans:
+            rerun = self._rerun(span)
+            if rerun is None or not span.last <= operator:
+                continue
+            freed += sum(
+                storages[number].bytes
+                for number, death in rerun.lost
+                if death <= operator < storages[number].death
+            )
+            if operator >= rerun.begins:
+                freed -= sum(
+                    storages[number].bytes for number, death in rerun.copies if operator < death
+                )
+        return freed
+
+    def reruns_at(self, option: Option, operator: int) -> bool:
+        """Whether the option runs again, or holds what it made, while an operator runs."""
+        reruns = (self._rerun(span) for span in option.spans)
+        return any(rerun.begins <= operator <= rerun.ends for rerun in reruns if rerun is not None)
 
     def _deaths(self, reruns: Sequence[_Rerun]) -> dict[int, int]:
         """New ends of the first copies: of what a rerun gives up, and of what it needs as input."""
@@ -130,7 +158,8 @@ class Simulator:
         seconds = sum(operators[i].seconds + _OPERATOR_SECONDS for i in ran) + _SPAN_SECONDS
         inputs = self._inputs(span)
         bump = self._bump(span, last, dict(copies))
-        return _Rerun(span, begins, ends, bump, seconds, tuple(copies), tuple(lost), inputs)
+        copied = sum(self._profile.storages[number].bytes for number, _ in copies)
+        return _Rerun(span, begins, ends, bump, seconds, tuple(copies), copied, tuple(lost), inputs)
 
     def _split(self, number: int, span: Span) -> tuple[int, int]:
         """`(end of the second copy or 0, end of the first)` of an activation born in the span.

@@ -73,4 +73,4 @@ def names() -> list[str]:
     return [m.name for m in pkgutil.iter_modules(techniques.__path__) if m.name not in _SERVING]
 
 
-_SERVING = ("apply", "base", "blocks", "fingerprint", "swap")
+_SERVING = ("apply", "base", "blocks", "fingerprint", "rerun", "swap")

@@ -1,23 +1,14 @@
 """Recompute: drop what a block saved for backward, and run the block again when backward comes to it.
 
-The random numbers are kept (`torch.utils.checkpoint`, non-reentrant), and buffers that the block
-writes, such as BatchNorm's statistics, are written once: while it runs again, scratch copies with the
-values of before the first run stand in their place. The technique is that of Chen et al., "Training
-Deep Nets with Sublinear Memory Cost" (2016), here chosen block by block.
+The technique is that of Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016), here chosen
+block by block; `techniques.rerun` does it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
-
-import torch
-from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.utils.checkpoint import checkpoint
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from torchtrim.errors import ApplyFailed
 from torchtrim.records.finding import Equivalence
@@ -25,7 +16,11 @@ from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile
 from torchtrim.techniques.base import Handle, Option
 from torchtrim.techniques.blocks import blocks_of
-from torchtrim.techniques.swap import Swapped
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from torchtrim.techniques.swap import Swapped
 
 _WHERE = re.compile(r"(?P<path>[^\[\]]+)(?:\[(?P<first>\d+):(?P<last>\d+)\])?")
 Range = tuple[int, int]
@@ -43,22 +38,15 @@ class Recompute:
 
     def apply(self, roots: Mapping[str, nn.Module], technique: Technique) -> Handle:
         """Make the named modules run again in backward."""
-        whole: list[nn.Module] = []
-        ranges: dict[int, tuple[nn.Sequential, list[Range]]] = {}
-        for where in technique.where:
-            module, span = _find(roots, where)
-            if span is None:
-                whole.append(module)
-            elif not isinstance(module, nn.Sequential):
-                raise ApplyFailed(f"`{where}` is a range, and that module is no nn.Sequential.")
-            else:
-                ranges.setdefault(id(module), (module, []))[1].append(span)
+        from torchtrim.techniques.rerun import rerun_ranges, rerun_whole
+
+        whole, ranges = _sort(roots, technique.where)
         swapped = Recomputed()
         try:
             for module in whole:
-                swapped.add(Swapped(module, functools.partial(_whole, Buffers([module]))))
-            for chain, spans in ranges.values():
-                swapped.add(Swapped(chain, functools.partial(_chain, chain, _apart(chain, spans))))
+                swapped.add(rerun_whole(module))
+            for chain, spans in ranges:
+                swapped.add(rerun_ranges(chain, spans))
         except BaseException:
             swapped.revert()
             raise
@@ -84,6 +72,25 @@ class Recomputed:
             self._swapped.pop().revert()
 
 
+def _sort(
+    roots: Mapping[str, nn.Module], places: Sequence[str]
+) -> tuple[list[nn.Module], list[tuple[nn.Sequential, list[Range]]]]:
+    """Modules that are named whole, and Sequentials with the ranges that are named of them."""
+    from torch import nn
+
+    whole: list[nn.Module] = []
+    ranges: dict[int, tuple[nn.Sequential, list[Range]]] = {}
+    for where in places:
+        module, span = _find(roots, where)
+        if span is None:
+            whole.append(module)
+        elif not isinstance(module, nn.Sequential):
+            raise ApplyFailed(f"`{where}` is a range, and that module is no nn.Sequential.")
+        else:
+            ranges.setdefault(id(module), (module, []))[1].append(span)
+    return whole, list(ranges.values())
+
+
 def _find(roots: Mapping[str, nn.Module], where: str) -> tuple[nn.Module, Range | None]:
     match = _WHERE.fullmatch(where)
     if match is None:
@@ -101,123 +108,3 @@ def _find(roots: Mapping[str, nn.Module], where: str) -> tuple[nn.Module, Range 
         ) from None
     span = (int(match["first"]), int(match["last"])) if match["first"] else None
     return module, span
-
-
-def _apart(chain: nn.Sequential, ranges: list[Range]) -> list[tuple[Range, Buffers]]:
-    """The ranges in order, each with the buffers of its modules. They must not overlap."""
-    position = 0
-    apart = []
-    for first, last in sorted(ranges):
-        if not position <= first < last <= len(chain):
-            raise ApplyFailed(
-                f"the range [{first}:{last}] overlaps another or leaves a Sequential of {len(chain)}."
-            )
-        position = last
-        apart.append(((first, last), Buffers(list(chain)[first:last])))
-    return apart
-
-
-def _whole(buffers: Buffers, forward: Callable[..., Any]) -> Callable[..., Any]:
-    return functools.partial(_run, forward, buffers)
-
-
-def _chain(
-    chain: nn.Sequential, ranges: list[tuple[Range, Buffers]], _forward: Callable[..., Any]
-) -> Callable[..., Any]:
-    def forward(value: Any) -> Any:
-        children = list(chain)
-        position = 0
-        for (first, last), buffers in ranges:
-            value = _one_by_one(children[position:first], value)
-            value = _run(functools.partial(_one_by_one, children[first:last]), buffers, value)
-            position = last
-        return _one_by_one(children[position:], value)
-
-    return forward
-
-
-def _one_by_one(modules: Sequence[nn.Module], value: Any) -> Any:
-    for module in modules:
-        value = module(value)
-    return value
-
-
-def _run(function: Callable[..., Any], buffers: Buffers, *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return function(*args, **kwargs)
-    return checkpoint(
-        functools.partial(function, **kwargs),
-        *args,
-        use_reentrant=False,
-        preserve_rng_state=True,
-        context_fn=buffers.contexts,
-    )
-
-
-Values = dict[tuple[int, str], torch.Tensor]
-
-
-class Buffers:
-    """Sees to it that a block which runs twice writes its buffers once.
-
-    Which buffers the block writes is learnt when it first runs in a mode (training or not), by their
-    values: kernels such as BatchNorm's write without telling autograd. Those of norms always count.
-    """
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = [inner for module in modules for inner in module.modules()]
-        self._written: dict[tuple[bool, ...], set[tuple[int, str]]] = {}
-
-    def contexts(
-        self,
-    ) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-        """Contexts for the first run and for the run in backward."""
-        before: Values = {}
-        return self._first(before), self._again(before)
-
-    @contextlib.contextmanager
-    def _first(self, before: Values) -> Iterator[None]:
-        mode = tuple(module.training for module in self._modules)
-        written = self._written.get(mode)
-        versions = {}
-        for at, buffer in self._buffers():
-            if written is None or at in written:
-                before[at] = buffer.clone()
-                versions[at] = (buffer, buffer._version)
-        yield
-        if written is None:
-            self._written[mode] = written = set()
-            for at, buffer in self._buffers():
-                if at in before and self._changed(at, buffer, before[at], *versions[at]):
-                    written.add(at)
-            for at in before.keys() - written:
-                del before[at]
-
-    @contextlib.contextmanager
-    def _again(self, before: Values) -> Iterator[None]:
-        now = {(n, name): self._modules[n]._buffers[name] for n, name in before}
-        for (n, name), value in before.items():
-            self._modules[n]._buffers[name] = value.clone()
-        try:
-            yield
-        finally:
-            for (n, name), buffer in now.items():
-                self._modules[n]._buffers[name] = buffer
-
-    def _changed(
-        self,
-        at: tuple[int, str],
-        buffer: torch.Tensor,
-        value: torch.Tensor,
-        old: torch.Tensor,
-        version: int,
-    ) -> bool:
-        if buffer is not old or buffer._version != version:
-            return True
-        return isinstance(self._modules[at[0]], _NormBase) or not torch.equal(buffer, value)
-
-    def _buffers(self) -> Iterator[tuple[tuple[int, str], torch.Tensor]]:
-        for number, module in enumerate(self._modules):
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    yield (number, name), buffer
