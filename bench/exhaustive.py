@@ -4,8 +4,9 @@
 
 A block is a child of a ModuleList, a child with children of a Sequential, or, in a flat Sequential, a
 layer with parameters and what follows it. The script runs unmodified in one process; before each of its
-steps another subset is applied, and the step's peak is measured. Segmentation has 2^11 subsets, so it
-is run with a batch of one.
+steps another subset is applied, and the step's peak is measured. Beside it stands the smallest peak of
+torchtrim's own plans on the same script with the same arguments, measured as well. Where there are very
+many subsets the batch is smaller than the example's.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from torch import nn
 
 from bench.examples import NAMES, script
 from bench.machine import save
+from torchtrim.certify.fit import Fitting
 from torchtrim.certify.session import reachable_bytes
+from torchtrim.certify.trial import Request
 from torchtrim.observe.allocator import allocator_for
 from torchtrim.observe.modules import Modules
 from torchtrim.observe.watch import Listener, Watcher
@@ -31,7 +34,7 @@ from torchtrim.techniques.base import Handle, technique
 
 _MOST_SUBSETS = 2048
 _FLAT = 4
-_SMALLER = {"segmentation": ("--batch-size", "1")}
+_SMALLER = {"segmentation": ("--batch-size", "1"), "gan": ("--batch-size", "16")}
 
 
 class Stop(BaseException):
@@ -133,7 +136,10 @@ def measure(name: str) -> dict[str, Any]:
     with search.watcher, contextlib.suppress(Stop):
         runpy.run_path(sys.argv[0], run_name="__main__")
     best = min(search.peaks, key=search.peaks.__getitem__)
+    floor = floor_of(name, more)
     return {
+        "floor_bytes": floor,
+        "floor_over_best": round(floor / search.peaks[best], 4),
         "arguments": list(more),
         "blocks": search.blocks,
         "subsets": len(search.peaks),
@@ -142,6 +148,14 @@ def measure(name: str) -> dict[str, Any]:
         "best_bytes": search.peaks[best],
         "best": list(best),
     }
+
+
+def floor_of(name: str, arguments: tuple[str, ...]) -> int:
+    """The smallest peak that torchtrim finds, measured."""
+    fitting = Fitting(script(name)._replace(args=arguments), Request(), lambda _: None)
+    planner = fitting.planner(fitting.observe())
+    floor = planner.floor.outcome.peak_bytes
+    return fitting.run_planned(planner.plan(floor)).peak_bytes
 
 
 def main() -> None:

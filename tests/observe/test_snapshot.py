@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import OPTIMIZERS, SAMPLES, Sample, train
 from torch import nn
 
+from models import OPTIMIZERS, SAMPLES, Sample, train
 from torchtrim.errors import Unsupported
 from torchtrim.observe.snapshot import Snapshot
 
@@ -148,9 +148,9 @@ def test_lbfgs_and_its_lists() -> None:
 
     optimizer.step(closure)
     snapshot = Snapshot([model], [optimizer])
-    expected = [float(optimizer.step(closure)) for _ in range(2)]
+    expected = [optimizer.step(closure).item() for _ in range(2)]
     snapshot.restore()
-    assert [float(optimizer.step(closure)) for _ in range(2)] == expected
+    assert [optimizer.step(closure).item() for _ in range(2)] == expected
 
 
 def test_a_learning_rate_that_is_a_tensor() -> None:

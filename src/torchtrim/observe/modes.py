@@ -46,7 +46,7 @@ def _popped_until(mode: TorchDispatchMode | None) -> list[TorchDispatchMode]:
     for one in reversed(_get_current_dispatch_mode_stack()):
         if one is mode or one.is_infra_mode():
             break
-        popped.append(_pop_mode())  # type: ignore[no-untyped-call]
+        popped.append(_pop_mode())
     return popped
 
 

@@ -25,14 +25,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtrim.observe.modes import enter_below, leave
 from torchtrim.observe.places import ENGINE, Places, Spot
-from torchtrim.observe.storages import Storages, parts_of, reachable_tensors
+from torchtrim.observe.storages import PLAIN, Storages, parts_of, reachable_tensors
 from torchtrim.records.profile import Phase
 
 MARK = "torchtrim::operator"
 Use = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
 Cause = tuple[Phase, int, Spot | None, Spot | None, int]
 
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 _SCALARS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
 
 
@@ -265,7 +264,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         see = self.storages.see
         for value in values:
             of = type(value)
-            if of in _PLAIN:
+            if of in PLAIN:
                 number = see(value, birth, kind)
                 if number >= 0 and not value.is_nested:
                     uses.append((number, value.dtype, value.shape, value.stride()))

@@ -73,13 +73,14 @@ class _KeptTensor:
         self._tensor = tensor
         self._memory = tensor.detach()
         self._requires_grad = tensor.requires_grad
-        self._overlaps = tensor.layout is torch.strided and 0 in tensor.stride()
+        self._strided = tensor.layout is torch.strided
+        self._overlaps = self._strided and 0 in tensor.stride()
         source: Any = self._memory.untyped_storage() if self._overlaps else self._memory
         self._value = source.clone()
 
     def restore(self) -> None:
         tensor, memory = self._tensor, self._memory
-        if tensor.dtype != memory.dtype or not tensor.is_set_to(memory):
+        if tensor.dtype != memory.dtype or (self._strided and not tensor.is_set_to(memory)):
             tensor.data = memory
         if self._overlaps:
             memory.untyped_storage().copy_(self._value)

@@ -12,6 +12,9 @@ from torch._C import DisableTorchFunctionSubclass, _current_autograd_node
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+"""The classes whose attributes are torch's own."""
+
 _NO_STORAGE = (NotImplementedError, RuntimeError)
 
 
@@ -128,7 +131,7 @@ class Storages:
         if self.counts(life):
             self.live_bytes -= life.bytes
 
-    def _died(self, watched: Any) -> None:
+    def _died(self, watched: _Watched) -> None:
         if self._living.get(watched.key) is watched:
             del self._living[watched.key]
             self._end(watched.number)
@@ -136,12 +139,15 @@ class Storages:
 
 def parts_of(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
     """The plain tensors that hold a tensor's elements: itself, or the parts of a sparse one or wrapper."""
+    if type(tensor) in PLAIN and tensor.layout is torch.strided:
+        return (tensor,)
     if is_lazy(tensor):
         return ()
     with DisableTorchFunctionSubclass(), torch.no_grad():
-        if is_traceable_wrapper_subclass(tensor):
-            names, _ = tensor.__tensor_flatten__()
-            return [part for name in names for part in parts_of(getattr(tensor, name))]
+        wrapper: Any = tensor
+        if is_traceable_wrapper_subclass(wrapper):
+            names, _ = wrapper.__tensor_flatten__()
+            return [part for name in names for part in parts_of(getattr(wrapper, name))]
         if tensor.layout is torch.sparse_coo:
             return [tensor._indices(), tensor._values()]
         if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -71,9 +72,13 @@ class Inference:
 
 def _rolled(batch: Any) -> Any:
     """The batch with its samples in another order: every tensor of the batch's length rolled by one."""
-    sizes = [tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim()]
+    sizes = [tensor.shape[0] for tensor in tensors_in(batch) if _has_samples(tensor)]
     size = max(set(sizes), key=sizes.count, default=0)
-    return _each(batch, lambda t: t.roll(1, 0) if t.dim() and t.shape[0] == size else t)
+    return _each(batch, lambda t: t.roll(1, 0) if _has_samples(t) and t.shape[0] == size else t)
+
+
+def _has_samples(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested and tensor.dim() > 0
 
 
 def _cast(batch: Any, dtype: torch.dtype | None) -> Any:
@@ -85,10 +90,19 @@ def _cast(batch: Any, dtype: torch.dtype | None) -> Any:
 def _each(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(batch, torch.Tensor):
         return change(batch)
+    if isinstance(batch, MutableMapping):
+        changed = copy.copy(batch)
+        changed.update({key: _each(value, change) for key, value in batch.items()})
+        return changed
     if isinstance(batch, Mapping):
         return {key: _each(value, change) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(_each(value, change) for value in batch))
     if isinstance(batch, (list, tuple)):
         return type(batch)(_each(value, change) for value in batch)
+    if hasattr(batch, "__dataclass_fields__") and not isinstance(batch, type):
+        changed = copy.copy(batch)
+        for name in batch.__dataclass_fields__:
+            object.__setattr__(changed, name, _each(getattr(batch, name, None), change))
+        return changed
     return batch

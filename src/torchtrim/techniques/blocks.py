@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torchtrim.records.profile import Call, Module, Profile
 from torchtrim.techniques.base import Span
 
-_LEAST_SHARE = 0.002
+_LEAST_SHARE = 0.0005
 _MOST_CUTS = 16
 
 
@@ -21,7 +21,7 @@ class Block(NamedTuple):
 
 
 def blocks_of(profile: Profile) -> list[Block]:
-    """The blocks that save at least two thousandths of the peak and may run twice.
+    """The blocks that save at least half a thousandth of the peak and may run twice.
 
     A block may not run twice if something writes to its inputs between its forward and its backward, or
     if hooks of the user's hang in it. Of modules with the same operators the outermost is taken.
