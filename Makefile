@@ -35,15 +35,14 @@ demo: $(READY)
 	$(BIN)/torchtrim optimize examples/charlm.py --memory 60%
 	@echo "To have torchtrim on your path: source $(BIN)/activate"
 
-# Times are tested alone: coverage and a second process would be measured with them.
+# One thread each: two test processes share the cores.
 test: export OMP_NUM_THREADS := 1
 test: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/pytest -n 2 --cov --ignore-glob='*/test_speed.py'
-	$(BIN)/pytest $(wildcard tests/*/test_speed.py)
+	$(BIN)/pytest -n 2 --cov
 
 # Every file of bench/ that can be run is a benchmark; one alone: python -m bench.recorder
 bench: $(READY)

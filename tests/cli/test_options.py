@@ -10,7 +10,7 @@ FITS = ("--memory", "--memory-kind")
 OPTIONS = {
     "diagnose": (*RUNS, "--out", "--fail-on", "--max-syncs", "--max-peak"),
     "doctor": ("--json",),
-    "explain": (),
+    "explain": ("--json",),
     "optimize": (*RUNS, *FITS, "--out"),
     "plan": (*RUNS, *FITS, "--out", "--frontier"),
     "run": ("--module", "-m", "--plan"),

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from models import Sample, train
 from torchtrim.observe.allocator import Allocator
 from torchtrim.observe.build import Setting
 from torchtrim.observe.modules import Modules
@@ -130,3 +131,17 @@ def made_by(profile: Profile, name: str, phase: str = "forward") -> list[Storage
 def kinds(storages: Sequence[Storage]) -> list[str]:
     """The kinds of the storages."""
     return [storage.kind for storage in storages]
+
+
+def linear_relu() -> Sample:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    return Sample(model, torch.randn(5, 4), torch.randint(3, (5,)))
+
+
+def trained(sample: Sample, **options: bool) -> Profile:
+    optimizer = torch.optim.Adam(sample.model.parameters(), **options)
+    return record(lambda: train(sample, optimizer, steps=2))
+
+
+def named(profile: Profile, kind: str) -> dict[str, Storage]:
+    return {storage.name: storage for storage in profile.storages if storage.kind == kind}

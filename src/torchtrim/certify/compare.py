@@ -12,7 +12,8 @@ import torch
 from torchtrim.certify.evidence import QUANTITIES
 from torchtrim.certify.trial import Trial
 
-_PLURAL = {"loss": "losses", "parameter": "parameters", "random state": "random generators"}
+_PLURAL = {"loss": "losses", "random state": "random generators"}
+_SINGULAR = {"random state": "random generator"}
 
 
 def differences(one: Trial, other: Trial) -> list[str]:
@@ -35,14 +36,16 @@ def compared(one: Trial) -> tuple[str, ...]:
         totals.update(kinds)
         steps.update(kinds.keys())
     return tuple(
-        f"{round(totals[kind] / steps[kind])} {_plural(kind)} x {steps[kind]} steps"
+        f"{_counted(round(totals[kind] / steps[kind]), kind)} x {steps[kind]} steps"
         for kind in QUANTITIES
         if totals[kind]
     )
 
 
-def _plural(kind: str) -> str:
-    return _PLURAL.get(kind, f"{kind}s")
+def _counted(count: int, kind: str) -> str:
+    if count == 1:
+        return f"1 {_SINGULAR.get(kind, kind)}"
+    return f"{count} {_PLURAL.get(kind, kind + 's')}"
 
 
 def load_kept(folder: Path, number: int) -> torch.Tensor | None:

@@ -5,23 +5,15 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
-from importlib.util import find_spec
 from typing import Any
 
 import click
-
-_EXTRAS = {
-    "libcst": "[fix] cures in source",
-    "highspy": "[solver] exact selection",
-    "numba": "[fast] compiled planner",
-    "triton": "kernels on CUDA",
-}
 
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="As JSON, on stdout.")
 def command(as_json: bool) -> None:
-    """Show versions, devices and extras, and try the recorder on a small model."""
+    """Show versions and devices, and try the recorder on a small model."""
     facts = _facts()
     if as_json:
         click.echo(json.dumps(facts, indent=2))
@@ -41,8 +33,6 @@ def _facts() -> dict[str, Any]:
     facts["system"] = f"{platform.system()} {platform.machine()}"
     cuda = torch.cuda.is_available()
     facts["cuda"] = torch.cuda.get_device_name() if cuda else "no device"
-    for name, use in _EXTRAS.items():
-        facts[name] = f"{'installed' if find_spec(name) else 'not installed'}: {use}"
     facts["recorder"] = _try_recorder()
     return facts
 

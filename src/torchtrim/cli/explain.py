@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 import click
@@ -9,19 +10,27 @@ import click
 
 @click.command()
 @click.argument("code", required=False)
-def command(code: str | None) -> None:
+@click.option("--json", "as_json", is_flag=True, help="As JSON, on stdout.")
+def command(code: str | None, as_json: bool) -> None:
     """Show the page of a rule, such as TT201; without a code, list all rules."""
+    from torchtrim.rules.registry import all_rules, explain, rule
+
+    chosen = list(all_rules()) if code is None else [rule(code.upper())]
+    if as_json:
+        facts = ("code", "name", "summary", "page")
+        click.echo(json.dumps([{f: getattr(r, f) for f in facts} for r in chosen], indent=2))
+    elif code is None:
+        for one in chosen:
+            click.echo(f"{one.code}  {one.name}: {one.summary}")
+    else:
+        _show(explain(code.upper()))
+
+
+def _show(page: str) -> None:
+    if not sys.stdout.isatty():
+        click.echo(page)
+        return
     from rich.console import Console
     from rich.markdown import Markdown
 
-    from torchtrim.rules.registry import all_rules, explain
-
-    if code is None:
-        for rule in all_rules():
-            click.echo(f"{rule.code}  {rule.name}: {rule.summary}")
-        return
-    page = explain(code.upper())
-    if sys.stdout.isatty():
-        Console().print(Markdown(page))
-    else:
-        click.echo(page)
+    Console().print(Markdown(page))

@@ -40,7 +40,7 @@ def runs_script(function: F) -> F:
             click.option(
                 "--device",
                 type=click.Choice(["cpu", "emulated", "cuda"]),
-                help="By default what the script uses. emulated: on CPU, judged as an accelerator.",
+                help="By default what the script uses. emulated: on CPU, judged as on an accelerator.",
             ),
             click.option("--json", "as_json", is_flag=True, help="The report as JSON, on stdout."),
         )

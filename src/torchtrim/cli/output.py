@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -70,9 +71,20 @@ def show(
     terminal.render(result.report, Console(), next_command=next_command, paths=shown)
 
 
+def _own_name() -> list[str]:
+    """How this command was called, so that the next one can be called so too."""
+    called = Path(sys.argv[0])
+    if called.name == "__main__.py":
+        return [Path(sys.executable).name, "-m", "torchtrim"]
+    found = shutil.which("torchtrim")
+    if found is not None and Path(found).resolve() == called.resolve():
+        return ["torchtrim"]
+    return [str(called)] if called.is_file() else ["torchtrim"]
+
+
 def command_for(options: dict[str, Any], verb: str, *more: str) -> str:
     """A command on the same script."""
-    words = ["torchtrim", verb]
+    words = [*_own_name(), verb]
     if options["module"]:
         words.append("-m")
     words += [options["script"], *more]

@@ -160,10 +160,12 @@ def _device(life: Life, readers: set[str], device: str) -> str:
 
 
 def _phases_of_readers(operators: list[Operator], count: int) -> list[set[str]]:
+    """In which phases each storage is read; in backward by gradients of forward operators only."""
     readers: list[set[str]] = [set() for _ in range(count)]
     for op in operators:
-        for use in op.inputs:
-            readers[use.storage].add(op.phase)
+        if op.phase != "backward" or op.forward >= 0:
+            for use in op.inputs:
+                readers[use.storage].add(op.phase)
     return readers
 
 

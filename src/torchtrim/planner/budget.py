@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import PurePath
 
 from torchtrim import __version__
 from torchtrim.errors import InfeasibleBudget
@@ -58,7 +59,7 @@ class Planner:
                 raise self.infeasible(budget, choice.outcome.peak_bytes)
         return Plan(
             torchtrim=__version__,
-            script=self.profile.script,
+            script=_within(self.profile.script, self.profile.project),
             script_sha256=self._sha256,
             fingerprint=self._fingerprint,
             budget_bytes=budget,
@@ -111,6 +112,12 @@ class Planner:
         if place:
             parts.append(f"({place.path}:{place.line})")
         return " ".join(parts)
+
+
+def _within(script: str, project: str) -> str:
+    """The script's path from its project, since a plan is committed there."""
+    path = PurePath(script)
+    return path.relative_to(project).as_posix() if path.is_relative_to(project) else script
 
 
 def _options(profile: Profile) -> list[Option]:
