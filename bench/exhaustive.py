@@ -154,8 +154,7 @@ def floor_of(name: str, arguments: tuple[str, ...]) -> int:
     """The smallest peak that torchtrim finds, measured."""
     fitting = Fitting(script(name)._replace(args=arguments), Request(), lambda _: None)
     planner = fitting.planner(fitting.observe())
-    floor = planner.floor.outcome.peak_bytes
-    return fitting.run_planned(planner.plan(floor)).peak_bytes
+    return fitting.run_planned(planner.floor_plan(1)).peak_bytes
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,12 @@ def save(name: str, data: dict[str, Any]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"machine": facts(), **data}, indent=1) + "\n")
     return path
+
+
+def with_spread(values: list[float]) -> dict[str, float]:
+    """The median and half of what the middle half of the values spans."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return {"median": round(middle, 2), "spread": round((high - low) / 2, 2)}
 
 
 def _processor() -> str:

@@ -1,6 +1,9 @@
 """What recording a training step costs for each operator, beside others that watch one.
 
-python -m bench.recorder [--json]
+    python -m bench.recorder [--json]
+
+Times are those of the processor in the one thread that trains, so that other programs on the machine
+disturb them little.
 """
 
 from __future__ import annotations
@@ -21,12 +24,14 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import machine
+from bench.machine import with_spread
 from torchtrim.observe.allocator import CpuAllocator
 from torchtrim.observe.build import Setting
 from torchtrim.observe.modules import Modules
 from torchtrim.observe.places import Places
 from torchtrim.observe.recorder import Recorder
 from torchtrim.observe.recording import Recording
+from torchtrim.observe.watch import Watcher
 
 WIDTHS = (16, 64, 256)
 ROUNDS = 15
@@ -72,16 +77,18 @@ def operators_only(training: Training) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recording(training: Training) -> Iterator[None]:
-    """Our recorder with all that it does: the memory profiler runs, and operators are marked in it."""
+    """Our recorder with all that it does: modules are watched, the memory profiler runs, and operators
+    are marked in it."""
     modules = Modules()
     modules.add_root(training.model)
     setting = Setting("cpu", "bench", HERE)
     running = Recording(modules, Places(HERE), setting, CpuAllocator())
-    running.begin([training.optimizer], scan=False)
-    try:
-        yield
-    finally:
-        running.abandon()
+    with Watcher(running):
+        running.begin([training.optimizer], scan=False)
+        try:
+            yield
+        finally:
+            running.abandon()
 
 
 @contextlib.contextmanager
@@ -123,7 +130,7 @@ def operators_of(training: Training) -> int:
 
 
 def seconds(training: Training, watcher: Callable[[Training], Any]) -> float:
-    """Time of one step, watched. Starting and stopping to watch are not counted."""
+    """Seconds of the processor for one step, watched. Starting and stopping to watch do not count."""
     gc.collect()
     with watcher(training):
         begin = time.thread_time()
@@ -147,16 +154,11 @@ def measure(width: int, rounds: int) -> dict[str, Any]:
         "operators": count,
         "eager_ms": eager * 1e3,
         "microseconds_per_operator": {
-            name: _with_spread([(t - eager) / count * 1e6 for t in taken])
+            name: with_spread([(t - eager) / count * 1e6 for t in taken])
             for name, taken in times.items()
         },
         "times_eager": {name: statistics.median(t) / eager for name, t in times.items()},
     }
-
-
-def _with_spread(values: list[float]) -> dict[str, float]:
-    low, middle, high = statistics.quantiles(values, n=4)
-    return {"median": round(middle, 2), "spread": round((high - low) / 2, 2)}
 
 
 def show(results: list[dict[str, Any]]) -> None:

@@ -160,8 +160,8 @@ def plan_report(
     whole = measured(trial, memory_kind)
     budget = parse_bytes(memory, whole=whole)
     bias = whole - planner.simulated_original
-    chosen = planner.plan(budget, target=budget - bias, memory_kind=memory_kind)
-    points: tuple[FrontierPoint, ...] = planner.frontier() if frontier else ()
+    chosen = planner.plan(budget, bias=bias, memory_kind=memory_kind)
+    points: tuple[FrontierPoint, ...] = planner.frontier(bias=bias) if frontier else ()
     report = msgspec.structs.replace(
         _report("plan", workload, trial),
         budget_bytes=budget,

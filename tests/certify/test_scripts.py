@@ -159,7 +159,7 @@ def test_a_plan_for_another_model_is_refused(tmp_path: Path) -> None:
     script = Script(str(SCRIPTS / "plain.py"))
     fitting = Fitting(script, Request(steps=1), quiet)
     planner = fitting.planner(fitting.observe())
-    plan = planner.plan(planner.floor.outcome.peak_bytes)
+    plan = planner.floor_plan(1)
     other = Script(str(SCRIPTS / "gan.py"))
     with pytest.raises(ApplyFailed, match="made for another"):
         run_trial(other, Request(steps=1, plan=plan), tmp_path)

@@ -16,7 +16,7 @@ from torchtrim.errors import InfeasibleBudget, Unsupported
 from torchtrim.observe.script import Script, working_folder
 from torchtrim.planner.budget import Planner
 from torchtrim.records.certificate import Certificate
-from torchtrim.records.plan import MemoryKind, Plan, Prediction
+from torchtrim.records.plan import MemoryKind, Plan
 from torchtrim.techniques.fingerprint import sha256_of
 from torchtrim.units import format_bytes, parse_bytes
 
@@ -76,8 +76,8 @@ class Fitting:
         whole = measured(original, memory_kind)
         budget = parse_bytes(memory, whole=whole)
         if whole <= budget:
-            plan = planner.plan(max(budget, planner.simulated_original), memory_kind=memory_kind)
-            plan = _with_budget(plan, budget, whole - planner.simulated_original)
+            bias = whole - planner.simulated_original
+            plan = planner.plan(budget, bias=bias, memory_kind=memory_kind)
             return Fit(
                 original, budget, plan, None, None, ("the original fits the budget as it is",)
             )
@@ -108,10 +108,9 @@ class Fitting:
         notes: list[str] = []
         for _ in range(_ROUNDS):
             try:
-                plan = planner.plan(budget, target=budget - bias, memory_kind=kind)
+                plan = planner.plan(budget, bias=bias, memory_kind=kind)
             except InfeasibleBudget:
                 break
-            plan = _with_budget(plan, budget, bias)
             trial = self.run_planned(plan)
             used = measured(trial, kind)
             error = used - plan.predicted.peak_bytes
@@ -134,9 +133,7 @@ class Fitting:
         self, planner: Planner, budget: int, bias: int, kind: MemoryKind, notes: tuple[str, ...]
     ) -> tuple[Plan, Trial, tuple[str, ...]]:
         """The plan with the smallest peak, if what it measures is within the budget after all."""
-        floor = planner.floor.outcome.peak_bytes
-        plan = planner.plan(budget, target=floor, memory_kind=kind)
-        plan = _with_budget(plan, budget, bias)
+        plan = planner.floor_plan(budget, bias=bias, memory_kind=kind)
         trial = self.run_planned(plan)
         used = measured(trial, kind)
         if used <= budget:
@@ -168,11 +165,3 @@ def measured(trial: Trial, kind: MemoryKind) -> int:
             "`allocated` is measured everywhere, `reserved` on CUDA, `rss` on CPU."
         )
     return figure
-
-
-def _with_budget(plan: Plan, budget: int, bias: int) -> Plan:
-    predicted = Prediction(
-        peak_bytes=max(plan.predicted.peak_bytes + bias, 0),
-        step_seconds=plan.predicted.step_seconds,
-    )
-    return msgspec.structs.replace(plan, budget_bytes=budget, predicted=predicted)

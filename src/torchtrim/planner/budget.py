@@ -44,19 +44,26 @@ class Planner:
             self._floor = self._search.smallest()
         return self._floor
 
-    def plan(
-        self, budget: int, *, target: int | None = None, memory_kind: MemoryKind = "allocated"
-    ) -> Plan:
-        """The quickest plan whose simulated peak is within `target`, by default the budget.
+    def plan(self, budget: int, *, bias: int = 0, memory_kind: MemoryKind = "allocated") -> Plan:
+        """The quickest plan that is expected to stay within the budget.
 
-        Raises `InfeasibleBudget` with the smallest feasible peak and what sets it.
+        `bias`: by how much the measured figure is over the simulated peak. Raises `InfeasibleBudget`
+        with the smallest feasible peak and what sets it.
         """
-        target = budget if target is None else target
-        choice = self._search.cheapest(target)
+        choice = self._search.cheapest(budget - bias)
         if choice is None:
             choice = self.floor
-            if choice.outcome.peak_bytes > target:
-                raise self.infeasible(budget, choice.outcome.peak_bytes)
+            if choice.outcome.peak_bytes > budget - bias:
+                raise self.infeasible(budget, choice.outcome.peak_bytes + bias)
+        return self._plan(choice, budget, bias, memory_kind)
+
+    def floor_plan(
+        self, budget: int, *, bias: int = 0, memory_kind: MemoryKind = "allocated"
+    ) -> Plan:
+        """The plan with the smallest peak that was found."""
+        return self._plan(self.floor, budget, bias, memory_kind)
+
+    def _plan(self, choice: Choice, budget: int, bias: int, memory_kind: MemoryKind) -> Plan:
         return Plan(
             torchtrim=__version__,
             script=_within(self.profile.script, self.profile.project),
@@ -66,7 +73,7 @@ class Planner:
             memory_kind=memory_kind,
             techniques=_techniques(choice.options),
             predicted=Prediction(
-                peak_bytes=choice.outcome.peak_bytes,
+                peak_bytes=max(choice.outcome.peak_bytes + bias, 0),
                 step_seconds=self._step_seconds + choice.outcome.added_seconds,
             ),
         )
@@ -82,7 +89,7 @@ class Planner:
             set_by=set_by,
         )
 
-    def frontier(self, points: int = 8) -> tuple[FrontierPoint, ...]:
+    def frontier(self, points: int = 8, *, bias: int = 0) -> tuple[FrontierPoint, ...]:
         """The best plan for budgets from the original's peak down to the smallest feasible."""
         low, high = self.floor.outcome.peak_bytes, self.simulated_original
         found = []
@@ -91,8 +98,8 @@ class Planner:
             choice = self._search.cheapest(budget) or self.floor
             found.append(
                 FrontierPoint(
-                    budget_bytes=budget,
-                    peak_bytes=choice.outcome.peak_bytes,
+                    budget_bytes=budget + bias,
+                    peak_bytes=choice.outcome.peak_bytes + bias,
                     step_seconds=self._step_seconds + choice.outcome.added_seconds,
                     where=tuple(option.where for option in choice.options),
                 )

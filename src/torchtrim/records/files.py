@@ -15,7 +15,7 @@ from torchtrim.errors import UnreadableInput, UsageError
 from torchtrim.records.plan import Plan
 from torchtrim.records.profile import Profile, check
 
-MOST_BYTES = 2**31
+MOST_BYTES = 2**30
 _MOST_PLAN_BYTES = 2**22
 T = TypeVar("T")
 
