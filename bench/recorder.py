@@ -3,13 +3,14 @@
     python -m bench.recorder [--json]
 
 Times are those of the processor in the one thread that trains, so that other programs on the machine
-disturb them little.
+disturb them little; and what is freed stays with the process, so that page faults do not count.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import gc
 import random
 import statistics
@@ -83,12 +84,25 @@ def recording(training: Training) -> Iterator[None]:
     modules.add_root(training.model)
     setting = Setting("cpu", "bench", HERE)
     running = Recording(modules, Places(HERE), setting, CpuAllocator())
-    with Watcher(running):
+    watcher = Watcher(running)
+    watcher.optimizers.append(training.optimizer)
+    with watcher:
         running.begin([training.optimizer], scan=False)
         try:
             yield
         finally:
             running.abandon()
+
+
+@contextlib.contextmanager
+def memory_only(_: Training) -> Iterator[None]:
+    """What runs in the steps that are timed: the memory profiler alone."""
+    allocator = CpuAllocator()
+    allocator.start()
+    try:
+        yield
+    finally:
+        allocator.stop()
 
 
 @contextlib.contextmanager
@@ -115,6 +129,7 @@ WATCHERS: dict[str, Callable[[Training], Any]] = {
     "empty mode": lambda _: Empty(),
     "recorder, operators only": operators_only,
     "recorder": recording,
+    "memory profiler only": memory_only,
     "MemTracker": mem_tracker,
     "torch.profiler": profiler,
 }
@@ -175,6 +190,15 @@ def show(results: list[dict[str, Any]]) -> None:
             )
 
 
+def keep_freed_memory() -> None:
+    """Tell glibc's malloc to give nothing back to the system."""
+    trim_threshold, mmap_threshold = -1, -3
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(trim_threshold, 1 << 30)
+        libc.mallopt(mmap_threshold, 1 << 30)
+
+
 def main() -> None:
     """Measure, print, save."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -182,6 +206,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    keep_freed_memory()
     results = [measure(width, options.rounds) for width in WIDTHS]
     path = machine.save("recorder", {"rounds": options.rounds, "widths": results})
     if options.json:

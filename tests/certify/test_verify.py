@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -14,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from steps import ConvNet, encoder, fitting, images, squared, train_step
 from torchtrim import TrainStep
+from torchtrim.errors import ApplyFailed
 from torchtrim.records.certificate import Certificate
 from torchtrim.records.plan import Plan, Prediction, Technique
 from torchtrim.techniques import rerun
@@ -186,3 +189,51 @@ def test_verifying_leaves_the_workload_alone(step: TrainStep) -> None:
     assert not step.optimizers[0].state
     assert all(p.grad is None for p in model.parameters())
     assert all(p.dtype is torch.float32 for p in model.parameters())
+
+
+def test_a_generator_of_random_numbers_has_no_rounding(
+    step: TrainStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def draws(function: Any, buffers: Any, *args: Any, **kwargs: Any) -> Any:
+        random.random()
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(rerun, "_run", draws)
+    given = certificate(step, BLOCKS[1])
+    assert given.verdict == "NOT EQUAL"
+    assert "random state:python" in given.reason
+
+
+def test_a_plan_with_a_fingerprint_is_judged_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    def thirds(function: Any, buffers: Any, *args: Any, **kwargs: Any) -> Any:
+        output = function(*args, **kwargs)
+        return output / 3 + output / 3 + output / 3
+
+    torch.manual_seed(0)
+    step = train_step(encoder(16, 2), torch.randn(4, 8, 16), "SGD")
+    monkeypatch.setattr(rerun, "_run", thirds)
+    found = fitting(step, steps=3)
+    original = found.observe()
+    plan = plan_for("TransformerEncoder.layers.0")
+    plan = msgspec.structs.replace(plan, fingerprint=original.fingerprint)
+    assert found.verify(original, plan).verdict == "ROUNDING"
+
+
+class Growing(nn.Module):
+    """A layer that does something else at every second call, as a list tells it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.calls: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.append(1)
+        return torch.tanh(torch.sin(self.linear(x))) if len(self.calls) % 2 else self.linear(x)
+
+
+def test_a_block_that_is_another_when_it_runs_again_is_refused() -> None:
+    torch.manual_seed(0)
+    step = train_step(nn.Sequential(Growing(), Growing()), torch.randn(4, 6), "SGD")
+    with pytest.raises(ApplyFailed, match="runs again in backward"):
+        certificate(step, "Sequential.0")

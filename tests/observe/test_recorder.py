@@ -13,7 +13,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from models import OPTIMIZERS, SAMPLES, Sample, train
-from observe.loops import TESTS
+from observe.loops import TESTS, record
 from torchtrim.observe.places import Places
 from torchtrim.observe.recorder import Recorder
 
@@ -59,6 +59,20 @@ def test_the_tracked_peak_is_mem_trackers(
         train(sample, optimizer, steps=int(warm))
         peaks.append(peak(sample, optimizer))
     assert peaks[0] == peaks[1]
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_watching_modules_and_optimizers_keeps_nothing_alive(name: str) -> None:
+    """The peak of a whole recording, modules and all, is MemTracker's too."""
+    sample = SAMPLES[name]()
+    optimizer = OPTIMIZERS["adam foreach"](sample.model.parameters())
+
+    def loop() -> None:
+        train(sample, optimizer)
+        train(sample, optimizer)
+
+    profile = record(loop)
+    assert profile.tracked_peak_bytes == reference_peak(sample, optimizer)
 
 
 def test_a_storage_that_is_emptied_and_filled_is_followed() -> None:
@@ -148,7 +162,7 @@ def test_a_forked_process_is_not_recorded(recorder: Recorder) -> None:
 
 
 def test_the_device_whose_bytes_are_counted() -> None:
-    recorder = Recorder(Places(TESTS), device_type="cuda")
+    recorder = Recorder(Places(TESTS), device="cuda:0")
     recorder.start(scan=False)
     kept = torch.ones(100)
     recorder.stop()

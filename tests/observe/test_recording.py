@@ -10,7 +10,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from models import SAMPLES, Sample, train
-from observe.loops import kinds, linear_relu, made_by, named, operators, record, trained
+from observe.loops import Loop, kinds, linear_relu, made_by, named, operators, record, trained
+from torchtrim.observe.allocator import CpuAllocator
 from torchtrim.records.profile import Profile
 
 HERE = __file__
@@ -179,6 +180,37 @@ def test_a_gradient_taken_inside_a_forward_is_backward() -> None:
     assert operators(profile, "forward", "aten::pow")
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_the_backward_of_a_function_of_the_users_is_backward(create_graph: bool) -> None:
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            return x.square()
+
+        @staticmethod
+        def backward(ctx: torch.autograd.Function, gradient: torch.Tensor) -> torch.Tensor:
+            (x,) = ctx.saved_tensors
+            return gradient * x.mul(2)
+
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def loop() -> None:
+        for _ in range(2):
+            x = torch.randn(5, 4, requires_grad=True)
+            energy = Square.apply(model(x)).sum()
+            (force,) = torch.autograd.grad(energy, x, create_graph=create_graph, retain_graph=True)
+            (energy + force.sum()).backward()
+            optimizer.step()
+
+    profile = record(loop)
+    assert not operators(profile, "recompute")
+    first, *_ = operators(profile, "backward", "aten::mul")
+    assert profile.operators[first.forward].name.startswith("aten::pow")
+    assert profile.places[first.place].line == line_of(Square.forward, "square")
+
+
 def test_labels() -> None:
     sample = linear_relu()
     optimizer = torch.optim.SGD(sample.model.parameters(), 0.1)
@@ -305,3 +337,17 @@ def test_a_lazy_module_has_its_size_in_the_end() -> None:
         (8 + 1) * 3 * 4,
     ]
     assert len(named(profile, "parameter")) == 4
+
+
+def test_what_comes_after_a_pause_is_not_in_the_profile() -> None:
+    model = nn.Linear(4, 4)
+    loop = Loop(warmup=0, allocator=CpuAllocator())
+    with loop.watcher:
+        model(torch.ones(2, 4)).sum().backward()
+        assert loop.recording is not None
+        loop.recording.pause()
+        torch.ones(1000).cos()
+        profile = loop.finish()
+    assert not any(op.name.startswith("aten::cos") for op in profile.operators)
+    assert operators(profile, "backward", "aten::mm")
+    assert 0 < profile.peak_bytes < 4000

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchtrim.observe.storages import Storages, parts_of, reachable_tensors
+from torchtrim.observe.storages import Storages, allocated_bytes, parts_of, reachable_tensors
 
 
 def test_a_storage_is_seen_once_and_dies_once() -> None:
@@ -56,7 +56,7 @@ def test_a_storage_that_is_resized_ends_and_another_begins() -> None:
     storages.lives[number].kind, storages.lives[number].name = "parameter", "weight"
     storages.clock = 5
     tensor.resize_(20)
-    grown = storages.see(tensor, 4)
+    grown = storages.settle(tensor)
     assert grown != number
     assert [(s.bytes, s.birth, s.death) for s in storages.lives] == [(40, -1, 5), (80, 4, -1)]
     assert (storages.lives[grown].kind, storages.lives[grown].name) == ("parameter", "weight")
@@ -91,6 +91,12 @@ def test_a_meta_tensor_has_no_bytes() -> None:
     storages = Storages()
     storages.see(torch.empty(1 << 30, device="meta"), 0)
     assert (storages.lives[0].bytes, storages.lives[0].device) == (0, "meta")
+
+
+def test_what_an_allocator_gives() -> None:
+    assert [allocated_bytes(size, "cuda:0") for size in (0, 1, 512, 513)] == [0, 512, 512, 1024]
+    assert [allocated_bytes(size, "cpu") for size in (0, 1, 513)] == [0, 1, 513]
+    assert allocated_bytes(513, "meta") == 0
 
 
 def test_what_dies_inside_backward_is_released_by_it() -> None:

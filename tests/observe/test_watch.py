@@ -54,6 +54,9 @@ class Told(Listener):
     def training_begins(self) -> None:
         self.events.append("training")
 
+    def step_idles(self) -> None:
+        self.events.append("idle")
+
     def step_ends(self) -> None:
         self.events.append("step")
 
@@ -232,6 +235,18 @@ def test_an_evaluation_does_not_begin_a_step(told: Told, watcher: Watcher, off: 
     train(sample, optimizer)
     assert told.events.count("step") == 1
     assert watcher.forwards == 2
+
+
+@pytest.mark.usefixtures("watcher")
+def test_a_long_evaluation_is_told_once(told: Told) -> None:
+    sample = SAMPLES["mlp"]()
+    optimizer = torch.optim.SGD(sample.model.parameters(), 0.1)
+    for _ in range(2):
+        train(sample, optimizer)
+        with torch.no_grad():
+            for _ in range(5):
+                sample.model(sample.inputs)
+    assert [event for event in told.events if event in ("idle", "step")] == ["idle", "step", "idle"]
 
 
 def test_autograd_grad_is_no_backward_and_begins_no_step(told: Told, watcher: Watcher) -> None:

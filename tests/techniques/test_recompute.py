@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import random
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -210,3 +212,77 @@ def test_compiled_by_torchscript_is_refused() -> None:
     model = nn.Sequential(torch.jit.script(nn.Linear(2, 2)))
     with pytest.raises(ApplyFailed, match="TorchScript"):
         TECHNIQUE.apply({"Sequential": model}, planned("Sequential.0"))
+
+
+def test_compiled_in_place_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].compile(backend="eager")
+    with pytest.raises(ApplyFailed, match="compile"):
+        TECHNIQUE.apply({"Sequential": model}, planned("Sequential.0"))
+
+
+class Counting(nn.Module):
+    """A layer that depends on a counter, on its mode and on the generators of Python and numpy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.calls = 0
+        self.mean = torch.zeros(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.mean = 0.9 * self.mean + x.detach().mean(0)
+        self.last = getattr(self, "last", 0) + 1
+        x = (
+            x * (self.calls + self.last + random.random() + float(numpy.random.rand()))
+            + self.training
+        )
+        return torch.tanh(torch.tanh(self.linear(x)))
+
+
+def test_counters_and_foreign_generators_are_as_they_were() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Counting(), Counting())
+    twin, x = copy.deepcopy(model), torch.randn(4, 6)
+    TECHNIQUE.apply({"Sequential": model}, planned("Sequential.0", "Sequential.1"))
+    left = []
+    for one in (model, twin):
+        random.seed(0)
+        numpy.random.seed(0)
+        left.append([*run(one, x), torch.tensor([random.random(), numpy.random.rand()])])
+    assert all(map(torch.equal, *left))
+    for one, other in zip(model, twin, strict=True):
+        assert one.calls == one.last == other.calls == 3
+        assert torch.equal(one.mean, other.mean)
+
+
+def test_a_mode_that_changes_before_backward() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6)))
+    twin, x = copy.deepcopy(model), torch.randn(4, 6)
+    TECHNIQUE.apply({"Sequential": model}, planned("Sequential.0"))
+    gradients = []
+    for one in (model, twin):
+        torch.manual_seed(1)
+        loss = one(x).square().sum()
+        one.eval()
+        loss.backward()
+        assert not one[0].training
+        gradients.append([p.grad for p in one.parameters()])
+    assert all(map(torch.equal, *gradients))
+
+
+def test_a_retained_graph_has_two_backwards() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Tanh()))
+    twin, x = copy.deepcopy(model), torch.randn(4, 6)
+    TECHNIQUE.apply({"Sequential": model}, planned("Sequential.0"))
+    gradients = []
+    for one in (model, twin):
+        torch.manual_seed(1)
+        output = one(x)
+        output.square().sum().backward(retain_graph=True)
+        output.sum().backward()
+        gradients.append([p.grad for p in one.parameters()])
+    assert all(map(torch.equal, *gradients))

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from msgspec import Struct
 from torch import nn
-from torch._C._profiler import _RecordFunctionFast
 
-from torchtrim.observe.allocator import OWN
+from torchtrim.observe.allocator import own
 from torchtrim.observe.modules import Modules
 from torchtrim.observe.recording import parameters_of, tensors_in
 from torchtrim.observe.watch import Listener
@@ -117,7 +116,7 @@ class Evidence(Listener):
     def _see(self, name: str, tensor: torch.Tensor) -> None:
         if tensor.layout is not torch.strided or tensor.device.type == "meta":
             return
-        with torch.no_grad(), _RecordFunctionFast(OWN):
+        with torch.no_grad(), own():
             self.step.digests[name] = digest_of(tensor)
             if self._keep is not None:
                 self._keep(name, tensor)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+from torch.utils.checkpoint import CheckpointError
 
 from torchtrim.certify.inside import Task
 from torchtrim.certify.session import Session
@@ -81,12 +82,26 @@ def _run_live(
         trial = session.finish()
         trial.seeds = "script"
         return trial
+    except CheckpointError as error:
+        if request.plan is None:
+            raise
+        raise ApplyFailed(_not_the_same(error)) from error
     finally:
         session.finish()
         session.revert()
         for parameter, kind in kept_dtypes:
             parameter.data = parameter.data.to(kind)
         snapshot.restore()
+
+
+def _not_the_same(error: CheckpointError) -> str:
+    """What a block that is not the same when it runs again tells the person."""
+    return (
+        "a block of the plan computes something else when it runs again in backward, so the planned step "
+        "failed; the model is as it was. Such a block depends on what torchtrim cannot put back: a list "
+        "or a cache that grows with every call, a global, a generator of its own. "
+        f"Take it out of the plan, or make it depend on its inputs only. torch says: {error}"
+    )
 
 
 def _widen(optimizers: Iterable[torch.optim.Optimizer], dtype: torch.dtype) -> None:

@@ -14,7 +14,7 @@ import msgspec
 from torchtrim.certify.compare import compared, differences, largest_difference
 from torchtrim.certify.runs import Progress, Workload, run_trial
 from torchtrim.certify.trial import Request, Trial
-from torchtrim.errors import ScriptFailed
+from torchtrim.errors import ApplyFailed, ScriptFailed
 from torchtrim.records.certificate import Certificate, Difference, Verdict
 
 NOISE_FACTOR = 2.0
@@ -85,6 +85,8 @@ def _judge(
         return "NOT EQUAL", f"what is there, a shape or a NaN differs, first in {found[0]}"
     if figures.difference > ROUNDING_LIMIT:
         return "NOT EQUAL", f"the difference, {figures.difference:.1e}, is too large for rounding"
+    if whole := [name for name in found if not _has_values(name)]:
+        return "NOT EQUAL", f"what has no rounding differs, first {whole[0].partition('/')[2]}"
     shrunk = _in_double(contest, found, progress)
     if shrunk is None:
         return (
@@ -126,19 +128,24 @@ def _in_double(contest: Contest, found: list[str], progress: Progress) -> float 
         try:
             _attempt(contest.original, keep(contest.request), one, progress)
             _attempt(contest.planned, keep(contest.planned_request), two, progress)
-        except (ScriptFailed, RuntimeError):
+        except (ApplyFailed, ScriptFailed, RuntimeError):
             return None
         return largest_difference(one, two, names)
 
 
 def _sample(names: list[str]) -> tuple[str, ...]:
     """The first of those that have values, and others spread over the rest."""
-    valued = [name for name in names if "random state:" not in name and "step:" not in name]
+    valued = [name for name in names if _has_values(name)]
     if len(valued) <= _MOST_KEPT:
         return tuple(valued)
     half = _MOST_KEPT // 2
     stride = max((len(valued) - half) // half, 1)
     return (*valued[:half], *valued[half::stride][:half])
+
+
+def _has_values(name: str) -> bool:
+    """Whether it is of tensors: the states of random generators and the count of steps are not."""
+    return not name.partition("/")[2].startswith(("random state:", "step:"))
 
 
 def _keeper(names: tuple[str, ...], *, double: bool = False) -> Callable[[Request], Request]:

@@ -11,6 +11,8 @@ from typing import Literal
 
 import torch
 from torch.autograd import graph
+from torch.autograd.function import BackwardCFunction
+from torch.utils.checkpoint import CheckpointFunction
 
 Owner = Literal["torch", "library", "user", "engine"]
 Spot = tuple[CodeType, int]
@@ -18,6 +20,8 @@ Spot = tuple[CodeType, int]
 ENGINE: CodeType = graph._engine_run_backward.__code__
 """The autograd engine's frame: what runs above it was asked for by no line below it."""
 
+_FUNCTION: CodeType = BackwardCFunction.apply.__code__
+_CHECKPOINT: CodeType = CheckpointFunction.backward.__code__
 _TORCHTRIM = str(Path(__file__).parent.parent)
 _TORCH = str(Path(torch.__file__).parent)
 _STDLIB = sysconfig.get_paths()["stdlib"]
@@ -72,6 +76,15 @@ def _owner(path: str, project: str) -> Owner:
 
 def _inside(path: str, folder: str) -> bool:
     return path.startswith(folder + os.sep)
+
+
+def is_in_function(frame: FrameType | None) -> bool:
+    """Whether the `backward` of a `torch.autograd.Function` asks, and it is not a checkpoint's."""
+    while frame is not None and frame.f_code not in (ENGINE, _CHECKPOINT):
+        if frame.f_code is _FUNCTION:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def line_of(spot: Spot) -> int:

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtrim.observe.modes import enter_below, leave
-from torchtrim.observe.places import ENGINE, Places, Spot
+from torchtrim.observe.places import ENGINE, Places, Spot, is_in_function
 from torchtrim.observe.storages import PLAIN, Storages, parts_of, reachable_tensors
 from torchtrim.records.profile import Phase
 
@@ -89,16 +89,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     `recomputing` is above zero while a module's forward runs inside backward. `mark_operators` wraps each
     operator in a profiler range, so that a profiler that runs at the same time can cut the allocator's
     events at operators (`observe.allocator`); `raised` are the numbers of the ranges that have no
-    operator, since it raised. Bytes are counted on devices of `device_type`, on all where it is empty.
+    operator, since it raised. Bytes are counted on `device`, on all where it is empty.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(
-        self, places: Places, *, mark_operators: bool = False, device_type: str = ""
-    ) -> None:
+    def __init__(self, places: Places, *, mark_operators: bool = False, device: str = "") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.storages = Storages(device_type)
+        self.storages = Storages(device)
         self.operators: list[RawOperator] = []
         self.calls: list[RawCall] = []
         self.labels: list[str] = []
@@ -110,7 +108,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.start_ns = 0
         self.end_ns = 0
         self._places = places
-        self._mark = _RecordFunctionFast(MARK) if mark_operators else None
+        self._mark = profiler_range(MARK) if mark_operators else None
         self._pid = os.getpid()
         self._thread = threading.get_ident()
         self._lock = threading.Lock()
@@ -196,6 +194,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with self._lock:
             index = len(self.operators)
             self.storages.clock = index + 1
+            mutates = self._mutated(known, args, kwargs) if known.written else ()
             outputs = self._uses((result,), index)
             self.storages.note_peak()
             self.operators.append(
@@ -209,7 +208,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     forward,
                     inputs,
                     outputs,
-                    self._mutates(known, args, kwargs) if known.written else (),
+                    mutates,
                     begin,
                     end,
                 )
@@ -226,7 +225,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         of = self.operators[forward] if forward >= 0 else None
         asked = frame is not None and frame.f_code is not ENGINE
         spot, caller = self._places.find(frame) if asked else (None, None)
-        if asked and (self.recomputing or torch.is_grad_enabled()):
+        if asked and (self.recomputing or (torch.is_grad_enabled() and not is_in_function(frame))):
             if of is not None and spot is None:
                 spot, caller = of.spot, of.caller
             return "recompute", self.module, spot, caller, -1
@@ -296,12 +295,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         return known
 
-    def _mutates(self, known: _Known, args: Any, kwargs: Any) -> tuple[int, ...]:
+    def _mutated(self, known: _Known, args: Any, kwargs: Any) -> tuple[int, ...]:
+        """Storages that an operator has written to, and maybe resized."""
         values = [
             args[position] if position < len(args) else kwargs.get(name)
             for position, name in known.written
         ]
-        return tuple(dict.fromkeys(number for number, *_ in self._uses(values, -1)))
+        numbers = dict.fromkeys(map(self.storages.settle, _parts_among(values)))
+        numbers.pop(-1, None)
+        return tuple(numbers)
 
     def _label(self, func: Any, args: Any, kwargs: Any) -> Any:
         if "enter" in func.__name__ and args:
@@ -327,6 +329,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.failure = Failure(
             str(func), shapes, self.phase, caller or spot, str(error), self.storages.live_bytes
         )
+
+
+def profiler_range(name: str) -> Any:
+    """A range of the profiler's user scope, to be entered as often as wanted."""
+    return _RecordFunctionFast(name, (), {"scope": "user_scope"})
+
+
+def _parts_among(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield from parts_of(value)
+        elif isinstance(value, (list, tuple)):
+            yield from _parts_among(value)
 
 
 def _dispatches(kind: type) -> bool:

@@ -39,7 +39,7 @@ class Recording(Listener):
         self.recorder = Recorder(
             places,
             mark_operators=allocator is not None and allocator.cuts_at_marks,
-            device_type="cuda" if setting.device.startswith("cuda") else "",
+            device=setting.device if setting.device.startswith("cuda") else "",
         )
         self._modules = modules
         self._setting = setting
@@ -131,11 +131,11 @@ class Recording(Listener):
 
     def optimizer_starts(self, optimizer: torch.optim.Optimizer) -> None:
         self._phase_starts("optimizer")
-        self._name((optimizer,))
+        self._name_made((optimizer,))
 
     def optimizer_ends(self, optimizer: torch.optim.Optimizer) -> None:
         self._phase_ends()
-        self._name((optimizer,))
+        self._name_made((optimizer,))
 
     def _phase_starts(self, phase: Phase) -> None:
         self._phases.append(phase)
@@ -170,12 +170,15 @@ class Recording(Listener):
         """Later names replace earlier ones: a module's parameter is called after the module."""
         for name, parameter in _parameters(optimizers):
             self.recorder.name(parameter, "parameter", name)
+        self._name_made(optimizers)
+        for kind, name, tensor in self._modules.named_tensors():
+            self.recorder.name(tensor, kind, name)
+
+    def _name_made(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         for name, gradient in _gradients(self._modules, optimizers):
             self.recorder.name(gradient, "gradient", name)
         for name, state in _states(optimizers):
             self.recorder.name(state, "optimizer_state", name)
-        for kind, name, tensor in self._modules.named_tensors():
-            self.recorder.name(tensor, kind, name)
 
 
 def _open_labels() -> list[str]:

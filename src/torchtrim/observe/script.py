@@ -186,7 +186,11 @@ def _read(path: Path) -> str:
 
 
 def _tail(path: Path) -> str:
-    """The end of what the script printed."""
-    data = path.read_bytes()
-    text = data[-_TAIL_BYTES:].decode(errors="replace")
-    return text if len(data) <= _TAIL_BYTES else "...\n" + text.partition("\n")[2]
+    """The end of what the script printed, from the beginning of a line if there is one."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(size - _TAIL_BYTES, 0))
+        text = file.read().decode(errors="replace")
+    if size <= _TAIL_BYTES:
+        return text
+    return "...\n" + (text.partition("\n")[2] or text)

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 """The classes whose attributes are torch's own."""
 
+_CUDA_BLOCK = 512
 _NO_STORAGE = (NotImplementedError, RuntimeError)
 
 
@@ -49,15 +50,15 @@ class Storages:
     """All storages seen; `lives` by number, the living by the address of their C++ storage.
 
     `clock` is the number of the operator that runs next. `live_bytes` and `peak_bytes` count what lies
-    on devices of one type, or on all where none is given.
+    on one device, or on all where none is given.
     """
 
-    def __init__(self, device_type: str = "") -> None:
+    def __init__(self, device: str = "") -> None:
         self.lives: list[Life] = []
         self.clock = 0
         self.live_bytes = 0
         self.peak_bytes = 0
-        self._device_type = device_type
+        self._counted = device
         self._living: dict[int, _Watched] = {}
         self._devices: dict[torch.device, str] = {}
         self._on_death = self._died
@@ -70,20 +71,25 @@ class Storages:
             return -1
         key = storage._cdata
         known = self._living.get(key)
-        if known is None:
-            return self._begin(storage, key, birth, kind)
-        return known.number if known.bytes == storage.nbytes() else self.resized(storage)
+        return known.number if known is not None else self._begin(storage, key, birth, kind)
 
     def resized(self, storage: Any) -> int:
-        """Number of a storage whose size has changed: that of its old size ends. -1 if never seen."""
+        """Number of a storage whose size may have changed: that of its old size ends. -1 if never seen."""
         known = self._living.get(storage._cdata)
-        if known is None:
-            return -1
+        if known is None or known.bytes == storage.nbytes():
+            return known.number if known is not None else -1
         self._end(known.number)
         old = self.lives[known.number]
         number = self._begin(storage, known.key, self.clock - 1, old.kind)
         self.lives[number].name = old.name
         return number
+
+    def settle(self, tensor: torch.Tensor) -> int:
+        """Number of the storage of a tensor that was written to and may have another size; or -1."""
+        try:
+            return self.resized(tensor.untyped_storage())
+        except _NO_STORAGE:
+            return -1
 
     def number(self, tensor: torch.Tensor) -> int:
         """Number of a storage that was seen and lives, else -1."""
@@ -94,8 +100,8 @@ class Storages:
         return known.number if known is not None else -1
 
     def counts(self, life: Life) -> bool:
-        """Whether the storage lies on a device whose bytes are counted."""
-        return life.device.startswith(self._device_type)
+        """Whether the storage lies on a device whose bytes are counted: `"cuda"` is any of them."""
+        return life.device.startswith(self._counted)
 
     def note_peak(self) -> None:
         """Count what is alive now towards the peak."""
@@ -111,7 +117,7 @@ class Storages:
         device = self._device(storage.device)
         watched = _Watched(storage, self._on_death)
         watched.key, watched.number, watched.bytes = key, number, storage.nbytes()
-        life = Life(0 if device == "meta" else watched.bytes, birth, device, kind)
+        life = Life(allocated_bytes(watched.bytes, device), birth, device, kind)
         self.lives.append(life)
         self._living[key] = watched
         if self.counts(life):
@@ -135,6 +141,13 @@ class Storages:
         if self._living.get(watched.key) is watched:
             del self._living[watched.key]
             self._end(watched.number)
+
+
+def allocated_bytes(size: int, device: str) -> int:
+    """What an allocator gives for a size: CUDA's gives whole blocks, a meta tensor has no memory."""
+    if device.startswith("cuda"):
+        return -(-size // _CUDA_BLOCK) * _CUDA_BLOCK
+    return 0 if device == "meta" else size
 
 
 def parts_of(tensor: torch.Tensor) -> Iterable[torch.Tensor]:

@@ -17,8 +17,10 @@ from torchtrim.planner.simulate import Outcome, Simulator
 from torchtrim.techniques.base import Option
 
 _WORK = 6_000_000
-_FEW = 48
+_FEW = 120
 _NEAR = 12
+_KEPT = 4
+_LEAST_SECONDS = 1e-7
 Chosen = tuple[int, ...]
 
 
@@ -37,6 +39,7 @@ class Search:
         self._known: dict[Chosen, Outcome] = {}
         self._options = [option for option in options if simulator.seconds(option) > 0]
         self._clashes = _clashes(self._options)
+        self._ranges = {o.cut: i for i, o in enumerate(self._options) if o.cut is not None}
         self._tries = max(_WORK // (size + 10 * len(self._options) + 1), 60)
         self._left = 0
 
@@ -45,6 +48,7 @@ class Search:
         self._left = self._tries
         found = [self._cut(ranking, budget) for ranking in self._rankings()]
         if all(self._run(chosen).peak_bytes > budget for chosen in found):
+            found += self._partitions()
             found.append(self._lower(found, lambda outcome: outcome.peak_bytes <= budget))
         fitting = [chosen for chosen in found if self._run(chosen).peak_bytes <= budget]
         if not fitting:
@@ -57,6 +61,7 @@ class Search:
         """The choice with the smallest peak found."""
         self._left = self._tries
         starts = [start for ranking in self._rankings() for start in self._prefixes(ranking)]
+        starts += self._partitions()
         best = self._lower(starts, lambda _: False)
         self._left = self._tries // 2
         return self._choice(self._save_time(best, self._run(best).peak_bytes))
@@ -91,6 +96,52 @@ class Search:
         """Beginnings of a ranking of several lengths, the whole one included."""
         lengths = {len(ranking) * k // 6 for k in range(7)}
         return (tuple(sorted(ranking[:length])) for length in lengths)
+
+    def _partitions(self) -> list[Chosen]:
+        """Ways to cut each chain, found from its beginning to its end.
+
+        Backward comes to the beginning last, so how a beginning is cut settles the peak from there on,
+        whatever follows. Of each beginning the few with the lowest peak, or the least held, are kept.
+        """
+        found: list[Chosen] = []
+        for chain in dict.fromkeys(name for name, _, _ in self._ranges):
+            ranges = {(a, b): i for (name, a, b), i in self._ranges.items() if name == chain}
+            cuts = sorted({cut for ends in ranges for cut in ends})
+            kept: dict[int, list[Chosen]] = {cuts[0]: [()]}
+            for position, end in enumerate(cuts[1:], 1):
+                paths = list(kept[cuts[position - 1]])
+                for begin in cuts[:position]:
+                    if (begin, end) in ranges:
+                        paths += [(*path, ranges[begin, end]) for path in kept[begin]]
+                kept[end] = self._best_paths(paths, [i for (_, e), i in ranges.items() if e == end])
+            found += [tuple(sorted(path)) for path in kept[cuts[-1]]]
+        return list(dict.fromkeys(found))
+
+    def _best_paths(self, paths: list[Chosen], last: list[int]) -> list[Chosen]:
+        """The paths to keep; `last`: options that end where the paths do."""
+        if not last:
+            return paths[:_KEPT]
+        since = self._simulator.begins(self._options[last[0]])
+        tails = {
+            path: self._simulator.tail((self._options[i] for i in path), since)
+            for path in dict.fromkeys(paths)
+        }
+        self._left -= len(tails)
+        lowest = sorted(tails, key=tails.__getitem__)[:_KEPT]
+        least = sorted(tails, key=lambda path: tails[path][::-1])[:_KEPT]
+        return list(dict.fromkeys((*lowest, *least)))
+
+    def _recut(self, have: set[int]) -> Iterable[set[int]]:
+        """A range split in two, merged with the next, or with the cut between them moved."""
+        ranges = {cut: i for cut, i in self._ranges.items() if i in have}
+        for (chain, first, last), i in ranges.items():
+            following = [(cut, j) for cut, j in ranges.items() if cut[:2] == (chain, last)]
+            end, out = (following[0][0][2], {i, following[0][1]}) if following else (last, {i})
+            if (chain, first, end) in self._ranges:
+                yield (have - out) | {self._ranges[chain, first, end]}
+            for cut, j in self._ranges.items():
+                if cut[:2] == (chain, first) and (chain, cut[2], end) in self._ranges:
+                    yield (have - out) | {j, self._ranges[chain, cut[2], end]}
 
     def _cut(self, ranking: Chosen, budget: int) -> Chosen:
         """The shortest beginning of a ranking that meets the budget, found by halving."""
@@ -130,7 +181,8 @@ class Search:
             for other in self._cheaper(chosen):
                 if self._left <= 0:
                     break
-                if self._run(other).peak_bytes <= budget:
+                quicker = self._seconds(other) < self._seconds(chosen) - _LEAST_SECONDS
+                if quicker and self._run(other).peak_bytes <= budget:
                     chosen, bettered = other, True
                     break
         return chosen
@@ -147,6 +199,8 @@ class Search:
                 saved = self._sum(out) - self._simulator.seconds(self._options[i])
                 if saved > 0:
                     found.append((saved, (have - out) | {i}))
+        for other in self._recut(have):
+            found.append((now - self._sum(other), other))
         found += self._swaps(have) if len(self._options) <= _FEW else []
         found.sort(key=lambda pair: -pair[0])
         return [tuple(sorted(other)) for saved, other in found if 0 < saved <= now]
@@ -170,6 +224,8 @@ class Search:
                 yield tuple(sorted(have - {i}))
             else:
                 yield tuple(sorted((have - self._clashes[i]) | {i}))
+        for other in self._recut(have):
+            yield tuple(sorted(other))
 
     def _near(self, have: set[int], peak: int) -> Iterable[int]:
         """Options to change: all if they are few, else those that bear on the peak."""

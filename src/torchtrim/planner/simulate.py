@@ -69,21 +69,8 @@ class Simulator:
 
     def run(self, options: Iterable[Option]) -> Outcome:
         """The step with these options, whose spans must not overlap."""
-        reruns = [
-            rerun for option in options for span in option.spans if (rerun := self._rerun(span))
-        ]
-        delta = self._delta.copy()
-        deaths = self._deaths(reruns)
-        for number, death in deaths.items():
-            storage = self._profile.storages[number]
-            delta[storage.death] += storage.bytes
-            delta[death] -= storage.bytes
-        for rerun in reruns:
-            for number, death in rerun.copies:
-                size = self._profile.storages[number].bytes
-                delta[rerun.begins] += size
-                delta[death] -= size
-        before = list(accumulate(delta))
+        reruns = self._reruns_of(options)
+        before = self._before(reruns)
         high = list(map(add, before, self._transients))
         peak = max(high, default=before[0])
         where = high.index(peak) if high else 0
@@ -92,6 +79,38 @@ class Simulator:
             if level > peak:
                 peak, where = level, rerun.begins
         return Outcome(peak, where, sum(rerun.seconds for rerun in reruns))
+
+    def begins(self, option: Option) -> int:
+        """The operator at which the option's last span begins to run again; -1 for one that does not."""
+        rerun = self._rerun(option.spans[-1])
+        return rerun.begins if rerun is not None else -1
+
+    def tail(self, options: Iterable[Option], since: int) -> tuple[int, int]:
+        """`(peak from an operator on, bytes alive there before anything begins to run again)`."""
+        reruns = self._reruns_of(options)
+        before = self._before(reruns)
+        peak = max(map(add, before[since:], self._transients[since:]))
+        levels = [before[r.begins] - r.copied_bytes + r.bump for r in reruns if r.begins >= since]
+        fresh = sum(r.copied_bytes for r in reruns if r.begins == since)
+        return max((peak, *levels)), before[since] - fresh
+
+    def _reruns_of(self, options: Iterable[Option]) -> list[_Rerun]:
+        spans = (span for option in options for span in option.spans)
+        return [rerun for span in spans if (rerun := self._rerun(span)) is not None]
+
+    def _before(self, reruns: Sequence[_Rerun]) -> list[int]:
+        """Bytes alive going into each operator."""
+        delta = self._delta.copy()
+        for number, death in self._deaths(reruns).items():
+            storage = self._profile.storages[number]
+            delta[storage.death] += storage.bytes
+            delta[death] -= storage.bytes
+        for rerun in reruns:
+            for number, death in rerun.copies:
+                size = self._profile.storages[number].bytes
+                delta[rerun.begins] += size
+                delta[death] -= size
+        return list(accumulate(delta))
 
     def seconds(self, option: Option) -> float:
         """The time that an option adds; 0 for one that has no backward and saves nothing."""

@@ -24,11 +24,15 @@ class Span(NamedTuple):
 
 
 class Option(NamedTuple):
-    """A place at which a technique can save. `spans`: one for each forward call of the place."""
+    """A place at which a technique can save. `spans`: one for each forward call of the place.
+
+    `cut`: of a range of a chain, the chain and where the range begins and ends.
+    """
 
     technique: str
     where: str
     spans: tuple[Span, ...]
+    cut: tuple[str, int, int] | None = None
 
 
 class Handle(Protocol):
@@ -73,4 +77,4 @@ def names() -> list[str]:
     return [m.name for m in pkgutil.iter_modules(techniques.__path__) if m.name not in _SERVING]
 
 
-_SERVING = ("apply", "base", "blocks", "fingerprint", "rerun", "swap")
+_SERVING = ("apply", "base", "blocks", "fingerprint", "python_state", "rerun", "swap")

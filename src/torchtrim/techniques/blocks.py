@@ -18,6 +18,7 @@ class Block(NamedTuple):
 
     where: str
     spans: tuple[Span, ...]
+    cut: tuple[str, int, int] | None = None
 
 
 def blocks_of(profile: Profile) -> list[Block]:
@@ -95,7 +96,8 @@ class _Reader:
                 if self._worth(spans) and all(
                     self._may_repeat(s[first], s[last - 1].last) for s in steps
                 ):
-                    yield Block(f"{module.path}[{first}:{last}]", spans)
+                    cut = (module.path, first, last)
+                    yield Block(f"{module.path}[{first}:{last}]", spans, cut)
 
     def _steps(self, number: int, call: Call) -> list[Call] | None:
         """The calls of the chain's children in one call of the chain, one for each child."""

@@ -34,7 +34,7 @@ class Recompute:
 
     def options(self, profile: Profile) -> Sequence[Option]:
         """Every block and every range of a chain that saves something for backward."""
-        return [Option(self.name, block.where, block.spans) for block in blocks_of(profile)]
+        return [Option(self.name, *block) for block in blocks_of(profile)]
 
     def apply(self, roots: Mapping[str, nn.Module], technique: Technique) -> Handle:
         """Make the named modules run again in backward."""

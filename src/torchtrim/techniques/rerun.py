@@ -2,7 +2,8 @@
 
 The random numbers are kept (`torch.utils.checkpoint`, non-reentrant), and buffers that the part writes,
 such as BatchNorm's statistics, are written once: while it runs again, scratch copies with the values of
-before the first run stand in their place.
+before the first run stand in their place. Plain attributes and the generators of Python and numpy are
+put back likewise (`techniques.python_state`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from torchtrim.errors import ApplyFailed
+from torchtrim.techniques.python_state import PythonState
 from torchtrim.techniques.swap import Swapped
 
 Range = tuple[int, int]
@@ -87,6 +89,20 @@ def _run(function: Callable[..., Any], buffers: Buffers, *args: Any, **kwargs: A
 Values = dict[tuple[int, str], torch.Tensor]
 
 
+class _Anew(contextlib.AbstractContextManager[None]):
+    """A context that can be entered again: a graph that is retained has more than one backward."""
+
+    def __init__(self, make: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        self._make = make
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        self._stack.enter_context(self._make())
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+
 class Buffers:
     """Sees to it that a block which runs twice writes its buffers once.
 
@@ -103,10 +119,12 @@ class Buffers:
     ) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
         """Contexts for the first run and for the run in backward."""
         before: Values = {}
-        return self._first(before), self._again(before)
+        python = PythonState(self._modules)
+        again = _Anew(functools.partial(self._again, before, python))
+        return self._first(before, python), again
 
     @contextlib.contextmanager
-    def _first(self, before: Values) -> Iterator[None]:
+    def _first(self, before: Values, python: PythonState) -> Iterator[None]:
         mode = tuple(module.training for module in self._modules)
         written = self._written.get(mode)
         versions = {}
@@ -115,6 +133,7 @@ class Buffers:
                 before[at] = buffer.clone()
                 versions[at] = (buffer, buffer._version)
         yield
+        python.has_run()
         if written is None:
             self._written[mode] = written = set()
             for at, buffer in self._buffers():
@@ -124,12 +143,13 @@ class Buffers:
                 del before[at]
 
     @contextlib.contextmanager
-    def _again(self, before: Values) -> Iterator[None]:
+    def _again(self, before: Values, python: PythonState) -> Iterator[None]:
         now = {(n, name): self._modules[n]._buffers[name] for n, name in before}
         for (n, name), value in before.items():
             self._modules[n]._buffers[name] = value.clone()
         try:
-            yield
+            with python.again():
+                yield
         finally:
             for (n, name), buffer in now.items():
                 self._modules[n]._buffers[name] = buffer

@@ -28,6 +28,11 @@ class Swapped:
                 f"{type(module).__name__} is compiled by TorchScript, so its forward cannot be "
                 "replaced. Plan the module that it was made from."
             )
+        if getattr(module, "_compiled_call_impl", None) is not None:
+            raise ApplyFailed(
+                f"{type(module).__name__} was compiled by its own `compile()`, which would trace the "
+                "recomputation too. Plan first and compile afterwards, or plan a module around it."
+            )
         self._module = module
         self._class = type(module)
         self._own = module.__dict__.get("forward")
