@@ -115,6 +115,43 @@ def test_lazy_models_are_refused() -> None:
         torchtrim.record(step)
 
 
+class Remembers(nn.Module):
+    """A model that keeps state in plain attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.calls = 0
+        self.seen: list[int] = []
+        self.average = torch.zeros(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.seen.append(len(x))
+        y = self.linear(x)
+        self.average.mul_(0.9).add_(y.detach().mean(0))
+        self.last = y
+        return y
+
+
+def test_plain_attributes_are_put_back() -> None:
+    model = Remembers()
+    seen, average = model.seen, model.average
+    torchtrim.record(train_step(model, torch.randn(2, 3)))
+    assert model.calls == 0
+    assert model.seen is seen
+    assert seen == []
+    assert model.average is average
+    assert not average.any()
+    assert not hasattr(model, "last")
+
+
+def test_an_optimizer_with_a_closure_is_refused() -> None:
+    model = nn.Linear(3, 3)
+    with pytest.raises(torchtrim.UsageError, match="closure"):
+        TrainStep(model, squared, torch.optim.LBFGS(model.parameters()), torch.randn(2, 3))
+
+
 def test_public_names() -> None:
     for name in torchtrim.__all__:
         assert getattr(torchtrim, name) is not None

@@ -68,7 +68,11 @@ class Modules:
                 parent=parent,
                 chain=type(module).forward is nn.Sequential.forward,
                 hooked=bool(
-                    module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
+                    module._forward_hooks
+                    or module._forward_pre_hooks
+                    or module._backward_hooks
+                    or module._backward_pre_hooks
+                    or module._compiled_call_impl
                 ),
                 parameter_bytes=_parameter_bytes(module),
             )

@@ -14,12 +14,12 @@ from torch.nn.parameter import is_lazy
 from torchtrim.errors import Unsupported
 from torchtrim.observe.recording import tensors_in
 
-_SCALARS = (bool, int, float, complex, str, bytes, type(None))
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 
 
 class Snapshot:
-    """Parameters, buffers, gradients, plain attributes of modules, optimizer state and every random
-    generator, as they were."""
+    """Parameters, buffers, gradients, attributes of modules (their lists, dicts and sets too, one level
+    deep), optimizer state and every random generator, as they were."""
 
     def __init__(
         self, modules: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
@@ -49,7 +49,7 @@ class Snapshot:
 
     def _found(self) -> Iterator[torch.Tensor]:
         for module in self._modules:
-            yield from tensors_in([module.parameters, module.buffers])
+            yield from tensors_in([module.parameters, module.buffers, module.tensors])
         for optimizer in self._optimizers:
             yield from tensors_in([optimizer.groups, list(optimizer.states.values())])
 
@@ -95,10 +95,23 @@ class _KeptModule:
         self._module = module
         self.parameters = dict(module._parameters)
         self.buffers = dict(module._buffers)
-        self._attributes = {k: v for k, v in vars(module).items() if isinstance(v, _SCALARS)}
+        own = {k: v for k, v in vars(module).items() if k not in _OF_TORCH}
+        self._attributes = own
+        self._contents = {k: v.copy() for k, v in own.items() if type(v) in (list, dict, set)}
+        self.tensors = [
+            value
+            for value in (*own.values(), *tensors_in(list(self._contents.values())))
+            if isinstance(value, torch.Tensor) and not value.requires_grad
+        ]
 
     def restore(self) -> None:
-        vars(self._module).update(self._attributes)
+        own = vars(self._module)
+        for name in own.keys() - self._attributes.keys() - _OF_TORCH:
+            del own[name]
+        own.update(self._attributes)
+        for name, content in self._contents.items():
+            own[name].clear()
+            own[name].extend(content) if isinstance(content, list) else own[name].update(content)
         _refill(self._module._parameters, self.parameters)
         _refill(self._module._buffers, self.buffers)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from torchtrim.errors import UsageError
 from torchtrim.observe.recording import tensors_in
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
@@ -32,6 +34,12 @@ class TrainStep:
         *,
         second_batch: Any = None,
     ) -> None:
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise UsageError(
+                f"{type(optimizer).__name__} calls the loss several times in a step, through a closure, "
+                "and a TrainStep calls it once. Hand the script over instead: torchtrim.Script."
+            )
         self.model = model
         self.optimizers: tuple[torch.optim.Optimizer, ...] = (optimizer,)
         self._loss_fn = loss_fn
