@@ -172,18 +172,31 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path, number: int, code: int) -> 
     environment = {**os.environ, "TMPDIR": str(tmp_path / "t")}
     (tmp_path / "t").mkdir()
     process = subprocess.Popen(
-        [*command, "--", "hang"], cwd=tmp_path, env=environment, stderr=subprocess.PIPE
+        [*command, "--", "hang"],
+        cwd=tmp_path,
+        env=environment,
+        stderr=subprocess.PIPE,
+        preexec_fn=_hears_interrupts,
     )
     deadline = time.monotonic() + 60
     while not list((tmp_path / "t").glob("*/status")) and time.monotonic() < deadline:
         time.sleep(0.1)
     process.send_signal(number)
-    process.communicate(timeout=30)
+    try:
+        process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.communicate()
     assert process.returncode == code
     assert list((tmp_path / "t").iterdir()) == []
     assert sorted(tmp_path.iterdir()) == [tmp_path / "t"]
     time.sleep(0.3)
     assert "certify.inside" not in _processes(str(tmp_path))
+
+
+def _hears_interrupts() -> None:
+    """A shell's background jobs ignore interrupts, and so would what they start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _processes(word: str) -> str:

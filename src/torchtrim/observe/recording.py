@@ -96,7 +96,7 @@ class Recording(Listener):
     def module_starts(self, module: nn.Module, args: Any, kwargs: Any, depth: int) -> None:
         recorder = self.recorder
         number = self._modules.number(module)
-        inputs = self._storages((args, kwargs)) if depth >= 0 else ()
+        inputs = self._storages((args, kwargs), "input") if depth >= 0 else ()
         self._stack.append(
             _Running(recorder.module, recorder.phase, len(recorder.operators), inputs, depth)
         )
@@ -118,7 +118,7 @@ class Recording(Listener):
             recorder.phase = running.phase
         if running.depth >= 0 and number >= 0:
             last = len(recorder.operators)
-            outputs = self._storages(output)
+            outputs = self._storages(output, "")
             recorder.calls.append(
                 RawCall(number, running.first, last, running.depth, running.inputs, outputs, graded)
             )
@@ -156,11 +156,12 @@ class Recording(Listener):
                 break
             recorder.operators[i] = recorder.operators[i]._replace(phase="loader")
 
-    def _storages(self, values: Any) -> tuple[int, ...]:
+    def _storages(self, values: Any, kind: str) -> tuple[int, ...]:
+        """Storages of the tensors in a value; `kind` is that of those never seen."""
         storages = self.recorder.storages
         now = len(self.recorder.operators) - 1
         numbers = [
-            storages.see(part, now, "input")
+            storages.see(part, now, kind)
             for tensor in tensors_in(values)
             for part in parts_of(tensor)
         ]

@@ -97,7 +97,9 @@ class _Reader:
                     self._may_repeat(s[first], s[last - 1].last) for s in steps
                 ):
                     cut = (module.path, first, last)
-                    yield Block(f"{module.path}[{first}:{last}]", spans, cut)
+                    child = self._profile.modules[steps[0][first].module].path
+                    where = child if last - first == 1 else f"{module.path}[{first}:{last}]"
+                    yield Block(where, spans, cut)
 
     def _steps(self, number: int, call: Call) -> list[Call] | None:
         """The calls of the chain's children in one call of the chain, one for each child."""
