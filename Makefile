@@ -28,8 +28,6 @@ $(READY): constraints.txt pyproject.toml
 	$(PIP) install -c constraints.txt -e '.[dev]'
 	@touch $@
 
-# Threads that spin while they wait for each other slow torch down many times on a busy machine.
-demo: export OMP_WAIT_POLICY := PASSIVE
 demo: $(READY)
 	$(BIN)/torchtrim optimize examples/segmentation.py --memory 60%
 	$(BIN)/torchtrim optimize examples/charlm.py --memory 60%
