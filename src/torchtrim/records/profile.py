@@ -120,6 +120,22 @@ class LoaderWait(Struct, frozen=True, array_like=True):
     workers: Count
 
 
+class Sync(Struct, frozen=True, array_like=True):
+    """A moment at which the host waits for the device, or may read what has not arrived yet.
+
+    `row` names the row of `sync.table` that says why. `operator` is the one that waits; -1 for a call
+    that is none, such as `torch.cuda.synchronize()`, whose `phase`, `place` and `caller` are its own.
+    `seconds` is how long the host stood there, None where no device was.
+    """
+
+    row: Text
+    operator: Index
+    phase: Phase
+    place: Index
+    caller: Index
+    seconds: Seconds | None
+
+
 class Profile(Struct, frozen=True, kw_only=True):
     """The record of one step."""
 
@@ -141,6 +157,7 @@ class Profile(Struct, frozen=True, kw_only=True):
     places: list[Place]
     labels: list[Text]
     waits: list[LoaderWait]
+    syncs: list[Sync] = []
 
     def place_of(self, operator: int) -> Place | None:
         """Where the operator was asked for, in the user's own source if it was, else in the library's."""
@@ -182,6 +199,15 @@ def check(profile: Profile) -> str | None:
             found = found or wrong(f"{at} tensor.storage", use.storage, "storages", 0)
         for storage in op.mutates:
             found = found or wrong(f"{at}.mutates", storage, "storages", 0)
+        if found:
+            return found
+    for i, sync in enumerate(profile.syncs):
+        at = f"syncs[{i}]"
+        found = (
+            wrong(f"{at}.operator", sync.operator, "operators")
+            or wrong(f"{at}.place", sync.place, "places")
+            or wrong(f"{at}.caller", sync.caller, "places")
+        )
         if found:
             return found
     for i, life in enumerate(profile.storages):
