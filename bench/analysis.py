@@ -39,7 +39,7 @@ def long_step(operators: int) -> Profile:
                     x = step.op("aten::index.Tensor", x, makes=_SIZE, line=1 + number)
                     made.append(x)
     for one in reversed(made):
-        step.op(
+        read = step.op(
             "aten::_local_scalar_dense",
             one,
             weight,
@@ -47,6 +47,7 @@ def long_step(operators: int) -> Profile:
             forward=one.index,
             mutates=(weight,),
         )
+        step.sync("item", read)
         step.free(one)
     step.op("aten::zero_", weight, mutates=(weight,), phase="other")
     return step.profile()

@@ -31,6 +31,7 @@ from torchtrim.records.profile import (
     Place,
     Profile,
     Storage,
+    Sync,
     TensorUse,
     check,
 )
@@ -73,6 +74,7 @@ class Step:
         self.calls: list[Call] = []
         self.places: list[Place] = []
         self.waits: list[LoaderWait] = []
+        self.syncs: list[Sync] = []
         self._running: list[int] = []
         self._clock = 0.0
 
@@ -161,6 +163,22 @@ class Step:
         """A wait for the data loader."""
         self.waits.append(LoaderWait(0.0, seconds, workers))
 
+    def sync(
+        self,
+        row: str,
+        of: Made | None = None,
+        *,
+        seconds: float | None = None,
+        phase: Phase = "forward",
+        line: int = 0,
+    ) -> None:
+        """A wait: of an operator, whose phase and place it has, or of a call at a line."""
+        if of is not None:
+            op = self.operators[of.index]
+            self.syncs.append(Sync(row, of.index, op.phase, op.place, op.caller, seconds))
+        else:
+            self.syncs.append(Sync(row, -1, phase, self._place(SCRIPT, line), -1, seconds))
+
     def profile(self, *, seconds: float | None = None, project: str = "") -> Profile:
         """The profile, checked. The step took as long as its operators and waits, if not said."""
         count = len(self.operators)
@@ -184,6 +202,7 @@ class Step:
             places=self.places,
             labels=[],
             waits=self.waits,
+            syncs=self.syncs,
         )
         assert check(profile) is None
         peak = max(timeline(profile).high, default=0)

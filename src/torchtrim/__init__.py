@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torchtrim.api import apply as apply
     from torchtrim.api import diagnose as diagnose
     from torchtrim.api import fit as fit
+    from torchtrim.api import measure as measure
     from torchtrim.api import plan as plan
     from torchtrim.api import record as record
     from torchtrim.api import verify as verify
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from torchtrim.errors import UnreadableInput as UnreadableInput
     from torchtrim.errors import Unsupported as Unsupported
     from torchtrim.errors import UsageError as UsageError
+    from torchtrim.observe.emulated import emulate as emulate
     from torchtrim.observe.script import Script as Script
     from torchtrim.observe.workload import Inference as Inference
     from torchtrim.observe.workload import TrainStep as TrainStep
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from torchtrim.records.files import save_profile as save_profile
 
 _HOMES = {
-    "torchtrim.api": ("Fitted", "apply", "diagnose", "fit", "plan", "record", "verify"),
+    "torchtrim.api": ("Fitted", "apply", "diagnose", "fit", "measure", "plan", "record", "verify"),
     "torchtrim.errors": (
         "ApplyFailed",
         "InfeasibleBudget",
@@ -45,6 +47,7 @@ _HOMES = {
         "Unsupported",
         "UsageError",
     ),
+    "torchtrim.observe.emulated": ("emulate",),
     "torchtrim.observe.script": ("Script",),
     "torchtrim.observe.workload": ("Inference", "TrainStep"),
     "torchtrim.records": ("Certificate", "Finding", "Plan", "Profile"),

@@ -19,6 +19,7 @@ from torchtrim.certify.trial import Request, Trial
 from torchtrim.certify.verify import Contest, certify
 from torchtrim.errors import ApplyFailed, InfeasibleBudget, UsageError
 from torchtrim.memory.peak import holders
+from torchtrim.observe.one_call import Device, record_call
 from torchtrim.observe.script import Script, working_folder
 from torchtrim.observe.workload import Inference, TrainStep
 from torchtrim.records.certificate import Certificate
@@ -27,6 +28,7 @@ from torchtrim.records.plan import MemoryKind, Plan
 from torchtrim.records.profile import Profile
 from torchtrim.records.report import FrontierPoint, PlanSummary, Report
 from torchtrim.rules.registry import diagnose as find
+from torchtrim.rules.waits import waits_in
 from torchtrim.techniques.apply import Applied, apply_plan
 from torchtrim.techniques.fingerprint import fingerprint_of, sha256_of
 from torchtrim.units import parse_bytes
@@ -84,6 +86,31 @@ def diagnose(
 ) -> tuple[Finding, ...]:
     """What is wasteful in a step, dearest first."""
     return find(record(workload, progress=progress), select)
+
+
+class Measured(NamedTuple):
+    """What a call waited for and needed. `waits`: path, line, what, row of the table of waits, count."""
+
+    waits: tuple[tuple[str, int, str, str, int], ...]
+    peak_bytes: int
+    profile: Profile
+
+
+def measure(
+    function: Callable[[], object],
+    *,
+    warmup: int = 0,
+    device: Device | None = None,
+    project: str | Path | None = None,
+) -> Measured:
+    """Call a function and see what it waits for and needs.
+
+    It runs on the GPU where there is one; elsewhere a GPU is emulated, on which it computes the same.
+    `warmup`: calls before, which are not measured. `project`: the folder of the user's own source, by
+    default the current one.
+    """
+    profile = record_call(function, warmup=warmup, device=device, project=project)
+    return Measured(waits_in(profile), profile.peak_bytes, profile)
 
 
 def plan(workload: Workload, memory: str | int, *, progress: Progress = _silent) -> Plan:

@@ -114,7 +114,7 @@ class TestPureParts:
 
     def test_the_allocator_of_a_device(self) -> None:
         assert isinstance(allocator_for("cpu"), CpuAllocator)
-        assert isinstance(allocator_for("emulated"), CpuAllocator)
+        assert isinstance(allocator_for("emulated"), CudaAllocator)
         assert isinstance(allocator_for("cuda:0"), CudaAllocator)
 
     def test_resident_memory(self) -> None:

@@ -20,7 +20,8 @@ def reading_step(*lines: int, project: str = "") -> Profile:
     step.alive("parameter", 1000)
     loss = step.alive("temporary", 4)
     for line in lines:
-        step.op("aten::_local_scalar_dense", loss, line=line, seconds=line / 1e3)
+        read = step.op("aten::_local_scalar_dense", loss, line=line, seconds=line / 1e3)
+        step.sync("item", read, seconds=line / 1e3)
     return step.profile(project=project)
 
 
@@ -83,7 +84,7 @@ def test_a_rule_by_code_or_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "near"), [("TT110", "TT101"), ("value-read", "value-read-on-host"), ("xyz", "TT301")]
+    ("wrong", "near"), [("TT110", "TT105"), ("value-read", "value-read-on-host"), ("xyz", "TT301")]
 )
 def test_an_unknown_code_names_the_nearest(wrong: str, near: str) -> None:
     with pytest.raises(UsageError, match=near):
@@ -109,7 +110,8 @@ def test_a_large_share_of_memory_comes_before_a_small_share_of_time() -> None:
         step = Step("cuda:0")
         step.alive("parameter", 500)
         large = step.op("aten::addmm", makes=500, line=5, seconds=1 - seconds)
-        step.op("aten::_local_scalar_dense", large, line=6, seconds=seconds)
+        read = step.op("aten::_local_scalar_dense", large, line=6, seconds=seconds)
+        step.sync("item", read, seconds=seconds)
         assert [f.code for f in diagnose(step.profile())] == codes
 
 
@@ -118,7 +120,7 @@ def test_unpriced_findings_come_last_the_most_frequent_first() -> None:
     step.alive("parameter", 1000)
     value = step.alive("temporary", 4)
     for line in (9, 8, 8):
-        step.op("aten::_local_scalar_dense", value, line=line)
+        step.sync("item", step.op("aten::_local_scalar_dense", value, line=line))
     assert [(f.line, f.count_per_step) for f in diagnose(step.profile())] == [(8, 2), (9, 1)]
 
 
@@ -136,7 +138,8 @@ def test_unpriced_findings_come_last_the_most_frequent_first() -> None:
 def test_select_by_code_and_by_beginning(select: list[str] | None, codes: list[str]) -> None:
     step = Step("cuda:0")
     large = step.op("aten::addmm", makes=1000, line=5)
-    step.op("aten::_local_scalar_dense", large, line=6, seconds=1e-6)
+    read = step.op("aten::_local_scalar_dense", large, line=6, seconds=1e-6)
+    step.sync("item", read, seconds=1e-6)
     assert [f.code for f in diagnose(step.profile(), select)] == codes
 
 
@@ -175,7 +178,9 @@ def test_a_comment_covers_no_other_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", ["missing.py", "/dev/zero", "nul\0byte.py", ".", "x" * 5000])
 def test_a_source_that_cannot_be_read_ignores_nothing(tmp_path: Path, path: str) -> None:
     step = Step("cuda:0")
-    step.op("aten::_local_scalar_dense", step.alive("buffer", 4), line=1, path=path)
+    step.sync(
+        "item", step.op("aten::_local_scalar_dense", step.alive("buffer", 4), line=1, path=path)
+    )
     assert len(diagnose(step.profile(project=str(tmp_path)))) == 1
 
 

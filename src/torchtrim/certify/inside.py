@@ -20,6 +20,8 @@ import torch
 from torchtrim.certify.session import Session
 from torchtrim.certify.trial import Crash, Request, Trial, encode
 from torchtrim.observe.build import Setting
+from torchtrim.observe.emulated.device import Emulation
+from torchtrim.observe.emulated.start import OnDemand
 from torchtrim.observe.places import line_of
 from torchtrim.observe.script import OUTCOME, STATUS, TASK
 from torchtrim.records.files import write_atomically
@@ -64,6 +66,7 @@ class Runner:
         seed_all()
         if self._task.request.double:
             torch.set_default_dtype(torch.float64)
+        self._emulate()
         _say(self._folder, "the script starts")
         crash = None
         with self._session.watcher:
@@ -79,6 +82,14 @@ class Runner:
                 with contextlib.suppress(Stop):
                     self._session.step_ends()
         self._write(crash)
+
+    def _emulate(self) -> None:
+        """Emulate a device: at once where that was asked for, else when the script asks for one."""
+        device = self._task.request.device
+        if device == "emulated":
+            Emulation().begin()
+        elif device is None and not torch.cuda.is_available():
+            OnDemand(Emulation(), self._task.project).arm()
 
     def _done(self) -> NoReturn:
         if self._written:

@@ -16,6 +16,7 @@ from torchtrim.certify.trial import Request, Trial
 from torchtrim.errors import ApplyFailed
 from torchtrim.observe.allocator import NOTHING, Allocator, Watched, allocator_for, rss_bytes
 from torchtrim.observe.build import Setting
+from torchtrim.observe.emulated.device import current
 from torchtrim.observe.modules import Modules
 from torchtrim.observe.places import Places
 from torchtrim.observe.recording import Recording
@@ -129,9 +130,14 @@ class Session(Listener):
 
     def _settle_device(self, root: nn.Module) -> None:
         """Where no device was named it is the first root's."""
+        emulation = current()
+        if emulation is not None and self._setting.device == "emulated":
+            emulation.adopt(root)
         if not self._setting.device:
             parameter = next(root.parameters(), None)
             device = str(parameter.device) if parameter is not None else "cpu"
+            if emulation is not None and device.startswith("cuda"):
+                device = "emulated"
             self._setting = self._setting._replace(device=device)
             self._watching = allocator_for(device)
         self.trial.device = self._setting.device

@@ -201,6 +201,8 @@ class CudaAllocator:
 
 def allocator_for(device: str) -> Allocator:
     """The allocator of a device such as `"cpu"`, `"emulated"` or `"cuda:0"`."""
+    if device == "emulated":
+        return CudaAllocator()
     if device.startswith("cuda"):
         return CudaAllocator(torch.device(device).index or 0)
     return CpuAllocator()

@@ -21,6 +21,7 @@ from torchtrim.records.profile import (
     Place,
     Profile,
     Storage,
+    Sync,
     TensorUse,
 )
 
@@ -63,13 +64,40 @@ def build(
         reserved_bytes=watched.reserved,
         rss_bytes=rss_bytes(),
         operators=operators,
-        storages=_storages(recorder, operators, setting.device),
+        storages=_storages(recorder, operators),
         modules=modules.settled(),
         calls=[Call(*call) for call in recorder.calls],
         places=places.records,
         labels=recorder.labels,
         waits=list(waits),
+        syncs=_syncs(recorder, operators, places, setting.device),
     )
+
+
+def _syncs(
+    recorder: Recorder, operators: list[Operator], places: _Places, device: str
+) -> list[Sync]:
+    """The waits; they have a duration where a device was there to be waited for."""
+    measured = device != "emulated"
+    return [
+        Sync(
+            wait.sync.row, wait.sync.operator, op.phase, op.place, op.caller, _seconds(op, measured)
+        )
+        if (op := operators[wait.sync.operator] if wait.sync.operator >= 0 else None)
+        else Sync(
+            wait.sync.row,
+            -1,
+            wait.phase,
+            places.number(wait.spot),
+            places.number(wait.caller),
+            None,
+        )
+        for wait in recorder.waits
+    ]
+
+
+def _seconds(op: Operator, measured: bool) -> float | None:
+    return op.seconds if measured else None
 
 
 class _Places:
@@ -137,7 +165,7 @@ def _transients(recorder: Recorder, watched: Watched) -> list[int]:
     return list(map(max, made, rises)) if len(rises) == len(made) else made
 
 
-def _storages(recorder: Recorder, operators: list[Operator], device: str) -> list[Storage]:
+def _storages(recorder: Recorder, operators: list[Operator]) -> list[Storage]:
     lives = recorder.storages.lives
     readers = _phases_of_readers(operators, len(lives))
     last = len(operators)
@@ -147,16 +175,11 @@ def _storages(recorder: Recorder, operators: list[Operator], device: str) -> lis
             kind=_kind(life, operators, readers[number]),
             birth=min(life.birth, last - 1),
             death=life.death if life.death >= 0 else last,
-            device=_device(life, readers[number], device),
+            device=life.device,
             name=life.name,
         )
         for number, life in enumerate(lives)
     ]
-
-
-def _device(life: Life, readers: set[str], device: str) -> str:
-    """Where a storage lies; on an emulated device, what only the loader reads stays on the host."""
-    return "emulated" if device == "emulated" and readers != {"loader"} else life.device
 
 
 def _phases_of_readers(operators: list[Operator], count: int) -> list[set[str]]:

@@ -56,6 +56,10 @@ class Places:
             frame = frame.f_back
         return library, None
 
+    def is_users(self, spot: Spot) -> bool:
+        """Whether a place is in the user's own source."""
+        return self._judge(spot[0]) == "user"
+
     def _judge(self, code: CodeType) -> Owner:
         owner = self._owners[id(code)] = _owner(code.co_filename, self._project)
         self._kept.append(code)

@@ -23,10 +23,14 @@ from torch._C._profiler import _RecordFunctionFast
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchtrim.observe.calls import heard_by, watch_device, watch_prints
+from torchtrim.observe.emulated.device import current
 from torchtrim.observe.modes import enter_below, leave
-from torchtrim.observe.places import ENGINE, Places, Spot, is_in_function
+from torchtrim.observe.places import ENGINE, Places, Spot, is_in_function, line_of
 from torchtrim.observe.storages import PLAIN, Storages, parts_of, reachable_tensors
+from torchtrim.observe.waits import RawSync, Waits, is_copy, rows_of
 from torchtrim.records.profile import Phase
+from torchtrim.sync.row import Row
 
 MARK = "torchtrim::operator"
 Use = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
@@ -64,6 +68,15 @@ class RawCall(NamedTuple):
     graded: bool
 
 
+class RawWait(NamedTuple):
+    """A wait for the device, as recorded."""
+
+    sync: RawSync
+    phase: Phase
+    spot: Spot | None
+    caller: Spot | None
+
+
 class Failure(NamedTuple):
     """The operator that raised last while the recorder ran."""
 
@@ -81,6 +94,8 @@ class _Known(NamedTuple):
     written: tuple[tuple[int, str], ...]
     is_label: bool
     lifts: bool
+    rows: tuple[Row, ...]
+    copies: bool
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -117,6 +132,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._open_labels: list[int] = []
         self._known: dict[int, _Known] = {}
         self._undo = contextlib.ExitStack()
+        self.waits: list[RawWait] = []
+        self._emulation = current()
+        self._call = self._emulation.accelerator.call if self._emulation is not None else _plainly
+        self._waits = self._watch_waits()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -133,13 +152,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if scan:
             self.track(reachable_tensors())
         self._watch_resizes()
+        self._watch_calls()
         self._sequence = _get_sequence_nr()
         self.start_ns = time.perf_counter_ns()
+        if self._emulation is not None:
+            leave(self._emulation.accelerator)
         enter_below(self)
 
     def stop(self) -> None:
         """End the recording; storages that live are alive at the end of the step."""
         leave(self)
+        if self._emulation is not None:
+            enter_below(self._emulation.accelerator)
         self._undo.close()
         self.end_ns = time.perf_counter_ns()
         self.storages.note_peak()
@@ -155,6 +179,38 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
         self._undo.callback(setattr, torch.UntypedStorage, "resize_", original)
+
+    def _watch_waits(self) -> Waits | None:
+        """None where there is no device to wait for."""
+        if self._emulation is not None:
+            tags = self._emulation.tags
+            return Waits(tags.on_device, tags.is_pinned, self._waited)
+        if torch.cuda.is_available():
+            return Waits(lambda t: t.is_cuda, lambda t: t.is_pinned(), self._waited)
+        return None
+
+    def _watch_calls(self) -> None:
+        """Waits that are no operators. Those of an emulated device tell of themselves."""
+        if self._waits is None:
+            return
+        self._undo.enter_context(heard_by(self._waits))
+        watch_prints(self._replace)
+        if self._emulation is None:
+            watch_device(self._replace)
+
+    def _replace(self, owner: Any, name: str, value: Any) -> None:
+        self._undo.callback(setattr, owner, name, getattr(owner, name))
+        setattr(owner, name, value)
+
+    def _waited(self, sync: RawSync) -> None:
+        """Take a wait down, with the line that asked for it where it is no operator."""
+        if threading.get_ident() != self._thread:
+            return
+        if sync.operator >= 0:
+            self.waits.append(RawWait(sync, "other", None, None))
+        else:
+            spot, caller = self._places.find(sys._getframe(1))
+            self.waits.append(RawWait(sync, self.phase, spot, caller))
 
     def track(self, tensors: Iterable[torch.Tensor]) -> None:
         """Register tensors that were alive before the step."""
@@ -214,7 +270,37 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
             )
             self._own_nodes(index)
+        if self._waits is not None:
+            self._note_waits(self._waits, known, func, args, kwargs, result, index)
         return result
+
+    def _note_waits(
+        self,
+        waits: Waits,
+        known: _Known,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        result: Any,
+        index: int,
+    ) -> None:
+        if waits.in_flight() and not known.copies:
+            written = [args[at] for at, _ in known.written if at < len(args)]
+            waits.touched(func, _plain_among(args), _plain_among(written), index)
+        if known.rows:
+            waits.ask(known.rows, func, args, kwargs, result, index)
+        if known.copies:
+            temporary = self._is_temporary(index)
+            waits.copied(func, args, kwargs, result, index, temporary=temporary)
+
+    def _is_temporary(self, index: int) -> bool:
+        """Whether what an operator reads last was made by the same line, on the host."""
+        copy = self.operators[index]
+        birth = self.storages.lives[copy.inputs[-1][0]].birth if copy.inputs else -1
+        if not 0 <= birth < index or copy.spot is None:
+            return False
+        made = self.operators[birth].spot
+        return made is not None and made[0] is copy.spot[0] and line_of(made) == line_of(copy.spot)
 
     def _cause(self, node: Any, frame: FrameType | None) -> Cause:
         """Phase, module, innermost line, the user's line, and the forward operator that is its own."""
@@ -239,11 +325,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             if self._mark is None:
                 begin = time.perf_counter_ns()
-                result = func(*args, **kwargs)
+                result = self._call(func, args, kwargs)
                 return result, begin, time.perf_counter_ns()
             with self._mark:
                 begin = time.perf_counter_ns()
-                result = func(*args, **kwargs)
+                result = self._call(func, args, kwargs)
                 return result, begin, time.perf_counter_ns()
         except BaseException as error:
             self._fail(func, args, kwargs, error)
@@ -292,6 +378,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             _written_arguments(func),
             getattr(func, "namespace", "") == "profiler",
             func is torch.ops.aten.lift_fresh.default,
+            rows_of(func) if self._waits is not None else (),
+            is_copy(func),
         )
         return known
 
@@ -329,6 +417,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.failure = Failure(
             str(func), shapes, self.phase, caller or spot, str(error), self.storages.live_bytes
         )
+
+
+def _plainly(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(*args, **kwargs)
+
+
+def _plain_among(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _plain_among(value)
 
 
 def profiler_range(name: str) -> Any:

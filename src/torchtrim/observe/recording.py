@@ -39,7 +39,7 @@ class Recording(Listener):
         self.recorder = Recorder(
             places,
             mark_operators=allocator is not None and allocator.cuts_at_marks,
-            device=setting.device if setting.device.startswith("cuda") else "",
+            device=_counted(setting.device),
         )
         self._modules = modules
         self._setting = setting
@@ -180,6 +180,13 @@ class Recording(Listener):
             self.recorder.name(gradient, "gradient", name)
         for name, state in _states(optimizers):
             self.recorder.name(state, "optimizer_state", name)
+
+
+def _counted(device: str) -> str:
+    """The device whose bytes are counted; empty for all there are."""
+    if device == "emulated":
+        return "cuda"
+    return device if device.startswith("cuda") else ""
 
 
 def _open_labels() -> list[str]:

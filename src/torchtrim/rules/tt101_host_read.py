@@ -2,11 +2,11 @@
 
 ## What it does
 
-Finds operators that hand a tensor's value to Python: `.item()`, `float(t)`, `if t:`,
-`torch.equal`, `torch.allclose`, and on a device also `.cpu()`, `.numpy()` and `.tolist()`. Reads
-of tensors that live in the host's memory wait for nothing and are left out; so is a step that
-runs on the CPU. Reads are counted per line and step. On a real device the price is the time spent
-in them.
+Finds what hands a tensor's value to Python: `.item()`, `float(t)`, `if t:`, `range(t)`, `x[:t]`,
+`print(t)`, `torch.equal`, `torch.allclose`, and on a device also `.cpu()`, `.numpy()` and
+`.tolist()`. Reads of tensors that live in the host's memory wait for nothing and are left out; so
+is a step that runs on the CPU. Reads are counted per line and step. On a real device the price is
+the time spent in them. [The table of waits](../waits.md) has every case with its source.
 
 ## Why is this bad?
 
@@ -54,55 +54,17 @@ an event says that it has arrived.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from torchtrim.memory.names import base_name
 from torchtrim.records.finding import Finding
-from torchtrim.records.profile import Operator, Profile
+from torchtrim.records.profile import Profile
 from torchtrim.rules.base import Rule
-from torchtrim.rules.waits import on_host, waiting_finding, waiting_lines
-
-_READS = frozenset(
-    ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::allclose")
-)
-_COPY = "aten::_to_copy"
+from torchtrim.rules.waits import waiting_findings
 
 
 def check(profile: Profile) -> Iterator[Finding]:
     """One finding for each line that reads values on the host."""
-    for line, operators in waiting_lines(profile, _reads):
-        yield waiting_finding(
-            profile,
-            RULE.code,
-            line,
-            operators,
-            what="a tensor's value is read on the host",
-            advice=_advice(profile, operators),
-        )
-
-
-def _reads(profile: Profile, op: Operator) -> bool:
-    name = base_name(op.name)
-    if name not in _READS and name != _COPY:
-        return False
-    if all(on_host(profile, use) for use in op.inputs):
-        return False
-    return name in _READS or all(on_host(profile, use) for use in op.outputs)
-
-
-def _advice(profile: Profile, operators: Sequence[int]) -> str:
-    found = [profile.operators[i] for i in operators]
-    if all(op.phase == "optimizer" for op in found):
-        return (
-            "the optimizer keeps a number on the device that it needs on the host: "
-            "use fused=True or capturable=True, or load its state so that `step` stays on the CPU"
-        )
-    if all(base_name(op.name) == _COPY for op in found):
-        return "collect what the host needs in one tensor on the device and copy it once"
-    return (
-        "keep the value in a tensor (torch.where instead of if) and read it every so many steps, "
-        "or read several at once with torch.stack(values).tolist()"
-    )
+    return waiting_findings(profile, RULE.code, "a tensor's value is read on the host")
 
 
 RULE = Rule(code="TT101", name="value-read-on-host", check=check)

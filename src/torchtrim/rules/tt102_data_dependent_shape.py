@@ -4,10 +4,9 @@
 
 Finds operators whose output has as many elements as the data say: `x[mask]`, `x[mask] = y`,
 `masked_select`, `nonzero`, one-argument `where`, `unique`, `bincount`, and `repeat_interleave`
-with a tensor of repeats. Those that backward runs are counted on the line of their forward. A
-step on the CPU, and tensors in the host's memory, are left out, as is `x[mask] = 0.0`: PyTorch
-fills it in without counting. Whether `repeat_interleave` was given `output_size=`, with which it
-does not wait, a profile cannot tell: look at the line.
+without `output_size=`. Those that backward runs are counted on the line of their forward. A step
+on the CPU, and tensors in the host's memory, are left out, as is `x[mask] = 0.0`: PyTorch fills
+it in without counting. [The table of waits](../waits.md) has every case with its source.
 
 ## Why is this bad?
 
@@ -55,71 +54,16 @@ for the selected elements alone cannot be reproduced this way.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import prod
 
-from torchtrim.memory.names import base_name
 from torchtrim.records.finding import Finding
-from torchtrim.records.profile import Operator, Profile
+from torchtrim.records.profile import Profile
 from torchtrim.rules.base import Rule
-from torchtrim.rules.waits import on_host, waiting_finding, waiting_lines
-
-_UNIQUE = (
-    "sort and compare neighbours, (s[1:] != s[:-1]); or count into zeros(n) with scatter_add_ "
-    "where the range is known"
-)
-_MASK = (
-    "keep the shape: select with torch.where(mask, x, fill), and reduce with weights that are zero "
-    "where the mask is false"
-)
-_ADVICE = {
-    "aten::nonzero": f"{_MASK}; nonzero_static(size=...) where the count is known",
-    "aten::_unique": _UNIQUE,
-    "aten::_unique2": _UNIQUE,
-    "aten::unique_dim": _UNIQUE,
-    "aten::unique_consecutive": _UNIQUE,
-    "aten::unique_dim_consecutive": _UNIQUE,
-    "aten::masked_select": _MASK,
-    "aten::bincount": "count into zeros(n) with scatter_add_ where the range is known",
-    "aten::repeat_interleave": "pass output_size=, with which there is no wait",
-}
-_KNOWN_REPEATS = "aten::repeat_interleave.self_int"
-_MASKS = frozenset(("bool", "uint8"))
-_GETS = frozenset(("aten::index", "aten::_unsafe_index"))
-_PUTS = frozenset(
-    ("aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index_put")
-)
+from torchtrim.rules.waits import waiting_findings
 
 
 def check(profile: Profile) -> Iterator[Finding]:
     """One finding for each line that makes a shape from data."""
-    for line, operators in waiting_lines(profile, _counts):
-        first = base_name(profile.operators[operators[0]].name)
-        yield waiting_finding(
-            profile,
-            RULE.code,
-            line,
-            operators,
-            what="a shape depends on the data",
-            advice=_ADVICE.get(first, _MASK),
-        )
-
-
-def _counts(profile: Profile, op: Operator) -> bool:
-    """Whether the host waits for a count. The first input is what is counted or indexed."""
-    if not op.inputs or on_host(profile, op.inputs[0]):
-        return False
-    name = base_name(op.name)
-    if name in _GETS:
-        return any(use.dtype in _MASKS for use in op.inputs[1:])
-    if name in _PUTS:
-        return any(use.dtype in _MASKS for use in op.inputs[1:-1]) and not _fills(profile, op)
-    return name in _ADVICE and op.name != _KNOWN_REPEATS
-
-
-def _fills(profile: Profile, op: Operator) -> bool:
-    """`x[mask] = 0.0`: one mask, one value from the host. PyTorch does it as `masked_fill_`."""
-    value = op.inputs[-1]
-    return len(op.inputs) == 3 and prod(value.shape) == 1 and on_host(profile, value)
+    return waiting_findings(profile, RULE.code, "a shape depends on the data")
 
 
 RULE = Rule(code="TT102", name="data-dependent-shape", check=check)

@@ -2,60 +2,106 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 
 from torchtrim.memory.names import base_name
 from torchtrim.records.finding import Cure, Finding
-from torchtrim.records.profile import Operator, Profile, TensorUse
-from torchtrim.rules.places import Line, by_line
+from torchtrim.records.profile import Place, Profile, Sync
+from torchtrim.rules.places import Line, line_of
+from torchtrim.sync.table import row
 
 
-def on_host(profile: Profile, use: TensorUse) -> bool:
-    """Whether a tensor lives in the host's memory, where reading it waits for nothing."""
-    return profile.storages[use.storage].device.startswith("cpu")
+def waits_by_line(profile: Profile, code: str) -> dict[Line, list[Sync]]:
+    """The waits that a rule reports, by the line that asked for them."""
+    lines: dict[Line, list[Sync]] = defaultdict(list)
+    known = {name for name in {sync.row for sync in profile.syncs} if _code(name) == code}
+    for sync in profile.syncs:
+        if sync.row in known:
+            lines[_line(profile, sync)].append(sync)
+    return dict(lines)
 
 
-def waiting_lines(
-    profile: Profile, waits: Callable[[Profile, Operator], bool]
-) -> Iterable[tuple[Line, list[int]]]:
-    """Operators that wait for the device, by line. A step on the CPU waits for none."""
-    if profile.device.startswith("cpu"):
-        return ()
-    found = (i for i, op in enumerate(profile.operators) if waits(profile, op))
-    return by_line(profile, found).items()
+def waits_in(profile: Profile) -> tuple[tuple[str, int, str, str, int], ...]:
+    """Every line that waits, and how: path, line, what, row of the table, times. Races are no waits."""
+    counts = Counter(
+        (_line(profile, sync), sync.row)
+        for sync in profile.syncs
+        if _code(sync.row) in ("TT101", "TT102", "TT103", "TT104")
+    )
+    return tuple(
+        (line.path, line.line, row(name).what, name, count)
+        for (line, name), count in counts.items()
+    )
+
+
+def waiting_findings(profile: Profile, code: str, what: str) -> Iterator[Finding]:
+    """A finding for each line that waits."""
+    for line, syncs in waits_by_line(profile, code).items():
+        yield waiting_finding(profile, code, line, syncs, what=what, advice=advice(profile, syncs))
 
 
 def waiting_finding(
-    profile: Profile, code: str, line: Line, operators: Sequence[int], *, what: str, advice: str
+    profile: Profile, code: str, line: Line, syncs: Sequence[Sync], *, what: str, advice: str
 ) -> Finding:
     """A finding for the waits of one line. Only a real device measures what they cost."""
-    measured = not profile.device.startswith("emulated")
-    seconds = sum(profile.operators[i].seconds for i in operators)
-    cost = f", {seconds * 1e3:.3g} ms in all" if measured else ""
+    measured = [sync.seconds for sync in syncs if sync.seconds is not None]
+    price = sum(measured) * 1e3 if measured else None
+    cost = f", {price:.3g} ms in all" if price is not None else ""
     return Finding(
         code=code,
         path=line.path,
         line=line.line,
         end_line=line.line,
-        message=f"{what}: the host waits for the device {_times(len(operators))} a step{cost} "
-        f"({', '.join(_counted(profile, operators))})",
-        count_per_step=len(operators),
-        price_ms=seconds * 1e3 if measured else None,
-        source="measured" if measured else "modelled",
+        message=f"{what}: the host waits for the device {times(len(syncs))} a step{cost} "
+        f"({', '.join(_counted(profile, syncs))})",
+        count_per_step=len(syncs),
+        price_ms=price,
+        source="measured" if price is not None else "modelled",
         cure=Cure(kind="advice", reason=advice),
     )
 
 
-def _times(count: int) -> str:
+def advice(profile: Profile, syncs: Sequence[Sync]) -> str:
+    """What the table says to do instead, of each way to wait that the line has."""
+    if all(sync.phase == "optimizer" for sync in syncs):
+        return (
+            "the optimizer keeps a number on the device that it needs on the host: "
+            "use fused=True or capturable=True, or load its state so that `step` stays on the CPU"
+        )
+    said = dict.fromkeys(row(sync.row).advice for sync in syncs)
+    return " ".join(said)
+
+
+def times(count: int) -> str:
+    """`once`, `twice`, `3 times`."""
     return {1: "once", 2: "twice"}.get(count, f"{count} times")
 
 
-def _counted(profile: Profile, operators: Sequence[int]) -> Iterator[str]:
-    """`aten::index`, `2 x aten::index_put in backward`."""
+def _code(name: str) -> str:
+    """The code of a row; none for one that only a newer torchtrim knows."""
+    try:
+        return row(name).code
+    except KeyError:
+        return ""
+
+
+def _line(profile: Profile, sync: Sync) -> Line:
+    if sync.operator >= 0:
+        return line_of(profile, sync.operator)
+    index = sync.caller if sync.caller >= 0 else sync.place
+    place: Place | None = profile.places[index] if index >= 0 else None
+    return Line(place.path, place.line) if place else Line(profile.script, 0)
+
+
+def _counted(profile: Profile, syncs: Sequence[Sync]) -> Iterator[str]:
+    """`aten::index`, `2 x aten::index_put in backward`, `synchronize`."""
     counts = Counter(
-        (base_name(op.name), " in backward" if op.phase == "backward" else "")
-        for op in (profile.operators[i] for i in operators)
+        (_name(profile, sync), " in backward" if sync.phase == "backward" else "") for sync in syncs
     )
     for (name, phase), count in counts.items():
         yield f"{f'{count} x ' if count > 1 else ''}{name}{phase}"
+
+
+def _name(profile: Profile, sync: Sync) -> str:
+    return base_name(profile.operators[sync.operator].name) if sync.operator >= 0 else sync.row

@@ -15,13 +15,20 @@ class Ask(Protocol):
     own storage. `result` is what it returned.
     """
 
-    name: str
-    args: Mapping[str, Any]
-    result: Any
+    @property
+    def name(self) -> str: ...
 
-    def is_on_device(self, tensor: Any) -> bool: ...
+    @property
+    def args(self) -> Mapping[str, Any]: ...
 
-    def is_pinned(self, tensor: Any) -> bool: ...
+    @property
+    def result(self) -> Any: ...
+
+    @property
+    def is_on_device(self) -> Callable[[Any], bool]: ...
+
+    @property
+    def is_pinned(self) -> Callable[[Any], bool]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +55,8 @@ class Row:
     """One way to wait for the device.
 
     `operators` are the names, with their overloads or without (`"aten::nonzero"`), that the row is asked
-    about; empty for a call that is no operator. `waits` decides from the arguments. `when` says the same
+    about; empty for a call that is no operator. `waits` tells from the arguments how often the operator
+    waits; an operator that several rows know waits as often as they say together. `when` says the same
     to a person. `since` and `until` are torch versions, `until` excluded; `""` is open. `code` is the
     rule that reports it.
     """
@@ -58,7 +66,7 @@ class Row:
     what: str
     when: str
     operators: tuple[str, ...]
-    waits: Callable[[Ask], bool]
+    waits: Callable[[Ask], int]
     evidence: tuple[Evidence, ...]
     advice: str
     since: str = ""

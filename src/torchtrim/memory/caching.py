@@ -1,0 +1,172 @@
+"""A model of PyTorch's caching allocator for CUDA: what tensors ask for, and what the device is asked for.
+
+Sizes are rounded up to 512 bytes. Requests up to 1 MiB are cut from segments of 2 MiB, those under 10 MiB
+from segments of 20 MiB, larger ones get segments of their own in steps of 2 MiB. The smallest free block
+that is large enough is taken, and the rest of it split off where it is worth it; neighbours that are free
+become one again. Segments are kept until the cache is emptied.
+
+Source: pytorch/pytorch, c10/cuda/CUDACachingAllocator.cpp (v2.13.0), without its options
+(`expandable_segments`, `max_split_size_mb`, `roundup_power2_divisions`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from typing import NamedTuple
+
+_MIB = 2**20
+_UNIT = 512
+_SMALL = _MIB
+_SMALL_SEGMENT = 2 * _MIB
+_LARGE_SEGMENT = 20 * _MIB
+_OWN_SEGMENT = 10 * _MIB
+_STEP = 2 * _MIB
+
+
+class _Block:
+    """A piece of a segment; `before` and `after` are its neighbours."""
+
+    __slots__ = ("address", "after", "before", "free", "pool", "size")
+
+    def __init__(self, pool: _Pool, address: int, size: int) -> None:
+        self.pool = pool
+        self.address = address
+        self.size = size
+        self.free = False
+        self.before: _Block | None = None
+        self.after: _Block | None = None
+
+
+class _Free(NamedTuple):
+    """A free block as a pool orders them: by size, then by address, which no two share."""
+
+    size: int
+    address: int
+    block: _Block | None = None
+
+
+class _Pool:
+    """Free blocks of one stream, small or large ones."""
+
+    __slots__ = ("blocks", "small")
+
+    def __init__(self, small: bool) -> None:
+        self.small = small
+        self.blocks: list[_Free] = []
+
+    def take(self, size: int) -> _Block | None:
+        """The smallest free block that is large enough."""
+        at = bisect_left(self.blocks, (size, -1))
+        return self.blocks.pop(at).block if at < len(self.blocks) else None
+
+    def put(self, block: _Block) -> None:
+        """Keep a free block."""
+        insort(self.blocks, _Free(block.size, block.address, block), key=lambda one: one[:2])
+
+    def remove(self, block: _Block) -> None:
+        """Forget a free block."""
+        del self.blocks[bisect_left(self.blocks, (block.size, block.address))]
+
+
+class CachingAllocator:
+    """Bytes `allocated` (rounded) and `reserved` (in segments), and the highest that either was."""
+
+    def __init__(self) -> None:
+        self.allocated = self.reserved = 0
+        self.peak_allocated = self.peak_reserved = 0
+        self._pools: dict[tuple[int, bool], _Pool] = {}
+        self._blocks: dict[int, _Block] = {}
+        self._handles = 0
+        self._address = 0
+
+    def malloc(self, size: int, stream: int = 0) -> int:
+        """Allocate `size` bytes for work of a stream; the handle to free them with."""
+        self._handles += 1
+        if size <= 0:
+            return self._handles
+        size = rounded(size)
+        small = size <= _SMALL
+        pool = self._pools.setdefault((stream, small), _Pool(small))
+        block = pool.take(size) or self._segment(pool, size)
+        self._split(block, size)
+        block.free = False
+        self._blocks[self._handles] = block
+        self.allocated += block.size
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        return self._handles
+
+    def free(self, handle: int) -> None:
+        """Free what a handle stands for; nothing where it stands for zero bytes."""
+        block = self._blocks.pop(handle, None)
+        if block is None:
+            return
+        self.allocated -= block.size
+        block.free = True
+        block.pool.put(self._merged(block))
+
+    def empty_cache(self) -> None:
+        """Give back the segments that are free as a whole."""
+        for pool in self._pools.values():
+            whole = [one for one in pool.blocks if one.block and _is_segment(one.block)]
+            self.reserved -= sum(one.size for one in whole)
+            pool.blocks = [one for one in pool.blocks if one.block and not _is_segment(one.block)]
+
+    def reset_peaks(self) -> None:
+        """Begin to look for peaks anew."""
+        self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
+
+    def _segment(self, pool: _Pool, size: int) -> _Block:
+        """A new segment, as one block."""
+        block = _Block(pool, self._address, _segment_bytes(size))
+        self._address += block.size
+        self.reserved += block.size
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        return block
+
+    def _split(self, block: _Block, size: int) -> None:
+        """Cut off what is more than `size`, where the rest is of use."""
+        rest = block.size - size
+        if rest < _UNIT if block.pool.small else rest <= _SMALL:
+            return
+        other = _Block(block.pool, block.address + size, rest)
+        other.free = True
+        other.before, other.after = block, block.after
+        if block.after is not None:
+            block.after.before = other
+        block.after = other
+        block.size = size
+        block.pool.put(other)
+
+    def _merged(self, block: _Block) -> _Block:
+        """One block of a freed one and its free neighbours."""
+        after, before = block.after, block.before
+        if after is not None and after.free:
+            block.pool.remove(after)
+            _join(block, after)
+        if before is not None and before.free:
+            block.pool.remove(before)
+            _join(before, block)
+            return before
+        return block
+
+
+def rounded(size: int) -> int:
+    """Bytes that the allocator gives for a size."""
+    return -(-size // _UNIT) * _UNIT
+
+
+def _segment_bytes(size: int) -> int:
+    if size <= _SMALL:
+        return _SMALL_SEGMENT
+    return _LARGE_SEGMENT if size < _OWN_SEGMENT else -(-size // _STEP) * _STEP
+
+
+def _join(block: _Block, after: _Block) -> None:
+    block.size += after.size
+    block.after = after.after
+    if after.after is not None:
+        after.after.before = block
+
+
+def _is_segment(block: _Block) -> bool:
+    return block.before is None and block.after is None

@@ -1,0 +1,116 @@
+"""Calls that wait for a device and are no operators: who makes them tells, who records listens."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+
+class Hearer(Protocol):
+    """Hears of calls, after they were made. `row` is of `sync.table`."""
+
+    def synchronized(self, row: str, subject: Any) -> None:
+        """The host has waited: for the whole device (`subject` None), a stream or an event."""
+
+    def event_recorded(self, event: Any, stream: int) -> None:
+        """An event was put behind the work queued on a stream."""
+
+    def host_read(self, tensor: torch.Tensor) -> None:
+        """A tensor of the host is about to be read by what is no operator."""
+
+    def printed(self, tensor: torch.Tensor) -> None:
+        """A tensor is about to be made text, which torch does where no mode sees it."""
+
+
+_hearers: list[Hearer] = []
+
+
+@contextlib.contextmanager
+def heard_by(hearer: Hearer) -> Iterator[None]:
+    """Tell somebody for a while."""
+    _hearers.append(hearer)
+    try:
+        yield
+    finally:
+        _hearers.remove(hearer)
+
+
+def tell_synchronized(row: str, subject: Any = None) -> None:
+    """Say that the host has waited."""
+    for hearer in _hearers:
+        hearer.synchronized(row, subject)
+
+
+def tell_recorded(event: Any, stream: int) -> None:
+    """Say that an event was recorded."""
+    for hearer in _hearers:
+        hearer.event_recorded(event, stream)
+
+
+def tell_read(tensor: torch.Tensor) -> None:
+    """Say that a tensor is about to be read."""
+    for hearer in _hearers:
+        hearer.host_read(tensor)
+
+
+def stream_number(stream: Any = None) -> int:
+    """Number of a stream, of the current one where none is given."""
+    chosen = torch.cuda.current_stream() if stream is None else stream
+    return int(chosen.stream_id)
+
+
+def watch_device(replace: Callable[[Any, str, Any], Any]) -> None:
+    """Have the calls of a real device told. `replace` sets an attribute and gives its former value."""
+    cuda: Any = torch.cuda
+
+    def after(owner: Any, name: str, tell: Callable[..., None]) -> None:
+        own = getattr(owner, name)
+
+        @functools.wraps(own)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = own(*args, **kwargs)
+            tell(result, *args)
+            return result
+
+        replace(owner, name, call)
+
+    for owner in (cuda, torch.accelerator):
+        after(owner, "synchronize", lambda result, *args: tell_synchronized("synchronize"))
+    after(cuda.Stream, "synchronize", lambda _, s: tell_synchronized("stream-synchronize", s))
+    after(cuda.Event, "synchronize", lambda _, e: tell_synchronized("event-synchronize", e))
+    after(cuda.Event, "query", tell_queried)
+    after(cuda.Event, "record", lambda _, e, s=None: tell_recorded(e, stream_number(s)))
+    for name in ("numpy", "tolist"):
+        replace(torch.Tensor, name, _telling(getattr(torch.Tensor, name)))
+
+
+def tell_queried(done: bool, event: Any) -> None:
+    """Say that an event was found to have happened, without a wait."""
+    if done:
+        for hearer in _hearers:
+            hearer.synchronized("", event)
+
+
+def watch_prints(replace: Callable[[Any, str, Any], Any]) -> None:
+    """Have it told when a tensor is printed."""
+    own: Any = torch._tensor_str._str
+
+    def text(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> str:
+        for hearer in _hearers:
+            hearer.printed(tensor)
+        return str(own(tensor, *args, **kwargs))
+
+    replace(torch._tensor_str, "_str", text)
+
+
+def _telling(own: Any) -> Any:
+    @functools.wraps(own)
+    def read(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tell_read(self)
+        return own(self, *args, **kwargs)
+
+    return read

@@ -1,0 +1,133 @@
+"""`torch.autocast("cuda")`: the CPU's autocast does the casting, by the device's list of operators.
+
+The lists are those of `ATen/autocast_mode.h`; `tests/observe/emulated/test_autocast.py` compares them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
+from torch.utils._pytree import tree_map
+
+from torchtrim.observe.emulated.patches import Patches
+from torchtrim.observe.emulated.tags import Tags
+
+TO_FLOAT = (
+    *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p"),
+    *("reciprocal", "rsqrt", "sinh", "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar"),
+    *("softplus", "layer_norm", "native_layer_norm", "rms_norm", "group_norm"),
+    *("frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim", "cosine_similarity"),
+    *("poisson_nll_loss", "cosine_embedding_loss", "nll_loss", "nll_loss2d"),
+    *("hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss"),
+    *("margin_ranking_loss", "multilabel_margin_loss", "soft_margin_loss", "triplet_margin_loss"),
+    *("multi_margin_loss", "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm"),
+    *("logsumexp", "upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_nearest2d"),
+    *("_upsample_nearest_exact2d", "upsample_nearest3d", "_upsample_nearest_exact3d"),
+    *("upsample_linear1d", "upsample_bilinear2d", "_upsample_bilinear2d_aa"),
+    *("upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bicubic2d_aa"),
+)
+TO_FLOAT_IF_UNSAID = (
+    *("prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum"),
+    *("linalg_vector_norm", "linalg_matrix_norm", "linalg_matrix_norm.str_ord"),
+    *("sum", "sum.dim_IntList"),
+)
+TO_LOW = ("prelu", "addmv", "addr", "mv")
+"""What the device computes in low precision and the CPU's own autocast leaves alone."""
+_HALVES = (torch.float16, torch.bfloat16)
+_AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU)
+
+
+class Autocast:
+    """Turns the CPU's autocast on and off with the device's."""
+
+    def __init__(self, patches: Patches, tags: Tags) -> None:
+        self._patches = patches
+        self._tags = tags
+        self._library: Any = None
+
+    def install(self) -> None:
+        """Follow `torch.set_autocast_enabled` and `torch.set_autocast_dtype`."""
+
+        def set_enabled(device: Any, enabled: bool | None = None) -> None:
+            own_enabled(device) if enabled is None else own_enabled(device, enabled)
+            if device == "cuda":
+                self._register()
+                own_enabled("cpu", enabled)
+
+        def set_dtype(device: str, dtype: torch.dtype) -> None:
+            own_dtype(device, dtype)
+            if device == "cuda":
+                own_dtype("cpu", dtype)
+
+        own_enabled = self._patches.replace(torch, "set_autocast_enabled", set_enabled)
+        own_dtype = self._patches.replace(torch, "set_autocast_dtype", set_dtype)
+        self._patches.replace(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+
+    def _register(self) -> None:
+        """Have the CPU's autocast follow the device's lists. Once; undone with the patches."""
+        if self._library is not None:
+            return
+        make: Any = torch.library.Library
+        self._library = make("aten", "IMPL")
+        self._patches.on_undo(self._library._destroy)
+        for names, kernel in (
+            (TO_FLOAT, self._in_float),
+            (TO_FLOAT_IF_UNSAID, self._in_float_if_unsaid),
+            (TO_LOW, self._in_low),
+        ):
+            for name in names:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    self._library.impl(
+                        name, kernel(_overload(name)), "AutocastCPU", allow_override=True
+                    )
+
+    def _in_float(self, func: Any) -> Callable[..., Any]:
+        return self._cast(func, lambda t: t.float() if t.dtype in _HALVES else t)
+
+    def _in_low(self, func: Any) -> Callable[..., Any]:
+        def low(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(torch.get_autocast_dtype("cuda"))
+
+        return self._cast(func, low)
+
+    def _in_float_if_unsaid(self, func: Any) -> Callable[..., Any]:
+        def kernel(tensor: torch.Tensor, *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
+            names = [
+                argument.name for argument in func._schema.arguments if not argument.kwarg_only
+            ]
+            at = names.index("dtype") - 1 if "dtype" in names else len(args)
+            if at < len(args):
+                dtype, args = args[at], (*args[:at], *args[at + 1 :])
+            if dtype is None and tensor.dtype in _HALVES and self._tags.on_device(tensor):
+                dtype = torch.float32
+            with _ExcludeDispatchKeyGuard(_AUTOCAST):
+                return func(tensor, *args, dtype=dtype, **kwargs)
+
+        return kernel
+
+    def _cast(
+        self, func: Any, change: Callable[[torch.Tensor], torch.Tensor]
+    ) -> Callable[..., Any]:
+        def cast(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+                return value
+            if value.dtype == torch.float64 or not self._tags.on_device(value):
+                return value
+            return change(value)
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            with _ExcludeDispatchKeyGuard(_AUTOCAST):
+                args, kwargs = tree_map(cast, (args, kwargs))
+                return func(*args, **kwargs)
+
+        return kernel
+
+
+def _overload(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")

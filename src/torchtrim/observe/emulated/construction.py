@@ -1,0 +1,152 @@
+"""Tensors and generators that are made on the emulated device from data of the host."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from torchtrim.observe.emulated.moves import Mover, is_cuda
+from torchtrim.observe.emulated.patches import Patches
+from torchtrim.observe.emulated.tags import DEVICE
+
+_LIFT = torch.ops.aten.lift_fresh.default
+_TYPES = {
+    "FloatTensor": torch.float32,
+    "DoubleTensor": torch.float64,
+    "HalfTensor": torch.float16,
+    "BFloat16Tensor": torch.bfloat16,
+    "LongTensor": torch.int64,
+    "IntTensor": torch.int32,
+    "ShortTensor": torch.int16,
+    "CharTensor": torch.int8,
+    "ByteTensor": torch.uint8,
+    "BoolTensor": torch.bool,
+}
+
+
+class Construction:
+    """`torch.tensor`, `as_tensor`, `asarray`, `Tensor.new_tensor`, `torch.cuda.FloatTensor`, `Generator`."""
+
+    def __init__(self, patches: Patches, mover: Mover) -> None:
+        self._patches = patches
+        self._mover = mover
+
+    def install(self) -> None:
+        """Replace them all."""
+        self._patches.replace(torch, "tensor", self._from_data(torch.tensor))
+        for name in ("as_tensor", "asarray"):
+            self._patches.replace(torch, name, self._shared(getattr(torch, name)))
+        self._patches.replace(torch.Tensor, "new_tensor", self._new_tensor)
+        own_new = torch.Tensor.new
+        self._patches.replace(torch.Tensor, "new", self._new(own_new))
+        for name, dtype in _TYPES.items():
+            self._patches.replace(torch.cuda, name, self._legacy(dtype))
+        self._patches.replace(torch, "Generator", Generator)
+
+    def _from_data(self, own: Any) -> Any:
+        @functools.wraps(own)
+        def tensor(data: Any, **options: Any) -> torch.Tensor:
+            if not _wants_device(options.get("device")):
+                return own(data, **options)  # type: ignore[no-any-return]
+            return self._uploaded(own, data, options)
+
+        return tensor
+
+    def _shared(self, own: Any) -> Any:
+        """Functions that take a tensor as it is where they can."""
+
+        @functools.wraps(own)
+        def shared(data: Any, *args: Any, **options: Any) -> torch.Tensor:
+            if args:
+                names = ("dtype", "device")
+                options = {**dict(zip(names, args, strict=False)), **options}
+            device = options.get("device")
+            here = isinstance(data, torch.Tensor) and self._mover.tags.on_device(data)
+            if not (_wants_device(device) or here) or (
+                here and isinstance(device, str) and device == "meta"
+            ):
+                return own(data, **options)  # type: ignore[no-any-return]
+            if isinstance(data, torch.Tensor):
+                on = here if device is None else is_cuda(device)
+                dtype, copy = options.get("dtype"), bool(options.get("copy"))
+                return self._mover.moved(data, on, dtype=dtype, copy=copy)
+            return self._uploaded(own, data, options)
+
+        return shared
+
+    def _uploaded(self, own: Any, data: Any, options: dict[str, Any]) -> torch.Tensor:
+        """A tensor of the host's data on the device: to torch, one upload that is no operator."""
+        options = {**options, "device": "cpu"}
+        graded = options.pop("requires_grad", False)
+        options.pop("pin_memory", None)
+        with torch._C._DisableTorchDispatch():
+            made: torch.Tensor = own(data, **options).detach().clone()
+        self._mover.tags.put(made)
+        made = _LIFT(made)
+        return made.requires_grad_() if graded else made
+
+    @property
+    def _new_tensor(self) -> Any:
+        own = torch.Tensor.new_tensor
+        mover, uploaded = self._mover, self._uploaded
+
+        def new_tensor(self: Any, data: Any, **options: Any) -> torch.Tensor:
+            device = options.pop("device", None)
+            on = mover.tags.on_device(self) if device is None else is_cuda(device)
+            if not on:
+                return own(self, data, **options)
+            return uploaded(functools.partial(_without_device, own, self), data, options)
+
+        return new_tensor
+
+    def _new(self, own: Any) -> Any:
+        mover = self._mover
+
+        def new(self: Any, *args: Any, **options: Any) -> torch.Tensor:
+            made: torch.Tensor = own(self, *args, **options)
+            if mover.tags.on_device(self):
+                mover.tags.put(made)
+            return made
+
+        return new
+
+    def _legacy(self, dtype: torch.dtype) -> Any:
+        own = torch.tensor
+        uploaded = self._uploaded
+
+        class Legacy:
+            def __new__(cls, *data: Any) -> Any:
+                if len(data) == 1 and not isinstance(data[0], int):
+                    return uploaded(own, data[0], {"dtype": dtype})
+                return torch.empty(data, dtype=dtype, device=DEVICE)
+
+        return Legacy
+
+
+def _without_device(own: Any, self: Any, data: Any, **options: Any) -> Any:
+    options.pop("device", None)
+    return own(self, data, **options)
+
+
+def _wants_device(device: Any) -> bool:
+    return is_cuda(torch.get_default_device() if device is None else device)
+
+
+class Generator(torch._C.Generator):
+    """A generator that says that it is the device's. It draws the CPU's numbers, which compute for it."""
+
+    _of_device = False
+
+    def __new__(cls, device: Any = None) -> Any:
+        made: Any = super().__new__(cls, device="cpu")  # type: ignore[call-arg]
+        made._of_device = is_cuda(device)
+        return made
+
+    def __init__(self, device: Any = None) -> None: ...
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Where it says that it is."""
+        return DEVICE if self._of_device else torch.device("cpu")

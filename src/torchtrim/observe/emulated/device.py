@@ -1,0 +1,96 @@
+"""Begins and ends the emulation of a device in this process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from torchtrim.errors import UsageError
+from torchtrim.observe.emulated.autocast import Autocast
+from torchtrim.observe.emulated.composites import Composites
+from torchtrim.observe.emulated.construction import Construction
+from torchtrim.observe.emulated.mode import Accelerator
+from torchtrim.observe.emulated.model import A100, DeviceModel
+from torchtrim.observe.emulated.moves import Mover
+from torchtrim.observe.emulated.patches import Patches
+from torchtrim.observe.emulated.runtime import Runtime
+from torchtrim.observe.emulated.surroundings import (
+    patch_compile,
+    patch_files,
+    patch_grouping,
+    patch_threads,
+)
+from torchtrim.observe.emulated.tensors import (
+    patch_moves,
+    patch_properties,
+    patch_reads,
+    patch_storages,
+)
+from torchtrim.observe.modes import enter_below, leave
+
+_running: list[Emulation] = []
+
+
+class Emulation:
+    """One emulated device between `begin` and `end`. `notes` say what it did not do as a device would."""
+
+    def __init__(self, model: DeviceModel = A100) -> None:
+        self.accelerator = Accelerator()
+        self.tags = self.accelerator.tags
+        self.notes: set[str] = set()
+        self._patches = Patches()
+        self._runtime = Runtime(self._patches, self.tags, model)
+        self.counters = self._runtime.counters
+
+    def begin(self) -> None:
+        """Replace what asks for a device. Raises `UsageError` where one is emulated already."""
+        if _running:
+            raise UsageError("a device is emulated already, and there is one for a process.")
+        patches, tags = self._patches, self.tags
+        mover = Mover(self.accelerator)
+        self._runtime.install()
+        patch_properties(patches, tags)
+        patch_moves(patches, mover)
+        patch_reads(patches, mover, self.accelerator)
+        patch_storages(patches, tags)
+        Construction(patches, mover).install()
+        Autocast(patches, tags).install()
+        Composites(patches, tags).install()
+        patch_threads(patches, self.accelerator)
+        patch_grouping(patches, tags)
+        patch_compile(patches, self.notes)
+        patch_files(patches, tags)
+        enter_below(self.accelerator)
+        _running.append(self)
+
+    def adopt(self, root: torch.nn.Module) -> None:
+        """Take a root that lies on the host as if its author had put it, and what it meets, on the device."""
+        tensors = [*root.parameters(), *root.buffers()]
+        if not any(self.tags.on_device(tensor) for tensor in tensors):
+            self.accelerator.adopts = True
+            for tensor in tensors:
+                self.tags.put(tensor)
+
+    def end(self) -> None:
+        """Put everything back. Tensors that lay on the device are plain CPU tensors from then on."""
+        _running.remove(self)
+        leave(self.accelerator)
+        self._patches.undo()
+
+
+def current() -> Emulation | None:
+    """The emulation that runs in this process."""
+    return _running[-1] if _running else None
+
+
+@contextlib.contextmanager
+def emulate(model: DeviceModel = A100) -> Iterator[Emulation]:
+    """Emulate a CUDA device for a while; nothing is done where there is a real one."""
+    emulation = Emulation(model)
+    emulation.begin()
+    try:
+        yield emulation
+    finally:
+        emulation.end()

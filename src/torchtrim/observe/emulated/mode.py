@@ -1,0 +1,207 @@
+"""Runs every operator on CPU, and says of its results where they would lie."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch._C import _current_autograd_node, _disabled_torch_dispatch_impl
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchtrim.errors import Unsupported
+from torchtrim.observe.emulated.tags import HOST, Tags
+from torchtrim.observe.storages import PLAIN
+
+_MEETS_HOST = frozenset(
+    (
+        "aten::copy_",
+        "aten::_to_copy",
+        "aten::index",
+        "aten::index_put",
+        "aten::index_put_",
+        "aten::_index_put_impl_",
+        "aten::_unsafe_index",
+        "aten::_foreach_copy_",
+        "aten::_pack_padded_sequence",
+        "aten::_pack_padded_sequence_backward",
+        "aten::_ctc_loss",
+        "aten::_ctc_loss_backward",
+        "aten::_fused_adam_",
+        "aten::_fused_adamw_",
+        "aten::set_",
+        "aten::record_stream",
+        "aten::_resize_output_",
+    )
+)
+_OWN_TARGET = frozenset(("aten::copy_", "aten::_foreach_copy_"))
+_NO_KERNEL = "Could not run '"
+
+
+class _Known(NamedTuple):
+    """What is known of an operator by its name."""
+
+    copies: bool
+    meets_host: bool
+    own_target: bool
+
+
+class _Local(threading.local):
+    target: bool | None = None
+
+
+class Accelerator(TorchDispatchMode):
+    """One emulated CUDA device. `call` runs an operator; the mode does so for those that nobody records.
+
+    An operator lies on the device if it says so or one of its tensors does. `target` is where the copy
+    that runs now is to go: on the device, to the host, or where it comes from (None). `adopts`: tensors
+    of the host that meet some of the device are taken to lie there too.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tags = Tags()
+        self.moving = _Local()
+        self._known: dict[int, _Known] = {}
+        self._pid = os.getpid()
+        self._was_on = False
+        self.adopts = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types and any(map(_dispatches, types)):
+            return NotImplemented
+        return self.call(func, args, kwargs or {})
+
+    def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an operator and tag its results."""
+        if os.getpid() != self._pid:
+            return func(*args, **kwargs)
+        known = self._known.get(id(func)) or self._know(func)
+        on = self._met(func, known, args)
+        if kwargs:
+            on = self._met(func, known, kwargs.values()) or on
+            on, kwargs = self._placed(known, on, kwargs)
+        elif known.copies and self.moving.target is not None:
+            on = self.moving.target
+        result = self._run(func, args, kwargs)
+        if on and not known.own_target:
+            self._put((result,))
+        self._was_on = on
+        return result
+
+    def _placed(
+        self, known: _Known, on: bool, kwargs: dict[str, Any]
+    ) -> tuple[bool, dict[str, Any]]:
+        """Where the result goes, and the arguments as the CPU takes them."""
+        device = kwargs.get("device")
+        if device is not None:
+            if device.type == "cuda":
+                on, kwargs = True, {**kwargs, "device": HOST}
+            elif device.type == "meta":
+                on = False
+            elif known.copies:
+                on = on if self.moving.target is None else self.moving.target
+            elif "pin_memory" in kwargs:
+                on = False
+            elif not on and _current_autograd_node() is not None:
+                on = self._was_on
+        if known.copies and self.moving.target is not None:
+            on = self.moving.target
+        return on, kwargs
+
+    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        pinned = kwargs.get("pin_memory")
+        if pinned:
+            kwargs = {**kwargs, "pin_memory": False}
+        try:
+            result = func(*args, **kwargs)
+        except NotImplementedError as error:
+            if _NO_KERNEL in str(error):
+                raise _missing(func) from error
+            raise
+        if pinned:
+            self.tags.pin(result)
+        elif "device" in kwargs and "pin_memory" not in kwargs:
+            self._leave_open(result)
+        return result
+
+    def _leave_open(self, made: Any) -> None:
+        """What C++ made on its own, since Python's calls always say whether the memory is pinned."""
+        if isinstance(made, torch.Tensor) and not made.is_meta and not self.tags.on_device(made):
+            self.tags.leave_open(made)
+
+    def _met(self, func: Any, known: _Known, values: Iterable[Any]) -> bool:
+        """Whether a tensor among the values lies on the device. Raises where one of the host's does too."""
+        device = self.tags._device
+        on = False
+        host: list[torch.Tensor] = []
+        for value in values:
+            kind = type(value)
+            if kind in PLAIN:
+                try:
+                    if value.untyped_storage()._cdata in device:
+                        on = True
+                        continue
+                except (NotImplementedError, RuntimeError):
+                    if self.tags.on_device(value):
+                        on = True
+                        continue
+                if value.dim():
+                    host.append(value)
+            elif kind in (list, tuple):
+                on = self._met(func, known, value) or on
+        if on and host and not known.meets_host:
+            self._settle(func, host)
+        return on
+
+    def _settle(self, func: Any, host: list[torch.Tensor]) -> None:
+        """Tensors that a composite operator made belong where it is used; others of the host's do not."""
+        for tensor in host:
+            if not (self.adopts or self.tags.is_open(tensor)):
+                raise RuntimeError(
+                    "Expected all tensors to be on the same device, but found at least two devices, "
+                    f"cuda:0 and cpu! (when checking the arguments of {func.name()}: "
+                    f"{_described(tensor)} is on cpu)"
+                )
+            self.tags.put(tensor)
+
+    def _put(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                self.tags.put(value)
+            elif isinstance(value, (list, tuple)):
+                self._put(value)
+
+    def _know(self, func: Any) -> _Known:
+        name = func.name().partition(".")[0]
+        known = self._known[id(func)] = _Known(
+            name == "aten::_to_copy", name in _MEETS_HOST, name in _OWN_TARGET
+        )
+        return known
+
+
+def _dispatches(kind: type) -> bool:
+    return kind.__torch_dispatch__ is not _disabled_torch_dispatch_impl  # type: ignore[attr-defined]
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _missing(func: Any) -> Unsupported:
+    return Unsupported(
+        f"the emulated device cannot run {func.name()}: the operator has no kernel for CPU. "
+        "Run the script where there is a GPU, or replace the operator."
+    )

@@ -1,0 +1,84 @@
+"""Begins the emulation when a script asks for a device that is not there."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from torchtrim.observe.emulated.device import Emulation
+from torchtrim.observe.emulated.moves import is_cuda
+from torchtrim.observe.emulated.patches import Patches
+from torchtrim.observe.places import Places
+
+_NEED_A_DEVICE = (
+    *("_lazy_init", "init", "current_device", "set_device", "get_device_name"),
+    *("get_device_properties", "Stream", "Event"),
+)
+
+
+class OnDemand:
+    """Waits until the user's own source tests for CUDA, or anybody asks for a CUDA device.
+
+    A library that tests for CUDA is told that there is none, until then.
+    """
+
+    def __init__(self, emulation: Emulation, project: str) -> None:
+        self._emulation = emulation
+        self._places = Places(project)
+        self._patches = Patches()
+
+    def arm(self) -> None:
+        """Listen for questions."""
+        cuda: Any = torch.cuda
+        for owner in (cuda, torch.accelerator):
+            for name in ("is_available", "device_count"):
+                self._ask(owner, name, self._tests)
+        self._ask(torch.accelerator, "current_accelerator", self._tests)
+        for name in _NEED_A_DEVICE:
+            self._ask(cuda, name, _always)
+        self._ask(torch.Tensor, "cuda", _always)
+        for name in ("tensor", "as_tensor", "asarray", "Generator", "load"):
+            self._ask(torch, name, _names_cuda)
+        for name in ("to", "new_tensor"):
+            self._ask(torch.Tensor, name, _names_cuda)
+
+    def disarm(self) -> None:
+        """Listen no longer."""
+        self._patches.undo()
+
+    def _tests(self, *args: Any, **kwargs: Any) -> bool:
+        """Whether the question comes from the user's own source, directly."""
+        frame = sys._getframe(2)
+        spot, _ = self._places.find(frame)
+        return spot is not None and self._places.is_users(spot)
+
+    def _ask(self, owner: Any, name: str, concerns: Any) -> None:
+        own = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not concerns(*args, **kwargs):
+                return own(*args, **kwargs)
+            self.disarm()
+            self._emulation.begin()
+            return getattr(owner, name)(*args, **kwargs)
+
+        self._patches.replace(owner, name, call)
+
+
+def _always(*args: Any, **kwargs: Any) -> bool:
+    return True
+
+
+def _names_cuda(*args: Any, **kwargs: Any) -> bool:
+    """Whether a device among the arguments is a CUDA device, or a tensor's is."""
+    values = (*args, *kwargs.values())
+    return any(isinstance(value, (str, torch.device)) and _is_cuda(value) for value in values)
+
+
+def _is_cuda(value: str | torch.device) -> bool:
+    try:
+        return is_cuda(value)
+    except RuntimeError:
+        return False

@@ -1,0 +1,110 @@
+"""Which storages lie on the emulated device, and which in pinned memory of the host.
+
+Tensors are plain CPU tensors; where they would lie is a tag on their storage, so that views, `.data`
+and in-place operators need no care of their own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+DEVICE = torch.device("cuda", 0)
+HOST = torch.device("cpu")
+_NO_STORAGE = (NotImplementedError, RuntimeError)
+
+
+class _Tag(weakref.ref[Any]):
+    """A weak reference to a tagged storage."""
+
+    __slots__ = ("key", "number")
+    key: int
+    number: int
+
+
+class Tags:
+    """Tags by the address of the C++ storage. `events` are allocations on the device and their ends:
+    the number of an allocation and its bytes, and -1 where it ends; whoever reads them may clear them.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[tuple[int, int]] = []
+        self._device: dict[int, _Tag] = {}
+        self._pinned: dict[int, _Tag] = {}
+        self._undecided: dict[int, _Tag] = {}
+        self._made = 0
+        self._on_free = self._freed
+
+    def on_device(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor lies on the emulated device."""
+        try:
+            return tensor.untyped_storage()._cdata in self._device
+        except _NO_STORAGE:
+            return False if not tensor.is_sparse else self.on_device(tensor._values())
+
+    def holds(self, storage: Any) -> bool:
+        """Whether an untyped storage lies on the emulated device."""
+        return storage._cdata in self._device
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """Say that the tensor's storage lies on the device."""
+        try:
+            storage = tensor.untyped_storage()
+        except _NO_STORAGE:
+            return
+        self.put_storage(storage)
+
+    def put_storage(self, storage: Any) -> None:
+        """Say that a storage lies on the device."""
+        key = storage._cdata
+        if key in self._device:
+            return
+        self._undecided.pop(key, None)
+        tag = self._device[key] = _Tag(storage, self._on_free)
+        tag.key = key
+        tag.number = self._made
+        self._made += 1
+        self.events.append((tag.number, storage.nbytes()))
+
+    def pin(self, tensor: torch.Tensor) -> None:
+        """Say that the tensor's storage is pinned."""
+        _mark(self._pinned, tensor)
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor lies in pinned memory of the host."""
+        return _marked(self._pinned, tensor)
+
+    def leave_open(self, tensor: torch.Tensor) -> None:
+        """Say that it shows later where the tensor lies: on the device if it meets a tensor of it."""
+        _mark(self._undecided, tensor)
+
+    def is_open(self, tensor: torch.Tensor) -> bool:
+        """Whether it is not decided yet where the tensor lies."""
+        return _marked(self._undecided, tensor)
+
+    def _freed(self, tag: _Tag) -> None:
+        if self._device.get(tag.key) is tag:
+            del self._device[tag.key]
+            self.events.append((tag.number, -1))
+
+
+def _mark(marks: dict[int, _Tag], tensor: torch.Tensor) -> None:
+    storage = tensor.untyped_storage()
+
+    def freed(tag: _Tag) -> None:
+        if marks.get(tag.key) is tag:
+            del marks[tag.key]
+
+    tag = marks[storage._cdata] = _Tag(storage, freed)
+    tag.key = storage._cdata
+
+
+def _marked(marks: dict[int, _Tag], tensor: torch.Tensor) -> bool:
+    if not marks:
+        return False
+    try:
+        return tensor.untyped_storage()._cdata in marks
+    except _NO_STORAGE:
+        return False

@@ -1,0 +1,163 @@
+"""What a tensor says of its device, and its methods that move or read it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchtrim.observe.calls import tell_read
+from torchtrim.observe.emulated.mode import Accelerator
+from torchtrim.observe.emulated.moves import Mover
+from torchtrim.observe.emulated.patches import Patches
+from torchtrim.observe.emulated.tags import DEVICE, Tags
+
+Tensor: Any = torch.Tensor
+
+
+def patch_properties(patches: Patches, tags: Tags) -> None:
+    """`device`, `is_cuda`, `is_cpu`, `get_device()`: the logical device."""
+    own_device = Tensor.device.__get__
+    own_cpu = Tensor.is_cpu.__get__
+    own_number = Tensor.get_device
+    patches.replace(
+        Tensor,
+        "device",
+        property(lambda self: DEVICE if tags.on_device(self) else own_device(self)),
+    )
+    patches.replace(Tensor, "is_cuda", property(tags.on_device))
+    patches.replace(
+        Tensor, "is_cpu", property(lambda self: not tags.on_device(self) and own_cpu(self))
+    )
+    patches.replace(
+        Tensor, "get_device", lambda self: 0 if tags.on_device(self) else own_number(self)
+    )
+    own_storage_device = torch.UntypedStorage.device.__get__
+    patches.replace(
+        torch.UntypedStorage,
+        "device",
+        property(lambda self: DEVICE if tags.holds(self) else own_storage_device(self)),
+    )
+    patches.replace(torch.UntypedStorage, "is_cuda", property(tags.holds))
+
+
+def patch_moves(patches: Patches, mover: Mover) -> None:
+    """`to`, `cuda`, `cpu`, `type`, `type_as`."""
+    tags = mover.tags
+
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        moved = mover.to(self, args, kwargs) if isinstance(self, torch.Tensor) else NotImplemented
+        return own_to(self, *args, **kwargs) if moved is NotImplemented else moved
+
+    def cuda(
+        self: Any, device: Any = None, non_blocking: bool = False, memory_format: Any = None
+    ) -> Any:
+        return mover.moved(self, True, **_given(non_blocking, memory_format))
+
+    def cpu(self: Any, memory_format: Any = None) -> Any:
+        return mover.moved(self, False, **_given(False, memory_format))
+
+    def type_(self: Any, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+        if dtype is None:
+            name = own_type(self)
+            return name.replace("torch.", "torch.cuda.", 1) if tags.on_device(self) else name
+        if isinstance(dtype, torch.dtype):
+            return to(self, dtype, non_blocking)
+        name = dtype if isinstance(dtype, str) else f"{dtype.__module__}.{dtype.__name__}"
+        on = name.startswith("torch.cuda.")
+        plain = getattr(torch, name.rpartition(".")[2]).dtype
+        return mover.moved(self, on, dtype=plain, non_blocking=non_blocking)
+
+    def type_as(self: Any, other: Any) -> Any:
+        return mover.moved(self, tags.on_device(other), dtype=other.dtype)
+
+    own_to = patches.replace(Tensor, "to", to)
+    own_type = patches.replace(Tensor, "type", type_)
+    patches.replace(Tensor, "cuda", cuda)
+    patches.replace(Tensor, "cpu", cpu)
+    patches.replace(Tensor, "type_as", type_as)
+
+
+def patch_reads(patches: Patches, mover: Mover, accelerator: Accelerator) -> None:
+    """`numpy`, `tolist`, pinning, deep copies, `record_stream`, new tensors from data."""
+    tags = mover.tags
+
+    def numpy(self: Any, *, force: bool = False) -> Any:
+        if tags.on_device(self):
+            if accelerator.adopts:
+                mover.moved(self.detach(), False)
+                return own_numpy(self, force=force)
+            if not force:
+                raise TypeError(
+                    "can't convert cuda:0 device type tensor to numpy. "
+                    "Use Tensor.cpu() to copy the tensor to host memory first."
+                )
+            self = mover.moved(self.detach(), False)
+        tell_read(self)
+        return own_numpy(self, force=force)
+
+    def tolist(self: Any) -> Any:
+        host = mover.moved(self.detach(), False) if tags.on_device(self) else self
+        tell_read(host)
+        return own_tolist(host)
+
+    def pin_memory(self: Any, device: Any = None) -> Any:
+        if tags.on_device(self):
+            raise RuntimeError(
+                "cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned"
+            )
+        if tags.is_pinned(self):
+            return self
+        pinned = self.detach().clone() if not self.requires_grad else self.clone()
+        tags.pin(pinned)
+        return pinned
+
+    def deepcopy(self: Any, memo: Any) -> Any:
+        copied = own_deepcopy(self, memo)
+        if tags.on_device(self):
+            tags.put(copied)
+        return copied
+
+    def parameter_deepcopy(self: Any, memo: Any) -> Any:
+        copied = own_parameter_deepcopy(self, memo)
+        if tags.on_device(self):
+            tags.put(copied)
+        return copied
+
+    own_numpy = patches.replace(Tensor, "numpy", numpy)
+    own_tolist = patches.replace(Tensor, "tolist", tolist)
+    own_deepcopy = patches.replace(Tensor, "__deepcopy__", deepcopy)
+    own_parameter_deepcopy = patches.replace(torch.nn.Parameter, "__deepcopy__", parameter_deepcopy)
+    patches.replace(Tensor, "pin_memory", pin_memory)
+    patches.replace(Tensor, "is_pinned", lambda self, device=None: tags.is_pinned(self))
+    patches.replace(Tensor, "record_stream", lambda self, stream: None)
+    patches.replace(Tensor, "is_shared", _is_shared(tags))
+
+
+def patch_storages(patches: Patches, tags: Tags) -> None:
+    """Copies of storages lie where their source does."""
+    storage: Any = torch.UntypedStorage
+
+    def clone(self: Any) -> Any:
+        copied = storage(self.nbytes()).copy_(self)
+        if tags.holds(self):
+            tags.put_storage(copied)
+        return copied
+
+    def cpu(self: Any) -> Any:
+        return storage(self.nbytes()).copy_(self) if tags.holds(self) else self
+
+    patches.replace(storage, "clone", clone)
+    patches.replace(storage, "cpu", cpu)
+
+
+def _is_shared(tags: Tags) -> Any:
+    own = Tensor.is_shared
+    return lambda self: True if tags.on_device(self) else own(self)
+
+
+def _given(non_blocking: bool, memory_format: Any) -> dict[str, Any]:
+    options: dict[str, Any] = {"non_blocking": True} if non_blocking else {}
+    if memory_format is not None:
+        options["memory_format"] = memory_format
+    return options

@@ -1,0 +1,204 @@
+"""Notes each moment at which the host waits for the device, and each read of what has not arrived yet."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from torchtrim.observe.calls import stream_number
+from torchtrim.sync.row import Row
+from torchtrim.sync.table import rows_for
+
+PRINT = "print"
+ASYNC_READ = "async-read"
+ASYNC_SOURCE = "async-source"
+_VERSION = str(torch.__version__)
+_COPIES = ("aten::_to_copy.default", "aten::copy_.default")
+
+
+class RawSync(NamedTuple):
+    """A wait as noted: row of `sync.table`, and operator; -1 for a call that is none."""
+
+    row: str
+    operator: int
+
+
+Note = Callable[[RawSync], None]
+
+
+class Asked(NamedTuple):
+    """An operator that has run, as `sync.row.Ask` wants it."""
+
+    name: str
+    args: Mapping[str, Any]
+    result: Any
+    is_on_device: Callable[[Any], bool]
+    is_pinned: Callable[[Any], bool]
+
+
+class _Flight(NamedTuple):
+    """A copy that may still be under way: the stream it was queued on, and when."""
+
+    stream: int
+    serial: int
+    watch: weakref.ref[Any]
+
+
+class Waits:
+    """Asks the table about operators, and keeps track of copies that the host did not wait for.
+
+    `note` is told of each wait, and of each race: a read of a tensor of the host (`async-read`), or a
+    write to one (`async-source`), while a copy into it or out of it may be under way.
+    """
+
+    def __init__(
+        self,
+        is_on_device: Callable[[Any], bool],
+        is_pinned: Callable[[Any], bool],
+        note: Note,
+    ) -> None:
+        self.copies = 0
+        self._is_on_device = is_on_device
+        self._is_pinned = is_pinned
+        self._note = note
+        self._downloads: dict[int, _Flight] = {}
+        self._uploads: dict[int, _Flight] = {}
+        self._events: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
+
+    def ask(
+        self, rows: tuple[Row, ...], func: Any, args: Any, kwargs: Any, result: Any, operator: int
+    ) -> None:
+        """Note the operator as often as the rows say that it waits."""
+        asked = self._asked(func, args, kwargs, result)
+        noted = [RawSync(row.name, operator) for row in rows for _ in range(row.waits(asked))]
+        for sync in noted:
+            self._note(sync)
+        if noted:
+            self._arrived(stream_number())
+
+    def copied(
+        self, func: Any, args: Any, kwargs: Any, result: Any, operator: int, *, temporary: bool
+    ) -> None:
+        """A copy was queued. `temporary`: its source was made for it, and is gone when it returns."""
+        asked = self._asked(func, args, kwargs, result)
+        if not asked.args.get("non_blocking"):
+            return
+        new = asked.name == _COPIES[0]
+        source = asked.args["self" if new else "src"]
+        target = result if new else asked.args["self"]
+        down, up = self._is_on_device(source), self._is_on_device(target)
+        if down and not up:
+            self._leave(self._downloads, target)
+        elif up and not down and self._is_pinned(source):
+            self._leave(self._uploads, source)
+        elif up and not down and temporary:
+            self._note(RawSync(ASYNC_SOURCE, operator))
+
+    def touched(
+        self, func: Any, read: Iterable[Any], written: Iterable[Any], operator: int
+    ) -> None:
+        """An operator reads and writes tensors of the host: note those that a copy is about."""
+        if func.is_view:
+            return
+        if any(self._lands(self._downloads, tensor) for tensor in read):
+            self._note(RawSync(ASYNC_READ, operator))
+        if any(self._lands(self._uploads, tensor) for tensor in written):
+            self._note(RawSync(ASYNC_SOURCE, operator))
+
+    def in_flight(self) -> bool:
+        """Whether any copy may be under way."""
+        return bool(self._downloads or self._uploads)
+
+    def host_read(self, tensor: Any) -> None:
+        """A tensor is read by what is no operator."""
+        if self._lands(self._downloads, tensor):
+            self._note(RawSync(ASYNC_READ, -1))
+
+    def printed(self, tensor: Any) -> None:
+        """A tensor is made text."""
+        if self._is_on_device(tensor):
+            self.synchronized(PRINT, torch.cuda.current_stream())
+        else:
+            self.host_read(tensor)
+
+    def synchronized(self, row: str, subject: Any) -> None:
+        """The host has waited for the device, a stream or an event; `row` empty: it found it done."""
+        if row:
+            self._note(RawSync(row, -1))
+        if subject is None:
+            self._downloads.clear()
+            self._uploads.clear()
+        elif hasattr(subject, "stream_id"):
+            self._arrived(stream_number(subject))
+        elif (recorded := self._events.get(subject)) is not None:
+            self._arrived(*recorded)
+
+    def event_recorded(self, event: Any, stream: int) -> None:
+        """An event was put behind what is queued on a stream."""
+        self._events[event] = (stream, self.copies)
+
+    def _asked(self, func: Any, args: Any, kwargs: Any, result: Any) -> Asked:
+        bound = _bound(func, args, kwargs)
+        name = _full_name(func)
+        if name == _COPIES[0]:
+            bound["device"] = result.device
+        return Asked(name, bound, result, self._is_on_device, self._is_pinned)
+
+    def _leave(self, flights: dict[int, _Flight], tensor: Any) -> None:
+        """A copy into or out of a tensor of the host begins."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        self.copies += 1
+
+        def freed(_: Any) -> None:
+            flights.pop(key, None)
+
+        flights[key] = _Flight(stream_number(), self.copies, weakref.ref(storage, freed))
+
+    def _lands(self, flights: dict[int, _Flight], tensor: Any) -> bool:
+        """Whether a copy of the tensor was under way; it is told once."""
+        key = _key(tensor)
+        return key is not None and flights.pop(key, None) is not None
+
+    def _arrived(self, stream: int, until: int | None = None) -> None:
+        """What was queued on a stream is done: all of it, or what was when an event was recorded."""
+        for flights in (self._downloads, self._uploads):
+            for key, flight in list(flights.items()):
+                if flight.stream == stream and (until is None or flight.serial <= until):
+                    del flights[key]
+
+
+def rows_of(func: Any) -> tuple[Row, ...]:
+    """The rows of the table that an operator is to be asked by."""
+    return rows_for(_full_name(func), _VERSION)
+
+
+def is_copy(func: Any) -> bool:
+    """Whether an operator copies between devices."""
+    return _full_name(func) in _COPIES
+
+
+def _full_name(func: Any) -> str:
+    name: str = func.name()
+    return name if "." in name else f"{name}.default"
+
+
+def _bound(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Arguments by the names of the schema, with its defaults."""
+    bound = dict(kwargs)
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        bound[argument.name] = value
+    for argument in func._schema.arguments:
+        if argument.name not in bound:
+            bound[argument.name] = argument.default_value if argument.has_default_value() else None
+    return bound
+
+
+def _key(tensor: torch.Tensor) -> int | None:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return None

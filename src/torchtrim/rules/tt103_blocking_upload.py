@@ -1,0 +1,64 @@
+"""Data goes from the host to the device by a copy that the host waits for.
+
+## What it does
+
+Finds copies to the device that block: `.to("cuda")` and `.cuda()` of a tensor in ordinary
+(pageable) memory, with `non_blocking=True` or without, or in pinned memory without it;
+`torch.tensor(values, device="cuda")`; and those that nobody wrote: a tensor on the device that is
+indexed by a list or by a tensor of the host. Copies between tensors on the device wait for nothing.
+[The table of waits](../waits.md) has every case with its source.
+
+## Why is this bad?
+
+A blocking copy waits until the device has done all that was queued before it, and then for the
+copy itself. From pageable memory the driver first copies into a buffer of its own, so
+`non_blocking=True` alone changes little: the host still stands there.
+
+## Example
+
+```python
+for images, labels in DataLoader(dataset, batch_size=64):
+    images, labels = images.to(device), labels.to(device)
+    weights = torch.tensor([0.2, 0.8], device=device)
+```
+
+## Use instead
+
+```python
+weights = torch.tensor([0.2, 0.8], device=device)
+for images, labels in DataLoader(dataset, batch_size=64, pin_memory=True):
+    images = images.to(device, non_blocking=True)
+    labels = labels.to(device, non_blocking=True)
+```
+
+A constant belongs into `register_buffer`, so that it moves with its module. `torch.full`,
+`torch.zeros` and `torch.arange` make a tensor on the device without a copy.
+
+## Cure safety
+
+The values are the same. A pinned tensor must not be written to while its copy is under way, and a
+copy *to the host* with `non_blocking=True` must not be read before an event says that it has
+arrived ([TT105](tt105_unsynchronized_copy.md)).
+
+## References
+
+* [CUDA semantics: use pinned memory buffers](https://pytorch.org/docs/stable/notes/cuda.html#use-pinned-memory-buffers)
+* [A guide on good usage of non_blocking and pin_memory()](https://pytorch.org/tutorials/intermediate/pinmem_nonblock.html)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torchtrim.records.finding import Finding
+from torchtrim.records.profile import Profile
+from torchtrim.rules.base import Rule
+from torchtrim.rules.waits import waiting_findings
+
+
+def check(profile: Profile) -> Iterator[Finding]:
+    """One finding for each line that uploads and waits."""
+    return waiting_findings(profile, RULE.code, "data is copied to the device and waited for")
+
+
+RULE = Rule(code="TT103", name="blocking-upload", check=check)

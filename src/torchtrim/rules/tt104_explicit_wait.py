@@ -1,0 +1,61 @@
+"""The program asks to wait for the device.
+
+## What it does
+
+Finds `torch.cuda.synchronize()`, `torch.accelerator.synchronize()`, and `synchronize()` of streams
+and events, in a step. [The table of waits](../waits.md) has every case with its source.
+
+## Why is this bad?
+
+Each one lets the device run dry: the host begins to queue work again only when there is none left.
+Around a timer it belongs into a benchmark and not into every step.
+
+## Example
+
+```python
+torch.cuda.synchronize()
+begin = time.perf_counter()
+loss = step(batch)
+torch.cuda.synchronize()
+seconds = time.perf_counter() - begin
+```
+
+## Use instead
+
+```python
+begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+begin.record()
+loss = step(batch)
+end.record()
+timers.append((begin, end))
+```
+
+Read the timers many steps later, when they have long happened.
+
+## Cure safety
+
+Results do not change, unless the wait guards a read: of a copy to the host with
+`non_blocking=True`, of memory that another library or process reads, or of another stream's work.
+
+## References
+
+* [torch.cuda.synchronize](https://pytorch.org/docs/stable/generated/torch.cuda.synchronize.html)
+* [CUDA semantics: asynchronous execution](https://pytorch.org/docs/stable/notes/cuda.html#asynchronous-execution)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torchtrim.records.finding import Finding
+from torchtrim.records.profile import Profile
+from torchtrim.rules.base import Rule
+from torchtrim.rules.waits import waiting_findings
+
+
+def check(profile: Profile) -> Iterator[Finding]:
+    """One finding for each line that asks to wait."""
+    return waiting_findings(profile, RULE.code, "the program asks to wait")
+
+
+RULE = Rule(code="TT104", name="explicit-wait", check=check)
