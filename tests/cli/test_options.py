@@ -5,10 +5,18 @@ import pytest
 
 from torchtrim.cli import main
 
-RUNS = ("--module", "-m", "--steps", "--warmup", "--timeout", "--device", "--json")
+RUNS = ("--module", "-m", "--steps", "--warmup", "--timeout", "--device", "--json", "--format")
 FITS = ("--memory", "--memory-kind")
 OPTIONS = {
-    "diagnose": (*RUNS, "--out", "--fail-on", "--max-syncs", "--max-peak"),
+    "diagnose": (
+        *RUNS,
+        "--out",
+        "--fail-on",
+        "--max-syncs",
+        "--max-peak",
+        "--allow",
+        "--update-allow",
+    ),
     "doctor": ("--json",),
     "explain": ("--json",),
     "optimize": (*RUNS, *FITS, "--out"),

@@ -80,16 +80,25 @@ def test_plan_with_its_frontier(run) -> None:
     assert report["plan"]["predicted"]["peak_bytes"] <= report["budget_bytes"]
 
 
-def test_diagnose_and_its_limits(run) -> None:
-    code, out, _ = run("diagnose", PLAIN, "--json", *QUICK)
+def test_diagnose_and_its_limits(run, tmp_path: Path) -> None:
+    (tmp_path / "wide.py").write_text(
+        "import torch\n"
+        "model = torch.nn.Linear(512, 512)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "for _ in range(9):\n"
+        "    model(torch.ones(4, 512)).sum().backward()\n"
+        "    optimizer.step()\n"
+        "    optimizer.zero_grad(set_to_none=False)\n"
+    )
+    code, out, _ = run("diagnose", "wide.py", "--json", *QUICK)
     report = json.loads(out)
     assert code == 0
-    assert report["findings"]
+    assert "TT202" in {f["code"] for f in report["findings"]}
     assert report["holders"]
     assert report["certificate"] is None
     assert not [f for f in report["findings"] if f["code"].startswith("TT1")]
-    assert run("diagnose", PLAIN, "--max-peak", "1KiB", *QUICK)[0] == 1
-    assert run("diagnose", PLAIN, "--max-peak", "1GiB", "--fail-on", "1B", *QUICK)[0] == 1
+    assert run("diagnose", "wide.py", "--max-peak", "1KiB", *QUICK)[0] == 1
+    assert run("diagnose", "wide.py", "--max-peak", "1GiB", "--fail-on", "1B", *QUICK)[0] == 1
 
 
 def test_waits_are_told_when_asked(run, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import click
 from torchtrim import __version__
 from torchtrim.errors import ScriptFailed, TorchtrimError, UsageError
 
-_SERVING = ("main", "options", "output")
+_SERVING = ("limits", "main", "options", "output")
 _SETTINGS = ("memory", "memory_kind", "steps", "warmup", "timeout", "device", "out")
 
 

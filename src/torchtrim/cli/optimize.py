@@ -36,6 +36,6 @@ def command(**options: Any) -> None:
         following = command_for(options, "optimize", "--memory", str(report.smallest_bytes))
     else:
         following = command_for(options, "run", "--plan", str(paths["plan"]))
-    show(result, as_json=options["as_json"], next_command=following, paths=paths)
+    show(result, form=options["form"], next_command=following, paths=paths)
     unequal = report.certificate is not None and report.certificate.verdict == "NOT EQUAL"
     raise click.exceptions.Exit(1 if report.smallest_bytes is not None or unequal else 0)

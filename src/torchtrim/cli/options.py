@@ -8,11 +8,23 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from torchtrim.errors import UsageError
+
 if TYPE_CHECKING:
     from torchtrim.certify.trial import Request
     from torchtrim.observe.script import Script
 
+FORMATS = ("text", "json", "sarif", "github", "markdown")
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _form(context: click.Context, _: click.Parameter, value: str | None) -> str:
+    as_json = bool(context.params.get("as_json"))
+    if as_json and value not in (None, "json"):
+        raise UsageError(
+            f"--json is short for --format json, and --format {value} says otherwise. Give one of them."
+        )
+    return value or ("json" if as_json else "text")
 
 
 def runs_script(function: F) -> F:
@@ -42,7 +54,20 @@ def runs_script(function: F) -> F:
                 type=click.Choice(["cpu", "emulated", "cuda"]),
                 help="By default what the script uses. emulated: on CPU, judged as on an accelerator.",
             ),
-            click.option("--json", "as_json", is_flag=True, help="The report as JSON, on stdout."),
+            click.option(
+                "--json",
+                "as_json",
+                is_flag=True,
+                is_eager=True,
+                help="The report as JSON, on stdout; short for --format json.",
+            ),
+            click.option(
+                "--format",
+                "form",
+                type=click.Choice(FORMATS),
+                callback=_form,
+                help="What stands on stdout; text by default.",
+            ),
         )
     ):
         function = decorate(function)

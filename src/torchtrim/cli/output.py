@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import sys
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torchtrim.api import Result
+    from torchtrim.records.report import Report
 
 
 @contextmanager
@@ -55,13 +57,11 @@ def write_files(result: Result, folder: Path) -> dict[str, Path]:
 
 
 def show(
-    result: Result, *, as_json: bool, next_command: str | None, paths: dict[str, Path] | None = None
+    result: Result, *, form: str, next_command: str | None, paths: dict[str, Path] | None = None
 ) -> None:
-    """Print the report."""
-    if as_json:
-        from torchtrim.report import json
-
-        sys.stdout.buffer.write(json.render(result.report) + b"\n")
+    """Print the report in one of the formats of `--format`."""
+    if form != "text":
+        sys.stdout.buffer.write(_rendered(result.report, form))
         return
     from rich.console import Console
 
@@ -69,6 +69,25 @@ def show(
 
     shown = {name: path for name, path in (paths or {}).items() if name in ("page", "plan")}
     terminal.render(result.report, Console(), next_command=next_command, paths=shown)
+
+
+def _rendered(report: Report, form: str) -> bytes:
+    from torchtrim.report import github, json, markdown, sarif
+    from torchtrim.rules.source import Source
+
+    if form == "json":
+        return json.render(report) + b"\n"
+    root = _root(report.project)
+    if form == "sarif":
+        return sarif.render(report, root=root, line_text=Source(report.project).line).encode()
+    render = github.render if form == "github" else markdown.render
+    return render(report, root=root).encode()
+
+
+def _root(project: str) -> str:
+    """The folder that paths are relative to: a checkout of GitHub's around the project, or the project."""
+    checkout = os.environ.get("GITHUB_WORKSPACE", "")
+    return checkout if checkout and Path(project).is_relative_to(checkout) else project
 
 
 def _own_name() -> list[str]:

@@ -33,4 +33,4 @@ def command(**options: Any) -> None:
         )
     paths = write_files(result, folder_for(options))
     following = command_for(options, "verify", "--plan", str(paths["plan"]))
-    show(result, as_json=options["as_json"], next_command=following, paths=paths)
+    show(result, form=options["form"], next_command=following, paths=paths)

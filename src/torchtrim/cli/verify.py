@@ -27,7 +27,7 @@ def command(**options: Any) -> None:
     following = None
     if options["plan_path"] is not None:
         following = command_for(options, "run", "--plan", str(options["plan_path"]))
-    show(result, as_json=options["as_json"], next_command=following, paths=paths)
+    show(result, form=options["form"], next_command=following, paths=paths)
     certificate = result.report.certificate
     assert certificate is not None
     raise click.exceptions.Exit(1 if certificate.verdict == "NOT EQUAL" else 0)

@@ -6,6 +6,10 @@ popped by the end of such a block in place of the script's own.
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
@@ -13,11 +17,20 @@ from torch.utils._python_dispatch import (
     _push_mode,
 )
 
+COMPOSITE = "CompositeImplicitAutograd"
 _FLAGS = (
     "old_dispatch_mode_flags",
     "old_non_infra_dispatch_mode_flags",
     "old_without_ignore_compile_internals_dispatch_mode_flags",
 )
+
+
+def is_composite(func: Any) -> bool:
+    """Whether an operator is made of others. In inference mode torch shows it to modes as one."""
+    if not isinstance(func, OpOverload):
+        return False
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has(func.name(), COMPOSITE) and not has(func.name(), "CPU")
 
 
 def enter_below(mode: TorchDispatchMode) -> None:

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtrim.observe.calls import heard_by, watch_device, watch_prints
 from torchtrim.observe.emulated.device import current
-from torchtrim.observe.modes import enter_below, leave
+from torchtrim.observe.modes import enter_below, is_composite, leave
 from torchtrim.observe.places import ENGINE, Places, Spot, is_in_function, line_of
 from torchtrim.observe.storages import PLAIN, Storages, parts_of, reachable_tensors
 from torchtrim.observe.waits import RawSync, Waits, is_copy, rows_of
@@ -96,6 +96,7 @@ class _Known(NamedTuple):
     lifts: bool
     rows: tuple[Row, ...]
     copies: bool
+    parts: Any
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -240,6 +241,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = self._known.get(id(func)) or self._know(func)
         if known.is_label:
             return self._label(func, args, kwargs)
+        if known.parts is not None:
+            with self:
+                return known.parts(*args, **kwargs)
         before = len(self.operators) - 1
         inputs = self._uses(args, before + known.lifts, "" if known.lifts else "input")
         if kwargs:
@@ -380,8 +384,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             func is torch.ops.aten.lift_fresh.default,
             rows_of(func) if self._waits is not None else (),
             is_copy(func),
+            self._parts_of(func),
         )
         return known
+
+    def _parts_of(self, func: Any) -> Any:
+        """What runs the operators that a composite one is made of, None for another."""
+        if self._emulation is not None:
+            return self._emulation.accelerator.parts_of(func)
+        return func.decompose if is_composite(func) else None
 
     def _mutated(self, known: _Known, args: Any, kwargs: Any) -> tuple[int, ...]:
         """Storages that an operator has written to, and maybe resized."""

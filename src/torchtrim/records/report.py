@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from torchtrim.records.allow import Allowed
 from torchtrim.records.certificate import Certificate
 from torchtrim.records.finding import Finding
 from torchtrim.records.plan import MemoryKind, Prediction, Technique
@@ -58,7 +59,8 @@ class Report(Struct, frozen=True, kw_only=True):
     """What a verb found. A field is null only where the verb does not measure it.
 
     `smallest_bytes` is the smallest feasible peak, where a budget was refused. `project` is the folder
-    of the user's own source, `machine` the processor and its threads.
+    of the user's own source, `machine` the processor and its threads. `allowed` is what the
+    allow-list covers of the findings.
     """
 
     schema_version: Literal[1] = 1
@@ -81,6 +83,7 @@ class Report(Struct, frozen=True, kw_only=True):
     frontier: tuple[FrontierPoint, ...] = ()
     certificate: Certificate | None = None
     notes: tuple[str, ...] = ()
+    allowed: tuple[Allowed, ...] = ()
 
 
 def schema() -> dict[str, object]:

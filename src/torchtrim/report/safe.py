@@ -93,6 +93,7 @@ def without_source(report: Report) -> Report:
         holders=tuple(_bare_holder(h, known) for h in report.holders),
         certificate=report.certificate and _bare_certificate(report.certificate, known),
         notes=tuple(_scrub(note, known) for note in report.notes),
+        allowed=(),
     )
 
 

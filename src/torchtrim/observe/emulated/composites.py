@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from torchtrim.observe.emulated.mode import Accelerator
 from torchtrim.observe.emulated.patches import Patches
-from torchtrim.observe.emulated.tags import Tags
 
 _KEYS = ("AutogradCPU", "CPU")
 _aten: Any = torch.ops.aten
@@ -18,9 +18,10 @@ _aten: Any = torch.ops.aten
 class Composites:
     """Registers the device's form of `dropout`, `one_hot` and attention, for tensors that lie on it."""
 
-    def __init__(self, patches: Patches, tags: Tags) -> None:
+    def __init__(self, patches: Patches, accelerator: Accelerator) -> None:
         self._patches = patches
-        self._tags = tags
+        self._accelerator = accelerator
+        self._tags = accelerator.tags
 
     def install(self) -> None:
         """Register; undone with the patches."""
@@ -38,6 +39,8 @@ class Composites:
                 ("CPU",),
             ),
         ):
+            if len(keys) > 1:
+                self._accelerator.composites[getattr(_aten, name).default] = kernel
             for key in keys:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")

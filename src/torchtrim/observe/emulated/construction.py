@@ -134,7 +134,15 @@ def _wants_device(device: Any) -> bool:
     return is_cuda(torch.get_default_device() if device is None else device)
 
 
-class Generator(torch._C.Generator):
+_Meta: Any = type(torch._C.Generator)
+
+
+class _AnyGenerator(_Meta):
+    def __instancecheck__(cls, thing: object) -> bool:
+        return isinstance(thing, torch._C.Generator)
+
+
+class Generator(torch._C.Generator, metaclass=_AnyGenerator):
     """A generator that says that it is the device's. It draws the CPU's numbers, which compute for it."""
 
     _of_device = False

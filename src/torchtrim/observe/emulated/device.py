@@ -57,7 +57,7 @@ class Emulation:
         patch_storages(patches, tags)
         Construction(patches, mover).install()
         Autocast(patches, tags).install()
-        Composites(patches, tags).install()
+        Composites(patches, self.accelerator).install()
         patch_threads(patches, self.accelerator)
         patch_grouping(patches, tags)
         patch_compile(patches, self.notes)

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtrim.errors import Unsupported
 from torchtrim.observe.emulated.tags import HOST, Tags
+from torchtrim.observe.modes import is_composite
 from torchtrim.observe.storages import PLAIN
 
 _MEETS_HOST = frozenset(
@@ -46,6 +47,7 @@ class _Known(NamedTuple):
     copies: bool
     meets_host: bool
     own_target: bool
+    parts: Any
 
 
 class _Local(threading.local):
@@ -57,7 +59,8 @@ class Accelerator(TorchDispatchMode):
 
     An operator lies on the device if it says so or one of its tensors does. `target` is where the copy
     that runs now is to go: on the device, to the host, or where it comes from (None). `adopts`: tensors
-    of the host that meet some of the device are taken to lie there too.
+    of the host that meet some of the device are taken to lie there too. `composites`: operators that are
+    made of others differently than on the CPU, and how.
     """
 
     supports_higher_order_operators = True
@@ -70,6 +73,7 @@ class Accelerator(TorchDispatchMode):
         self._pid = os.getpid()
         self._was_on = False
         self.adopts = False
+        self.composites: dict[Any, Any] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -82,7 +86,17 @@ class Accelerator(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and any(map(_dispatches, types)):
             return NotImplemented
+        known = self._known.get(id(func)) or self._know(func)
+        if known.parts is not None:
+            with self:
+                return known.parts(*args, **(kwargs or {}))
         return self.call(func, args, kwargs or {})
+
+    def parts_of(self, func: Any) -> Any:
+        """What runs the operators that a composite one is made of on this device; None for another."""
+        if func in self.composites:
+            return self.composites[func]
+        return func.decompose if is_composite(func) else None
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator and tag its results."""
@@ -187,7 +201,10 @@ class Accelerator(TorchDispatchMode):
     def _know(self, func: Any) -> _Known:
         name = func.name().partition(".")[0]
         known = self._known[id(func)] = _Known(
-            name == "aten::_to_copy", name in _MEETS_HOST, name in _OWN_TARGET
+            name == "aten::_to_copy",
+            name in _MEETS_HOST,
+            name in _OWN_TARGET,
+            self.parts_of(func),
         )
         return known
 

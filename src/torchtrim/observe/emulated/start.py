@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from torchtrim.observe.emulated.construction import Generator
 from torchtrim.observe.emulated.device import Emulation
 from torchtrim.observe.emulated.moves import is_cuda
 from torchtrim.observe.emulated.patches import Patches
@@ -14,7 +15,7 @@ from torchtrim.observe.places import Places
 
 _NEED_A_DEVICE = (
     *("_lazy_init", "init", "current_device", "set_device", "get_device_name"),
-    *("get_device_properties", "Stream", "Event"),
+    "get_device_properties",
 )
 
 
@@ -39,10 +40,28 @@ class OnDemand:
         for name in _NEED_A_DEVICE:
             self._ask(cuda, name, _always)
         self._ask(torch.Tensor, "cuda", _always)
-        for name in ("tensor", "as_tensor", "asarray", "Generator", "load"):
+        for name in ("tensor", "as_tensor", "asarray", "load"):
             self._ask(torch, name, _names_cuda)
         for name in ("to", "new_tensor"):
             self._ask(torch.Tensor, name, _names_cuda)
+        self._ask_generator()
+
+    def _ask_generator(self) -> None:
+        """A class, so that what is said of its type still can be."""
+
+        class Asking(Generator):
+            def __new__(cls, device: Any = None) -> Any:
+                if not is_cuda(device):
+                    return super().__new__(cls, device)
+                begin()
+                return Generator(device)
+
+        begin = self._begin
+        self._patches.replace(torch, "Generator", Asking)
+
+    def _begin(self) -> None:
+        self.disarm()
+        self._emulation.begin()
 
     def disarm(self) -> None:
         """Listen no longer."""
@@ -60,8 +79,7 @@ class OnDemand:
         def call(*args: Any, **kwargs: Any) -> Any:
             if not concerns(*args, **kwargs):
                 return own(*args, **kwargs)
-            self.disarm()
-            self._emulation.begin()
+            self._begin()
             return getattr(owner, name)(*args, **kwargs)
 
         self._patches.replace(owner, name, call)

@@ -1,0 +1,158 @@
+"""The limits of `diagnose`, and the allow-list that takes findings out of them."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchtrim.errors import UsageError
+from torchtrim.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from torchtrim.api import Result
+    from torchtrim.records.finding import Finding
+    from torchtrim.records.report import Report
+    from torchtrim.report.gate import Over
+    from torchtrim.rules.allow import Site
+
+WAITS = ("TT101", "TT102", "TT103", "TT104")
+_MILLISECONDS = re.compile(r"\s*(\d+(?:\.\d+)?)\s*ms\s*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a report must not pass. None is no limit."""
+
+    syncs: int | None = None
+    price: str | None = None
+    ms: float | None = None
+    bytes: int | None = None
+    peak: int | None = None
+
+    @classmethod
+    def of(cls, options: dict[str, Any]) -> Limits:
+        """The limits that the options set. Raises `UsageError` for what cannot be read."""
+        price, peak = options["fail_on"], options["max_peak"]
+        match = _MILLISECONDS.fullmatch(price or "")
+        return cls(
+            syncs=options["max_syncs"],
+            price=price,
+            ms=float(match[1]) if match else None,
+            bytes=parse_bytes(price) if price and not match else None,
+            peak=parse_bytes(peak) if peak is not None else None,
+        )
+
+    def over(self, report: Report, counted: Iterable[Finding]) -> tuple[Over, ...]:
+        """The limits that are passed by what counts: the findings that no list allows."""
+        if report.original is None:
+            raise UsageError("the step was not measured, so there is nothing to hold to a limit.")
+        every = tuple(counted)
+        found = (self._waits(every), self._dear(every), self._high(report.original.peak_bytes))
+        return tuple(one for one in found if one is not None)
+
+    def accepts(self, finding: Finding) -> bool:
+        """Whether a finding counts towards a limit; without any, all do."""
+        if self.syncs is None and self.price is None:
+            return True
+        return (self.syncs is not None and finding.code in WAITS) or self._is_dear(finding)
+
+    def _waits(self, counted: Sequence[Finding]) -> Over | None:
+        from torchtrim.report.gate import Over
+
+        waits = tuple(found for found in counted if found.code in WAITS)
+        count = sum(found.count_per_step for found in waits)
+        if self.syncs is None or count <= self.syncs:
+            return None
+        waiting = f"{count} wait{'' if count == 1 else 's'} a step"
+        return Over(limit=f"{waiting}, --max-syncs {self.syncs}", findings=waits)
+
+    def _dear(self, counted: Sequence[Finding]) -> Over | None:
+        from torchtrim.report.gate import Over
+
+        dear = tuple(found for found in counted if self._is_dear(found))
+        count = f"{len(dear)} finding{'' if len(dear) == 1 else 's'}"
+        return Over(limit=f"{count}, --fail-on {self.price}", findings=dear) if dear else None
+
+    def _is_dear(self, finding: Finding) -> bool:
+        by_time = self.ms is not None and (finding.price_ms or 0) >= self.ms
+        return by_time or (self.bytes is not None and (finding.price_bytes or 0) >= self.bytes)
+
+    def _high(self, peak: int) -> Over | None:
+        from torchtrim.report.gate import Over
+
+        if self.peak is None or peak <= self.peak:
+            return None
+        return Over(limit=f"peak {format_bytes(peak)}, --max-peak {format_bytes(self.peak)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """A result held to limits: the report says what was allowed, `said` is for the terminal."""
+
+    result: Result
+    over: tuple[Over, ...]
+    said: str
+
+    @property
+    def acceptable(self) -> bool:
+        """Whether the allow-list could take what is over."""
+        return any(passed.findings for passed in self.over)
+
+
+class Gate:
+    """Limits and an allow-list, read before the script runs so that a mistake in them costs nothing."""
+
+    def __init__(self, options: dict[str, Any], project: Path) -> None:
+        from torchtrim.records.allow import FILE_NAME, load_allow
+
+        self.limits = Limits.of(options)
+        self.path: Path = options["allow"] or project / FILE_NAME
+        self._updates: bool = options["update_allow"]
+        asked = options["allow"] is not None and not self._updates
+        self._entries = load_allow(self.path).allow if asked or self.path.exists() else ()
+
+    def judge(self, result: Result) -> Judged:
+        """Hold a result to the limits; first write the allow-list where that is asked."""
+        import msgspec
+
+        from torchtrim.report import gate
+        from torchtrim.rules.allow import hold, sites
+
+        report = result.report
+        found, seen = sites(report.findings, report.project), self._seen(result)
+        if self._updates:
+            self._update(found, seen)
+        outcome = hold(self._entries, found, seen)
+        over = self.limits.over(report, outcome.counted)
+        notes = (*report.notes, *(f"over the limit: {passed.limit}" for passed in over))
+        report = msgspec.structs.replace(report, allowed=outcome.allowed, notes=notes)
+        said = gate.render(report, over, self.path.name, sys.stdout.encoding)
+        return Judged(result=result._replace(report=report), over=over, said=said)
+
+    def _seen(self, result: Result) -> frozenset[str]:
+        """Paths that the script ran or that are gone: entries of others are another script's."""
+        from torchtrim.rules.allow import near
+
+        project = result.report.project
+        places = result.before.places if result.before is not None else ()
+        ran = {near(place.path, project) for place in places}
+        gone = {entry.path for entry in self._entries if not _is_there(Path(project, entry.path))}
+        return frozenset(ran | gone | {near(f.path, project) for f in result.report.findings})
+
+    def _update(self, found: Sequence[Site], seen: frozenset[str]) -> None:
+        from torchtrim.records.allow import save_allow
+        from torchtrim.rules.allow import updated
+
+        self._entries = updated(self._entries, found, seen, self.limits.accepts)
+        save_allow(self._entries, self.path)
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:
+        return False

@@ -1,0 +1,60 @@
+"""`torchtrim trace`: where a profiled program waited for its device, and what that cost it."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from torchtrim.cli.output import progress
+
+if TYPE_CHECKING:
+    from torchtrim.records.trace import TraceReport
+
+
+@click.command()
+@click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="The report as JSON, on stdout.")
+@click.option("--max-syncs", type=click.IntRange(0), help="Exit 1 if a rank waits more often.")
+@click.option(
+    "--source",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    metavar="DIR",
+    help="Where the source is, to find the lines of calls.",
+)
+@click.option("--top", type=click.IntRange(1), default=8, help="Sites shown.")
+def command(
+    paths: tuple[Path, ...], as_json: bool, max_syncs: int | None, source: Path | None, top: int
+) -> None:
+    """Find every wait in a trace of torch.profiler: a file, a log folder, or one file a rank."""
+    from torchtrim.observe.trace import diagnose_traces
+
+    with progress() as tell:
+        report = diagnose_traces(paths, source=source, progress=tell)
+    if as_json:
+        import msgspec
+
+        sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
+    else:
+        _show(report, top, _next(report, paths, source))
+    most = max(rank.waits for rank in (report, *report.ranks))
+    raise click.exceptions.Exit(1 if max_syncs is not None and most > max_syncs else 0)
+
+
+def _show(report: TraceReport, top: int, following: str | None) -> None:
+    from rich.console import Console
+
+    from torchtrim.report import trace_text
+
+    trace_text.render(report, Console(), top=top, next_command=following)
+
+
+def _next(report: TraceReport, paths: tuple[Path, ...], source: Path | None) -> str | None:
+    """Lines where they can be found, else the page about such waits."""
+    unsure = any(site.path and not site.exact for site in report.sites)
+    if unsure and source is None:
+        return shlex.join(["torchtrim", "trace", *map(str, paths), "--source", "DIR"])
+    return "torchtrim explain TT101" if report.waits else None

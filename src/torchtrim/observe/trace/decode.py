@@ -1,0 +1,169 @@
+"""JSON of a trace -> events. Strict and fast first; what is malformed is then left out, and said."""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+from msgspec import Struct, field
+
+from torchtrim.errors import UnreadableInput
+from torchtrim.records.trace_events import Event
+
+_VERSIONS = (
+    "cuda_runtime_version",
+    "cuda_driver_version",
+    "cupti_version",
+    "hip_runtime_version",
+    "hip_driver_version",
+    "roctracer_version",
+    "pytorch_version",
+    "torch_version",
+)
+_NO_NUMBER = re.compile(rb'("(?:[^"\\]|\\.)*+")|(?<![\w.])-?(?:NaN|nan|Infinity|inf)(?![\w.])')
+_EVENT_START = re.compile(rb',\s*\{\s*"(?:ph|name|cat|pid|ts|args)"\s*:')
+_TAIL = 2**20
+
+
+class Meta(Struct):
+    """What a trace says about itself, as it came: nothing of it can be relied on."""
+
+    devices: Any = field(default=None, name="deviceProperties")
+    distributed: Any = field(default=None, name="distributedInfo")
+    metadata: Any = None
+    versions: dict[str, Any] = {}
+
+
+class _File(Struct):
+    events: list[Event] = field(name="traceEvents")
+
+
+class _LooseFile(Struct):
+    events: list[msgspec.Raw] = field(name="traceEvents")
+
+
+class Decoded(Struct):
+    """The events of a trace, what it says about itself, and what had to be mended to read it."""
+
+    events: list[Event]
+    meta: Meta
+    notes: list[str]
+
+
+def decode(data: bytes, source: str) -> Decoded:
+    """The events. Raises `UnreadableInput` for what is no trace."""
+    notes: list[str] = []
+    with _without_collection():
+        try:
+            return _decode(data, source, notes)
+        except RecursionError:
+            raise UnreadableInput(
+                f"{source} is nested too deeply to be a trace. Something else wrote it."
+            ) from None
+
+
+def _decode(data: bytes, source: str, notes: list[str]) -> Decoded:
+    try:
+        return _readable(data, source, notes)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        if isinstance(error, msgspec.ValidationError):
+            raise _no_trace(source, error) from None
+        wrong = error
+    without = _NO_NUMBER.sub(lambda match: match[1] or b"null", data)
+    if without != data:
+        notes.append(
+            "NaN or infinity stood in the file, which JSON does not have; read as nothing."
+        )
+        try:
+            return _readable(without, source, notes)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            wrong = error
+    return _recovered(without, source, notes, wrong)
+
+
+def _recovered(data: bytes, source: str, notes: list[str], wrong: Exception) -> Decoded:
+    """A file that ends in the middle, read up to its last whole event."""
+    if data.rstrip()[-1:] in (b"}", b"]") and "truncated" not in str(wrong):
+        raise _no_trace(source, wrong)
+    begin = max(0, len(data) - _TAIL)
+    starts = [begin + match.start() for match in _EVENT_START.finditer(data, begin)]
+    closing = b"]" if data.lstrip()[:1] == b"[" else b"]}"
+    for start in reversed(starts[-3:]):
+        try:
+            found = _readable(data[:start] + closing, source, notes)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            continue
+        notes.append(
+            f"The file is cut off after {start} bytes; the {len(found.events)} whole events "
+            "before that were read."
+        )
+        return found
+    raise _no_trace(source, wrong)
+
+
+def _no_trace(source: str, error: Exception) -> UnreadableInput:
+    return UnreadableInput(
+        f"{source} is no readable profiler trace: {error}. A trace is what "
+        "torch.profiler's export_chrome_trace() or tensorboard_trace_handler() writes."
+    )
+
+
+def _readable(data: bytes, source: str, notes: list[str]) -> Decoded:
+    bare = data[:64].lstrip()[:1] == b"["
+    try:
+        events = _bare(data) if bare else msgspec.json.decode(data, type=_File).events
+    except msgspec.ValidationError:
+        events = _tolerant(data, bare, notes)
+    return Decoded(events, Meta() if bare else _meta(data), notes)
+
+
+def _bare(data: bytes) -> list[Event]:
+    return msgspec.json.decode(data, type=list[Event])
+
+
+def _tolerant(data: bytes, bare: bool, notes: list[str]) -> list[Event]:
+    if bare:
+        raw = msgspec.json.decode(data, type=list[msgspec.Raw])
+    else:
+        raw = msgspec.json.decode(data, type=_LooseFile).events
+    decoder = msgspec.json.Decoder(Event)
+    events, first = [], ""
+    for one in raw:
+        try:
+            events.append(decoder.decode(one))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            first = first or str(error)
+    lost = len(raw) - len(events)
+    notes.append(
+        f"{lost} of {len(raw)} events are malformed and were left out; the first: {first}."
+    )
+    return events
+
+
+def _meta(data: bytes) -> Meta:
+    try:
+        meta = msgspec.json.decode(data, type=Meta)
+        names = [name for name in _VERSIONS if name.encode() in data]
+        if names:
+            wanted = msgspec.defstruct("Versions", [(name, Any, None) for name in names])
+            found = msgspec.structs.asdict(msgspec.json.decode(data, type=wanted))
+            meta.versions = {name: value for name, value in found.items() if value is not None}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return Meta()
+    return meta
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Collecting garbage while half a million events are made takes longer than making them."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

@@ -1,0 +1,314 @@
+"""For pytest: `@pytest.mark.torchtrim(max_syncs=0, max_peak="300MiB")` holds a test to waits and a peak.
+
+The body of a marked test is called `warmup` times, then once more, measured; one test at a time, since
+`torchtrim.api.measure` takes one call at a time. Importing this imports no torch, and neither does a
+session without a marked test.
+"""
+
+from __future__ import annotations
+
+import inspect
+import unittest
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import pytest
+
+if TYPE_CHECKING:
+    from torchtrim.api import Measured
+    from torchtrim.observe.one_call import Device
+    from torchtrim.records.baseline import Level
+
+FILE_NAME = "torchtrim-baseline.json"
+_MARK = "torchtrim"
+_USAGE = (
+    'torchtrim(max_syncs=0, max_peak="300MiB", warmup=1, device=None): hold what the test waits for '
+    "and needs to limits; without a limit, to torchtrim-baseline.json."
+)
+_SECTION = pytest.StashKey[str]()
+_LEDGER = pytest.StashKey["Ledger"]()
+_MOST_HOLDERS = 8
+_PROPERTY = "torchtrim_"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The options of the baseline."""
+    group = parser.getgroup("torchtrim", "waits for the device and peak memory of marked tests")
+    group.addoption(
+        "--torchtrim-update-baseline",
+        action="store_true",
+        help="write what marked tests without limits measure into torchtrim-baseline.json",
+    )
+    group.addoption(
+        "--torchtrim-tolerance",
+        default="5%",
+        metavar="SHARE",
+        help="how far a peak may be over its baseline; waits may not (default: 5%%)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the mark known, read the options, and listen to reports, of other processes too."""
+    config.addinivalue_line("markers", _USAGE)
+    ledger = config.stash[_LEDGER] = Ledger(config)
+    config.pluginmanager.register(ledger, "torchtrim-ledger")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Refuse a mark that cannot be kept, before fixtures run."""
+    mark = item.get_closest_marker(_MARK)
+    if mark is None:
+        return
+    owner = getattr(item, "cls", None)
+    if not isinstance(item, pytest.Function) or (owner and issubclass(owner, unittest.TestCase)):
+        _fail(
+            "the mark torchtrim is for test functions, and this is none that pytest calls itself."
+        )
+    if inspect.iscoroutinefunction(getattr(item, "obj", None)):
+        _fail("a test with the mark torchtrim is called several times and cannot be async.")
+    Limits.of(mark)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Call a marked test: unmeasured first, then measured and judged."""
+    mark = pyfuncitem.get_closest_marker(_MARK)
+    if mark is None:
+        return None
+    limits = Limits.of(mark)
+    _judge(pyfuncitem, limits, _measured(pyfuncitem, limits))
+    return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Add the waits and the holders of the peak to the report of a test that failed by them."""
+    report = yield
+    if call.when == "call" and _SECTION in item.stash:
+        report.sections.append(("torchtrim", item.stash[_SECTION]))
+    return report
+
+
+def _body(item: pytest.Function) -> Callable[[], object]:
+    wanted = inspect.signature(item.obj).parameters
+    arguments = {name: value for name, value in item.funcargs.items() if name in wanted}
+    return lambda: item.obj(**arguments)
+
+
+def _measured(item: pytest.Function, limits: Limits) -> Measured:
+    from torchtrim.errors import TorchtrimError
+
+    try:
+        return _measure(_body(item), limits, item.config.rootpath)
+    except TorchtrimError as error:
+        _fail(str(error))
+
+
+def _measure(body: Callable[[], object], limits: Limits, root: Path) -> Measured:
+    from torchtrim.api import measure
+
+    return measure(body, warmup=limits.warmup, device=limits.device, project=root)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The arguments of a mark. None is no limit."""
+
+    max_syncs: int | None = None
+    max_peak: int | None = None
+    warmup: int = 1
+    device: Device | None = None
+
+    @property
+    def explicit(self) -> bool:
+        """Whether the mark has a limit; one without is held to the baseline."""
+        return self.max_syncs is not None or self.max_peak is not None
+
+    @classmethod
+    def of(cls, mark: pytest.Mark) -> Limits:
+        """The arguments of a mark; a test with a wrong one fails and says what is right."""
+        from torchtrim.errors import UsageError
+        from torchtrim.units import parse_bytes
+
+        unknown = sorted(set(mark.kwargs) - {"max_syncs", "max_peak", "warmup", "device"})
+        if mark.args or unknown:
+            wrong = repr(mark.args[0]) if mark.args else unknown[0]
+            _fail(f"the mark torchtrim takes no {wrong}. Write it as\n{_USAGE}")
+        peak = mark.kwargs.get("max_peak")
+        try:
+            limit = parse_bytes(peak) if peak is not None else None
+        except UsageError as error:
+            _fail(f"max_peak of the mark torchtrim: {error}")
+        return cls(**{**mark.kwargs, "max_peak": limit}).checked()
+
+    def checked(self) -> Limits:
+        """These limits, if they are some."""
+        for name, value in (("max_syncs", self.max_syncs), ("warmup", self.warmup)):
+            none = value is None and name == "max_syncs"
+            if not none and (type(value) is not int or value < 0):
+                _fail(f"{name} of the mark torchtrim is a number from 0 on, not {value!r}.")
+        if self.device not in (None, "cpu", "emulated", "cuda"):
+            _fail(f"device of the mark torchtrim is cpu, emulated or cuda, not {self.device!r}.")
+        return self
+
+
+def _judge(item: pytest.Function, limits: Limits, measured: Measured) -> None:
+    ledger = item.config.stash[_LEDGER]
+    level = _level(measured)
+    if limits.explicit:
+        wrong = _over(level, limits)
+    else:
+        item.user_properties += [(_PROPERTY + k, v) for k, v in _fields(level).items()]
+        wrong = ledger.compare(item.nodeid, level)
+    if wrong:
+        item.stash[_SECTION] = section(measured, item.config.rootpath)
+        _fail("\n".join(wrong))
+
+
+def _over(level: Level, limits: Limits) -> list[str]:
+    from torchtrim.units import format_bytes
+
+    wrong = []
+    if limits.max_syncs is not None and level.syncs > limits.max_syncs:
+        wrong.append(f"{_times(level.syncs, 'wait')} for the device, max_syncs={limits.max_syncs}")
+    if limits.max_peak is not None and level.peak_bytes > limits.max_peak:
+        peak, most = format_bytes(level.peak_bytes), format_bytes(limits.max_peak)
+        wrong.append(f"peak {peak}, max_peak={most}")
+    return wrong
+
+
+def _level(measured: Measured) -> Level:
+    from torchtrim.records.baseline import Level
+
+    syncs = sum(count for *_, count in measured.waits)
+    return Level(syncs=syncs, peak_bytes=measured.peak_bytes, device=_kind(measured.profile.device))
+
+
+def _kind(device: str) -> str:
+    return device.partition(":")[0]
+
+
+def _fields(level: Level) -> dict[str, Any]:
+    return {"syncs": level.syncs, "peak_bytes": level.peak_bytes, "device": level.device}
+
+
+class Ledger:
+    """The baseline, and what is to be written into it. Under xdist the first process writes it."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.path = config.rootpath / FILE_NAME
+        self.updates: bool = config.getoption("--torchtrim-update-baseline")
+        self._tolerance = _share(config.getoption("--torchtrim-tolerance"))
+        self._writes = self.updates and not hasattr(config, "workerinput")
+        self._known: Mapping[str, Level] | None = None
+        self._found: dict[str, Level] = {}
+
+    def compare(self, name: str, level: Level) -> list[str]:
+        """What is worse than the baseline; nothing while that is written."""
+        if self.updates:
+            return []
+        known = self._baseline().get(name)
+        if known is None:
+            return [
+                f"{self.path.name} does not have this test, and its mark has no limit. Run pytest "
+                "--torchtrim-update-baseline and commit the file, or give max_syncs or max_peak."
+            ]
+        return _worse(level, known, self._tolerance)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keep what a test measured that passed."""
+        from torchtrim.records.baseline import Level
+
+        found: dict[str, Any] = {
+            name.removeprefix(_PROPERTY): value
+            for name, value in report.user_properties
+            if name.startswith(_PROPERTY)
+        }
+        if self._writes and report.when == "call" and report.passed and found:
+            self._found[report.nodeid] = Level(**found)
+
+    def pytest_sessionfinish(self) -> None:
+        """Write the baseline; tests that did not run keep theirs."""
+        from torchtrim.records.baseline import save_baseline
+
+        if self._writes and self._found:
+            save_baseline({**self._baseline(), **self._found}, self.path)
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Say what was written."""
+        if self._writes:
+            tests = _times(len(self._found), "test")
+            terminalreporter.write_line(f"torchtrim: {tests} written to {self.path.name}")
+
+    def _baseline(self) -> Mapping[str, Level]:
+        from torchtrim.errors import TorchtrimError
+        from torchtrim.records.baseline import load_baseline
+
+        if self._known is None:
+            try:
+                self._known = load_baseline(self.path)
+            except TorchtrimError as error:
+                _fail(str(error))
+        return self._known
+
+
+def _worse(level: Level, known: Level, tolerance: float) -> list[str]:
+    from torchtrim.units import format_bytes
+
+    if known.device and known.device != level.device:
+        return [
+            f"the baseline is of {known.device}, and this ran on {level.device}: not comparable. "
+            "Give the mark a device."
+        ]
+    wrong = []
+    if level.syncs > known.syncs:
+        wrong.append(f"{_times(level.syncs, 'wait')} for the device, {known.syncs} in the baseline")
+    if level.peak_bytes > known.peak_bytes * (1 + tolerance):
+        peaks = f"peak {format_bytes(level.peak_bytes)}, {format_bytes(known.peak_bytes)}"
+        wrong.append(f"{peaks} in the baseline, tolerance {tolerance:.0%}")
+    return wrong
+
+
+def _share(text: str) -> float:
+    number = text.strip().removesuffix("%")
+    if not text.strip().endswith("%") or not number.strip().replace(".", "", 1).isdecimal():
+        raise pytest.UsageError(f"--torchtrim-tolerance is a share such as 5%, not {text!r}.")
+    return float(number) / 100
+
+
+def section(measured: Measured, root: Path) -> str:
+    """Each wait and the holders of the peak, a line each, for people."""
+    from torchtrim.memory.peak import holders
+    from torchtrim.report.safe import clean
+    from torchtrim.units import format_bytes
+
+    lines = ["waits for the device:" if measured.waits else "no waits for the device"]
+    lines += [_wait(wait, root) for wait in sorted(measured.waits)]
+    lines.append(f"peak {format_bytes(measured.peak_bytes)}, held by:")
+    for held in holders(measured.profile, most=_MOST_HOLDERS):
+        parts = (held.module or held.kind, _place(held.path, held.line, root), held.why)
+        lines.append(f"  {format_bytes(held.bytes):>9}  {'  '.join(p for p in parts if p)}")
+    return "\n".join(map(clean, lines))
+
+
+def _wait(wait: tuple[str, int, str, str, int], root: Path) -> str:
+    path, line, what, row, count = wait
+    return f"  {_place(path, line, root)}  {what} ({row}), {_times(count, 'time')}"
+
+
+def _place(path: str, line: int, root: Path) -> str:
+    from torchtrim.rules.allow import near
+
+    return f"{near(path, str(root))}:{line}" if path else ""
+
+
+def _times(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _fail(message: str) -> NoReturn:
+    pytest.fail(f"torchtrim: {message}", pytrace=False)

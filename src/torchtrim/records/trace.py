@@ -1,0 +1,88 @@
+"""What was found in a profiler trace: the JSON of `torchtrim trace`. Times in milliseconds."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+Bound = Literal["host", "device", "waits", "loader", "mixed", "unknown"]
+Phase = Literal["forward", "backward"]
+
+
+class TraceSite(Struct, frozen=True, kw_only=True):
+    """A place at which the host waits for the device.
+
+    `line` is that of the call where `exact`, else of the function's definition; `lines` are the calls of
+    the function that it may be, where the source was given and it is one of several. `path` is empty
+    where the trace has no stacks; `within` then says which annotation or operator it happened in. A wait
+    of the backward pass stands at its forward operator's line. `op` is the innermost operator, or the
+    runtime's call outside of any. `count` is how often the host stood there: a copy and the
+    synchronization that belongs to it are once. `wait_ms` is how long the calls took as recorded,
+    `saves_alone_ms` what the replay says the whole would gain if only this site did not wait; null where
+    the trace cannot be replayed.
+    """
+
+    path: str
+    function: str
+    line: int
+    op: str
+    count: int
+    wait_ms: float
+    saves_alone_ms: float | None
+    exact: bool = False
+    lines: tuple[int, ...] = ()
+    within: str = ""
+    phase: Phase = "forward"
+
+
+class TraceSet(Struct, frozen=True, kw_only=True):
+    """Sites, by their number in `sites`, and what the whole would gain if none of them waited."""
+
+    sites: tuple[int, ...]
+    saves_ms: float
+
+
+class TraceReport(Struct, frozen=True, kw_only=True):
+    """What was found in one rank's trace; for several ranks the slowest one's, and each in `ranks`.
+
+    `sync_calls` are calls that synchronize with a stream, an event or by copying; `blocking_copies` are
+    copies from or to pageable memory. Synchronizations with the whole device are apart: `device_syncs`
+    are the program's own, `profiler_syncs` counts those that the profiler made for itself. `replay_ms` is
+    the span that the replay gives with all waits, to be compared with `span_ms`, the measured one.
+    `bound` names what the span depends on most.
+    """
+
+    schema_version: Literal[1] = 1
+    torchtrim: str
+    verb: Literal["trace"] = "trace"
+    file: str
+    rank: int | None
+    device: str
+    versions: dict[str, str]
+    events: int
+    sync_calls: int
+    blocking_copies: int
+    span_ms: float
+    replay_ms: float | None
+    device_busy_ms: float
+    host_waiting_ms: float
+    sites: tuple[TraceSite, ...]
+    sets: tuple[TraceSet, ...]
+    bound: Bound
+    device_syncs: tuple[TraceSite, ...] = ()
+    profiler_syncs: int = 0
+    loader_ms: float = 0.0
+    notes: tuple[str, ...] = ()
+    ranks: tuple[TraceReport, ...] = ()
+
+    @property
+    def waits(self) -> int:
+        """How often the host stood waiting, device-wide synchronizations of the program included."""
+        return sum(site.count for site in (*self.sites, *self.device_syncs))
+
+
+def schema() -> dict[str, object]:
+    """JSON Schema of `trace --json`."""
+    return msgspec.json.schema(TraceReport)

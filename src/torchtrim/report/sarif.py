@@ -1,0 +1,159 @@
+"""A report as SARIF 2.1.0, which code scanning reads. No source text is in it but what messages say."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+
+from torchtrim.records import Report
+from torchtrim.report.facts import headline
+from torchtrim.report.located import Located, inside, located
+from torchtrim.report.safe import clean
+from torchtrim.rules.base import Rule
+from torchtrim.rules.registry import all_rules
+
+SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
+FINGERPRINT = "torchtrimSite/v1"
+_BASE = "%SRCROOT%"
+
+LineText = Callable[[str, int], str]
+
+
+def _no_text(path: str, line: int) -> str:
+    return ""
+
+
+def render(report: Report, *, root: str = "", line_text: LineText = _no_text) -> str:
+    """The findings as results of one run, with the documentation of every rule.
+
+    Paths are relative to `root`, by default the project. `line_text` gives the text of a line, of
+    which only a hash is written: with it a finding is known again after lines above it came or went.
+    """
+    known = all_rules()
+    found = located(report, root)
+    script = inside(report.script, root or report.project) or _name(report)
+    index = {rule.code: at for at, rule in enumerate(known)}
+    prints = _fingerprints(found, line_text)
+    run = {
+        "tool": {"driver": _driver(report, known)},
+        "automationDetails": {"id": f"torchtrim/{quote(_name(report), safe='')}/"},
+        "columnKind": "unicodeCodePoints",
+        "results": [
+            _result(one, index, at, _location(one, script), held=bool(report.allowed))
+            for one, at in zip(found, prints, strict=True)
+        ],
+        "properties": {"verb": report.verb, "verdict": clean(headline(report).word)},
+    }
+    log = {"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}
+    return msgspec.json.format(msgspec.json.encode(log), indent=2).decode() + "\n"
+
+
+def _name(report: Report) -> str:
+    return clean(report.script).replace("\\", "/").rpartition("/")[2]
+
+
+def _driver(report: Report, known: Sequence[Rule]) -> dict[str, Any]:
+    return {
+        "name": "torchtrim",
+        "version": clean(report.torchtrim),
+        "rules": [_rule(rule) for rule in known],
+    }
+
+
+def _rule(rule: Rule) -> dict[str, Any]:
+    return {
+        "id": rule.code,
+        "name": rule.name,
+        "shortDescription": {"text": rule.summary},
+        "help": {"text": rule.summary, "markdown": rule.page},
+        "defaultConfiguration": {"level": "warning"},
+        "properties": {"tags": ["performance"]},
+    }
+
+
+def _result(
+    found: Located,
+    index: dict[str, int],
+    fingerprint: str,
+    place: dict[str, Any],
+    *,
+    held: bool,
+) -> dict[str, Any]:
+    finding = found.finding
+    code = clean(finding.code)
+    result: dict[str, Any] = {
+        "ruleId": code,
+        "level": "note" if found.covered else "warning",
+        "message": {"text": plain(_text(found))},
+        "locations": [place],
+        "partialFingerprints": {FINGERPRINT: fingerprint},
+        "occurrenceCount": max(finding.count_per_step, 1),
+        "properties": _facts(found),
+    }
+    if code in index:
+        result["ruleIndex"] = index[code]
+    if held:
+        result["suppressions"] = [_suppression(found)] if found.covered else []
+    return result
+
+
+def _text(found: Located) -> str:
+    advice = f" {found.advice[:1].upper()}{found.advice[1:]}." if found.advice else ""
+    return f"{found.message}: {found.facts}.{advice}"
+
+
+def plain(text: str) -> str:
+    """Text in which SARIF sees no link."""
+    return text.replace("](", "] (")
+
+
+def _location(found: Located, script: str) -> dict[str, Any]:
+    """The finding's line; for one outside the project the script, so that it is shown at all."""
+    path, line = (found.path, found.line) if found.path else (script, 1)
+    place: dict[str, Any] = {"artifactLocation": {"uri": uri(path), "uriBaseId": _BASE}}
+    if line:
+        end = found.end_line if found.path else line
+        place["region"] = {"startLine": line, "endLine": end}
+    return {"physicalLocation": place}
+
+
+def uri(path: str) -> str:
+    """A relative path as a URI reference."""
+    return quote(path.replace("\\", "/"), safe="/")
+
+
+def _facts(found: Located) -> dict[str, Any]:
+    finding = found.finding
+    facts = {
+        "countPerStep": finding.count_per_step,
+        "priceMs": finding.price_ms,
+        "priceBytes": finding.price_bytes,
+        "source": finding.source,
+        "cure": finding.cure.kind if finding.cure else None,
+        "allowed": found.allowed or None,
+    }
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def _suppression(found: Located) -> dict[str, Any]:
+    why = found.reason or "on the allow-list"
+    return {"kind": "external", "status": "accepted", "justification": why}
+
+
+def _fingerprints(found: Sequence[Located], line_text: LineText) -> list[str]:
+    """A hash of path, code, text of the line, and the how-manieth of these it is."""
+    prints = [""] * len(found)
+    seen: Counter[tuple[str, str, str]] = Counter()
+    for at in sorted(range(len(found)), key=lambda i: (found[i].where, found[i].line)):
+        one = found[at]
+        text = line_text(one.finding.path, one.line).strip()
+        key = one.path or one.where.rpartition(":")[0], one.finding.code, text
+        parts = "\0".join((*key, str(seen[key])))
+        prints[at] = hashlib.sha256(parts.encode(errors="replace")).hexdigest()[:32]
+        seen[key] += 1
+    return prints

@@ -1,0 +1,146 @@
+"""What a trace tells, on a terminal: counts, the sites, the sets, the bound, the next command."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.text import Text
+
+from torchtrim.records.trace import TraceReport, TraceSite
+from torchtrim.report.safe import clean, keep_left, keep_right, sentence
+
+_SCREEN = 24
+_WIDEST = 120
+_LABEL = 10
+_FEWEST_NOTES = 1
+_FIGURES = 30
+_BOUND = {
+    "host": "the host: it gives work to the device more slowly than the device does it",
+    "device": "the device: it has work nearly all the time, so waits cost little",
+    "waits": "waiting: host and device take turns; without waits they would overlap",
+    "loader": "the data loader: the program stands in it while the device has nothing to do",
+    "mixed": "neither alone: host and device each take most of the time",
+    "unknown": "unknown: the trace cannot be replayed",
+}
+
+
+def render(report: TraceReport, console: Console, *, top: int, next_command: str | None) -> None:
+    """Print the report within a screen of 24 lines where `top` sites leave room for that."""
+    width = max(40, min(console.width, _WIDEST))
+    head = [*_counts(report, width), *_ranks(report, width)]
+    table = list(_table(report, top, width))
+    sets = list(_sets(report, width))
+    bound = _labelled("bound", _BOUND[report.bound], width)
+    end = [*bound, *_command(next_command, width)]
+    room = _SCREEN - len(head) - len(table) - len(sets) - len(end)
+    for line in (*head, *table, *sets, *_notes(report.notes, width, room), *end):
+        console.print(line, no_wrap=True, crop=False, overflow="ignore", soft_wrap=True)
+
+
+def _counts(report: TraceReport, width: int) -> Iterator[Text]:
+    word = "WAITS" if report.waits else "NO WAITS"
+    copies = _plural(report.blocking_copies, "blocking copy", "blocking copies")
+    parts = [_plural(report.sync_calls, "sync call", "sync calls"), copies]
+    if report.device_syncs:
+        count = sum(site.count for site in report.device_syncs)
+        parts.append(_plural(count, "device-wide sync", "device-wide syncs"))
+    style = "bold red" if report.waits else "bold green"
+    yield Text(word, style).append(Text(f"  {', '.join(parts)}", ""))
+    share = report.device_busy_ms / report.span_ms if report.span_ms else 0.0
+    replayed = ""
+    if report.replay_ms is not None and report.span_ms:
+        error = report.replay_ms / report.span_ms - 1
+        replayed = f"; the replay takes {report.replay_ms:,.1f} ms ({error:+.1%})"
+    yield from _labelled("took", f"{report.span_ms:,.1f} ms{replayed}", width)
+    times = (
+        f"device busy {report.device_busy_ms:,.1f} ms ({share:.0%}), "
+        f"host waiting {report.host_waiting_ms:,.1f} ms"
+    )
+    if report.loader_ms >= 0.01 * report.span_ms:
+        times += f", in the data loader {report.loader_ms:,.1f} ms"
+    yield from _labelled("of it", times, width)
+
+
+def _ranks(report: TraceReport, width: int) -> Iterator[Text]:
+    if report.ranks:
+        each = ", ".join(
+            f"{one.rank if one.rank is not None else Path(one.file).name}: {one.waits}"
+            for one in report.ranks
+        )
+        yield from _labelled("ranks", f"waits of each: {each}", width)
+
+
+def _table(report: TraceReport, top: int, width: int) -> Iterator[Text]:
+    every = (*report.sites, *report.device_syncs)
+    if not every:
+        return
+    room = width - _FIGURES
+    yield Text("  site".ljust(room) + " count   wait ms  alone gains", "bold")
+    numbered = [(str(i + 1), site) for i, site in enumerate(report.sites)]
+    numbered += [("d", site) for site in report.device_syncs]
+    for number, site in numbered[:top]:
+        gains = "-" if site.saves_alone_ms is None else f"{site.saves_alone_ms:,.3f}"
+        place = keep_right(_place(site), room - 3)
+        padded = place + " " * (room - 3 - cell_len(place))
+        yield Text(f"{number:>2} {padded} {site.count:5d} {site.wait_ms:9,.3f} {gains:>12}")
+    if len(numbered) > top:
+        rest = sum(site.wait_ms for _, site in numbered[top:])
+        yield Text(f"   +{len(numbered) - top} more sites, {rest:,.3f} ms", "dim")
+
+
+def _place(site: TraceSite) -> str:
+    op = site.op.removeprefix("aten::")
+    back = " (backward)" if site.phase == "backward" else ""
+    if not site.path:
+        within = f"{site.within}: " if site.within and site.within != site.op else ""
+        return clean(f"{within}{op}{back}")
+    lines = "/".join(map(str, site.lines[:3])) if site.lines else str(site.line)
+    named = lines if site.exact or site.lines else f"{lines}+"
+    return clean(f"{site.path}:{named} {site.function} {op}{back}")
+
+
+def _sets(report: TraceReport, width: int) -> Iterator[Text]:
+    if report.replay_ms is None or not report.sites:
+        return
+    if not report.sets:
+        yield from _labelled("gains", "0 ms expected from removing any or all of these", width)
+        return
+    label = "gains"
+    for one in report.sets:
+        names = "+".join(str(number + 1) for number in one.sites)
+        if len(one.sites) == len(report.sites) > 1:
+            names = "all"
+        share = one.saves_ms / report.span_ms if report.span_ms else 0.0
+        yield from _labelled(label, f"{one.saves_ms:,.3f} ms ({share:.1%}) without {names}", width)
+        label = ""
+
+
+def _notes(notes: Sequence[str], width: int, room: int) -> Iterator[Text]:
+    shown = 0
+    for i, note in enumerate(notes):
+        lines = list(_labelled("note" if i == 0 else "", note, width))
+        if i >= _FEWEST_NOTES and shown + len(lines) > room - 1:
+            yield Text(" " * _LABEL + f"+{len(notes) - i} more notes, see --json", "dim")
+            return
+        shown += len(lines)
+        yield from lines
+
+
+def _labelled(label: str, text: str, width: int) -> Iterator[Text]:
+    pieces = sentence(clean(text), width - _LABEL, 3)
+    for i, piece in enumerate(pieces):
+        first = Text((label if i == 0 else "").ljust(_LABEL), "bold")
+        yield first.append(Text(piece, ""))
+
+
+def _command(command: str | None, width: int) -> Iterator[Text]:
+    if command:
+        text = keep_left(clean(command), max(width, 200))
+        yield Text("next".ljust(_LABEL), "bold").append(Text(text, "bold cyan"))
+
+
+def _plural(count: int, one: str, many: str) -> str:
+    return f"{count} {one if count == 1 else many}"
