@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import importlib
 import re
 import sys
@@ -105,7 +106,7 @@ def by_dynamo(snippet: Snippet) -> int:
     """By the breaks in the graph that torch.compile would make of the body."""
     torch._dynamo.reset()
     with seeded():
-        return int(torch._dynamo.explain(snippet.setup())().graph_break_count)
+        return max(0, int(torch._dynamo.explain(snippet.setup())().graph_break_count))
 
 
 @contextlib.contextmanager
@@ -154,6 +155,11 @@ def is_counted(snippet: Snippet, waits: int) -> bool:
     return waits == snippet.waits if snippet.exact else waits >= snippet.waits
 
 
+def is_right(snippet: Snippet, said: Verdict) -> bool:
+    """Whether a way could run a snippet and counted as its label does."""
+    return not said.error and is_counted(snippet, said.waits)
+
+
 def score(corpus: Iterable[Snippet], verdicts: dict[str, Verdict]) -> dict[str, Any]:
     """Recall and precision of finding that a snippet waits at all, and how many counts are right."""
     pairs = [(one, verdicts[one.name]) for one in corpus]
@@ -163,7 +169,7 @@ def score(corpus: Iterable[Snippet], verdicts: dict[str, Verdict]) -> dict[str, 
     return {
         "recall": round(true / max(waiting, 1), 4),
         "precision": round(true / max(flagged, 1), 4),
-        "counts": round(sum(is_counted(one, said.waits) for one, said in pairs) / len(pairs), 4),
+        "counts": round(sum(is_right(one, said) for one, said in pairs) / len(pairs), 4),
         "missed": [one.name for one, said in pairs if one.waits and not said.waits],
         "false": [one.name for one, said in pairs if not one.waits and said.waits],
         "miscounted": {
@@ -177,6 +183,8 @@ def score(corpus: Iterable[Snippet], verdicts: dict[str, Verdict]) -> dict[str, 
 
 def scores(corpus: list[Snippet], *, dynamo: bool) -> dict[str, Any]:
     """Every way on every snippet."""
+    gc.collect()
+    gc.freeze()  # a recording looks through what the collector knows
     with emulate():
         found = {"ours": score(corpus, judged(ours, corpus))}
     ways: dict[str, Judge] = {"operator names": by_name, "operator tags": by_tag}

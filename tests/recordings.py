@@ -1,9 +1,9 @@
 """Builds profiler traces for tests, event by event. Times in microseconds.
 
-    made = Recording()
-    made.launch(100, 5, kernel=(110, 50))
-    made.call("cudaStreamSynchronize", 105, 60)
-    trace = made.trace(tmp_path)
+made = Recording()
+made.launch(100, 5, kernel=(110, 50))
+made.call("cudaStreamSynchronize", 105, 60)
+trace = made.trace(tmp_path)
 """
 
 from __future__ import annotations
@@ -105,7 +105,9 @@ class Recording:
     def read(self, ts: float, until: float, *, at: float, dur: float = 2.0, **where: Any) -> None:
         """A copy to pageable memory as `.to("cpu")` makes it: it blocks, and a synchronization follows."""
         tid = where.get("tid", MAIN)
-        self.launch(ts, until - ts - 4, kernel=(at, dur), call="cudaMemcpyAsync", name=PAGEABLE, **where)
+        self.launch(
+            ts, until - ts - 4, kernel=(at, dur), call="cudaMemcpyAsync", name=PAGEABLE, **where
+        )
         self.call("cudaStreamSynchronize", until - 3, 3, tid=tid)
 
     def document(self) -> dict[str, Any]:

@@ -24,7 +24,9 @@ from bench.corpus.sources import (
 _FORMAT = line("torch/_tensor.py", 1150, "item(), then formatted")
 _WIDTH = line("torch/_tensor_str.py", 142, "each integer formatted for its width")
 _CEIL = line("torch/_tensor_str.py", 177, "a value compared with its ceiling")
-_SCIENTIFIC = line("torch/_tensor_str.py", 182, "three comparisons of the extremes")
+_SCIENTIFIC = line("torch/_tensor_str.py", 182, "two comparisons of the extremes")
+_STYLE = line("torch/_tensor_str.py", 202, "the third comparison, for the width")
+_STYLE_AGAIN = line("torch/_tensor_str.py", 216, "and once more, for the text")
 _ITEM = line("torch/_tensor_str.py", 239, "item() for the text")
 _LIST = line("torch/_tensor_str.py", 283, "tolist() for the text")
 
@@ -36,12 +38,14 @@ def formatted_loss() -> Body:
 
 
 @snippet(
-    7,
+    8,
     line("torch/_tensor_str.py", 154, "masked_select of what is finite and not 0"),
     SELECTED,
     _CEIL,
     _SCIENTIFIC,
+    _STYLE,
     _FORMAT,
+    _STYLE_AGAIN,
     _ITEM,
 )
 def printed_float() -> Body:

@@ -22,6 +22,7 @@ OPTIONS = {
     "optimize": (*RUNS, *FITS, "--out"),
     "plan": (*RUNS, *FITS, "--out", "--frontier"),
     "run": ("--module", "-m", "--plan"),
+    "trace": ("--json", "--max-syncs", "--source", "--top"),
     "verify": (*RUNS, "--out", "--plan"),
 }
 ARGUMENTS = {
@@ -31,6 +32,7 @@ ARGUMENTS = {
     "optimize": ("script", "args"),
     "plan": ("script", "args"),
     "run": ("script", "args"),
+    "trace": ("paths",),
     "verify": ("script", "args"),
 }
 MOST_OPTIONS = 14

@@ -98,7 +98,9 @@ class Machine:
             begin = self.clock
             self.run(one.program, BACKWARD)
             name = "autograd::engine::evaluate_function: MmBackward0"
-            self.made.op(name, begin, self.clock - begin, tid=BACKWARD, forward_thread=1, sequence=1)
+            self.made.op(
+                name, begin, self.clock - begin, tid=BACKWARD, forward_thread=1, sequence=1
+            )
             self.clock += 30
 
     def _place(

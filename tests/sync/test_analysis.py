@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import msgspec
-from recordings import BACKWARD, Recording, training
 
+from recordings import BACKWARD, Recording, training
 from torchtrim.records.trace import TraceReport
 from torchtrim.sync.analysis import analyse, joined
 
@@ -24,7 +24,7 @@ def test_a_loop_that_reads_a_number_each_step(tmp_path: Path) -> None:
 def test_what_cannot_be_replayed_is_said(tmp_path: Path) -> None:
     made = Recording()
     for n in range(5):
-        made.activity("gemm", n * 100, 50, n)
+        made.activity("gemm", n * 100, 50, 100 + n)
     report = analyse(made.trace(tmp_path))
     assert report.replay_ms is None
     assert report.bound == "unknown"

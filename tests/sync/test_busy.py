@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from recordings import Recording
-
 from torchtrim.records.trace_events import Event
 from torchtrim.sync.busy import covered, device_busy, loading
 

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from recordings import BACKWARD, MAIN, Recording
-
 from torchtrim.sync.hand_over import hand_overs
 from torchtrim.sync.launches import schedule
 
@@ -15,7 +14,7 @@ def steps(named: bool, overlap: bool = False) -> Recording:
         begin = step * 4000
         for n in range(10):
             made.launch(begin + n * 50, 5, kernel=(begin + n * 50 + 10, 30), tid=MAIN)
-            at = begin + (0 if overlap else 600) + n * 50 + 7
+            at = begin + (0 if overlap else 500) + n * 50 + 7
             made.launch(at, 5, kernel=(at + 10, 30), tid=BACKWARD, stream=20)
             if named:
                 name = "autograd::engine::evaluate_function: MulBackward0"

@@ -6,7 +6,7 @@ import pytest
 
 from torchtrim.sync.lines import Sources, hints_of
 
-SOURCE = '''\
+SOURCE = """\
 import torch
 
 
@@ -29,7 +29,7 @@ def step(model, batch, mask):
 class Other:
     def step(self, x):
         return x.item(), x.tolist()
-'''
+"""
 
 
 @pytest.fixture
@@ -68,7 +68,9 @@ def test_lines(
     operators: tuple[str, ...],
     lines: list[int],
 ) -> None:
-    found = sources.lines("/somewhere/pkg/train.py", definition, function, hints_of(child, operators))
+    found = sources.lines(
+        "/somewhere/pkg/train.py", definition, function, hints_of(child, operators)
+    )
     assert found == lines
 
 

@@ -23,7 +23,7 @@ def test_known_places_are_told_once_with_the_version() -> None:
     (note,) = mended(sites, {"diffusers": "0.34.0"})
     assert "diffusers 0.34.0" in note
     assert "set_begin_index" in note
-    assert "/issues/11696" in note
+    assert "/pull/11696" in note
 
 
 def test_operators_and_what_is_unknown() -> None:

@@ -75,7 +75,7 @@ def test_two_streams_and_an_event(tmp_path: Path) -> None:
 
 def test_a_backward_thread(tmp_path: Path) -> None:
     """A wait in backward keeps the forward thread from its next step, and its removal frees it."""
-    backward = tuple([Kernel(400.0), Work(40)] * 6) + (Read(2), Work(900.0), Kernel(300.0))
+    backward = (*[Kernel(400.0), Work(40)] * 6, Read(2), Work(900.0), Kernel(300.0))
     step = (*(Kernel(400.0) for _ in range(6)), Backward(backward), Work(100), Kernel(50), Read(1))
     check((*step, Work(300)) * 3, tmp_path)
 
@@ -134,7 +134,9 @@ def test_any_program(tmp_path: Path, steps: list[object], engine: bool) -> None:
     assume(any(isinstance(one, Read | Synchronize) for one in steps))
     warm = tuple([Kernel(50.0), Work(200.0)] * 3 + [Kernel(300.0)] * 6 + [Work(2500.0)])
     body = tuple(steps)
-    program = (*warm, Kernel(100.0), Backward(body), Work(50.0), Kernel(20.0)) if engine else warm + body
+    program = (
+        (*warm, Kernel(100.0), Backward(body), Work(50.0), Kernel(20.0)) if engine else warm + body
+    )
     check(program, tmp_path)
 
 

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from recordings import BACKWARD, MAIN, Recording, training
-
 from torchtrim.sync.lines import Sources
 from torchtrim.sync.sites import Site, sites_of
 from torchtrim.sync.waiting import find_waits
@@ -62,7 +61,9 @@ def test_without_stacks_the_annotation_tells_sites_apart(tmp_path: Path) -> None
 
 
 def test_the_order_of_calls_tells_one_line_of_several(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("def step(a, b):\n    x = a.item()\n    y = b.item()\n    return x, y\n")
+    (tmp_path / "train.py").write_text(
+        "def step(a, b):\n    x = a.item()\n    y = b.item()\n    return x, y\n"
+    )
     made = Recording()
     made.frame("train.py(1): step", 0, 500)
     made.frame("<built-in method item of Tensor object at 0x1>", 10, 5)

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from recordings import Recording
-
 from torchtrim.records.trace_events import Trace
 from torchtrim.sync.build import build
 from torchtrim.sync.program import Does, Step
@@ -30,7 +29,9 @@ def test_the_device_waits_for_every_stream(tmp_path: Path) -> None:
 def test_a_stream_is_told_by_the_profiler(tmp_path: Path) -> None:
     made = two_streams()
     number = made.call("cudaStreamSynchronize", 20, 494)
-    made.event("cuda_sync", "Stream Sync", 21, 490, pid=0, tid=7, correlation=number, stream=7, device=0)
+    made.event(
+        "cuda_sync", "Stream Sync", 21, 490, pid=0, tid=7, correlation=number, stream=7, device=0
+    )
     (wait,) = waits(made.trace(tmp_path))
     assert wait.awaits == (0,)
 

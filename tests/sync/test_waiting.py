@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from recordings import PAGEABLE, Recording, training
 
+from recordings import PAGEABLE, Recording, training
 from torchtrim.sync.calls import kind_of
 from torchtrim.sync.waiting import find_waits, unexplained_copies
 
@@ -48,9 +48,13 @@ def test_operators_that_look_dangerous_and_did_not_wait(tmp_path: Path) -> None:
 
 def test_pageable_and_pinned_copies(tmp_path: Path) -> None:
     made = Recording()
-    for n, name in enumerate((PAGEABLE, "Memcpy HtoD (Pinned -> Device)", "Memcpy DtoD (Device -> Device)")):
+    for n, name in enumerate(
+        (PAGEABLE, "Memcpy HtoD (Pinned -> Device)", "Memcpy DtoD (Device -> Device)")
+    ):
         made.launch(n * 100, 20, kernel=(n * 100 + 5, 10), call="cudaMemcpyAsync", name=name)
-    made.launch(400, 20, kernel=(405, 10), call="hipMemcpyWithStream", name="Memcpy DtoH (Device -> Host)")
+    made.launch(
+        400, 20, kernel=(405, 10), call="hipMemcpyWithStream", name="Memcpy DtoH (Device -> Host)"
+    )
     made.launch(500, 20, kernel=(505, 10), call="cudaMemcpy", name="Memcpy DtoD (Device -> Device)")
     made.activity(PAGEABLE, 600, 5, 999)
     trace = made.trace(tmp_path)

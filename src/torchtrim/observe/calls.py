@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
+from torchtrim.observe.storages import PLAIN
+
 
 class Hearer(Protocol):
     """Hears of calls, after they were made. `row` is of `sync.table`."""
@@ -21,9 +23,6 @@ class Hearer(Protocol):
 
     def host_read(self, tensor: torch.Tensor) -> None:
         """A tensor of the host is about to be read by what is no operator."""
-
-    def printed(self, tensor: torch.Tensor) -> None:
-        """A tensor is about to be made text, which torch does where no mode sees it."""
 
 
 _hearers: list[Hearer] = []
@@ -96,13 +95,16 @@ def tell_queried(done: bool, event: Any) -> None:
 
 
 def watch_prints(replace: Callable[[Any, str, Any], Any]) -> None:
-    """Have it told when a tensor is printed."""
+    """Have modes see what is done to print a tensor, which torch hides from them."""
     own: Any = torch._tensor_str._str
+    inner: Any = torch._tensor_str._str_intern
 
-    def text(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> str:
-        for hearer in _hearers:
-            hearer.printed(tensor)
-        return str(own(tensor, *args, **kwargs))
+    def text(tensor: torch.Tensor, **kwargs: Any) -> str:
+        tell_read(tensor)
+        if type(tensor) not in PLAIN or not tensor.is_cuda:
+            return str(own(tensor, **kwargs))
+        with torch.no_grad():
+            return str(inner(tensor, **kwargs))
 
     replace(torch._tensor_str, "_str", text)
 

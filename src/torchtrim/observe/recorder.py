@@ -137,6 +137,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._emulation = current()
         self._call = self._emulation.accelerator.call if self._emulation is not None else _plainly
         self._waits = self._watch_waits()
+        self._node: Any = None
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -276,6 +277,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._own_nodes(index)
         if self._waits is not None:
             self._note_waits(self._waits, known, func, args, kwargs, result, index)
+            if node is not None and node is not self._node:
+                self._node = node
+                self._waits.differentiated(node, _plain_among(args), index)
         return result
 
     def _note_waits(

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 
 from torchtrim.observe.calls import stream_number
+from torchtrim.sync.hidden import BACKWARD
 from torchtrim.sync.row import Row
 from torchtrim.sync.table import rows_for
 
-PRINT = "print"
 ASYNC_READ = "async-read"
 ASYNC_SOURCE = "async-source"
 _VERSION = str(torch.__version__)
@@ -97,6 +97,12 @@ class Waits:
         elif up and not down and temporary:
             self._note(RawSync(ASYNC_SOURCE, operator))
 
+    def differentiated(self, node: Any, tensors: Iterable[Any], operator: int) -> None:
+        """The first operator of a node of autograd has run."""
+        row = BACKWARD.get(node.name())
+        if row is not None and any(map(self._is_on_device, tensors)):
+            self._note(RawSync(row.name, operator))
+
     def touched(
         self, func: Any, read: Iterable[Any], written: Iterable[Any], operator: int
     ) -> None:
@@ -116,13 +122,6 @@ class Waits:
         """A tensor is read by what is no operator."""
         if self._lands(self._downloads, tensor):
             self._note(RawSync(ASYNC_READ, -1))
-
-    def printed(self, tensor: Any) -> None:
-        """A tensor is made text."""
-        if self._is_on_device(tensor):
-            self.synchronized(PRINT, torch.cuda.current_stream())
-        else:
-            self.host_read(tensor)
 
     def synchronized(self, row: str, subject: Any) -> None:
         """The host has waited for the device, a stream or an event; `row` empty: it found it done."""

@@ -19,8 +19,8 @@ _FEWEST_NOTES = 1
 _FIGURES = 30
 _BOUND = {
     "host": "the host: it gives work to the device more slowly than the device does it",
-    "device": "the device: it has work nearly all the time, so waits cost little",
-    "waits": "waiting: host and device take turns; without waits they would overlap",
+    "device": "the device: its work, one after the other, takes all of the time",
+    "waits": "waiting: host and device take turns, and would overlap without",
     "loader": "the data loader: the program stands in it while the device has nothing to do",
     "mixed": "neither alone: host and device each take most of the time",
     "unknown": "unknown: the trace cannot be replayed",
@@ -78,7 +78,10 @@ def _table(report: TraceReport, top: int, width: int) -> Iterator[Text]:
     if not every:
         return
     room = width - _FIGURES
-    yield Text("  site".ljust(room) + " count   wait ms  alone gains", "bold")
+    head = "  site"
+    if any(site.path and not (site.exact or site.lines) for site in every[:top]):
+        head += " (N+: in the function from line N)"
+    yield Text(keep_left(head, room).ljust(room) + " count   wait ms  alone gains", "bold")
     numbered = [(str(i + 1), site) for i, site in enumerate(report.sites)]
     numbered += [("d", site) for site in report.device_syncs]
     for number, site in numbered[:top]:

@@ -15,7 +15,7 @@ from torchtrim.sync.build import build
 from torchtrim.sync.busy import covered, device_busy, loading
 from torchtrim.sync.lines import Sources
 from torchtrim.sync.mends import mended
-from torchtrim.sync.program import Program
+from torchtrim.sync.program import Does, Program
 from torchtrim.sync.sets import Prices, price
 from torchtrim.sync.sites import Site, sites_of
 from torchtrim.sync.waiting import Wait, find_waits, unexplained_copies
@@ -85,7 +85,7 @@ def _replayed(
         return None, None, ["No calls of the runtime are in the trace, so it cannot be replayed."]
     numbers = {id(call): i for i, site in enumerate([*sites, *devices]) for call in site.calls}
     program = build(trace, numbers)
-    if not any(step.lane >= 0 and step.launches for step in program.steps):
+    if not any(step.launches and step.does is not Does.OUTSIDE for step in program.steps):
         return None, None, ["No call in the trace launched what ran; it cannot be replayed."]
     every = range(len(sites) + len(devices))
     prices = price(program, every[: len(sites)], apart=every[len(sites) :])
@@ -154,6 +154,13 @@ def _notes(
 
 def _doubts(trace: Trace, program: Program) -> list[str]:
     notes = []
+    loose = [step for step in program.steps if step.does is Does.OUTSIDE]
+    before = sum(activity.seconds for step in loose for activity in step.launches)
+    if before > _SHARE * program.span:
+        notes.append(
+            f"{before / 1e3:.1f} ms of the device's work were launched before the trace began or by "
+            "calls that it lacks; the replay keeps them where they were."
+        )
     delayed = sum(a.extra for step in program.steps for a in step.launches)
     delayed += sum(step.outside for step in program.steps)
     if delayed > _SHARE * program.span:

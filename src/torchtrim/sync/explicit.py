@@ -55,19 +55,6 @@ EMPTY_CACHE = _call(
     pytorch(_ALLOCATOR, 3957, "waits for memory that other streams use"),
 )
 
-PRINT = Row(
-    name="print",
-    code="TT101",
-    what="`print(t)`, `repr(t)`, `str(t)`, which look at values several times; counted as one",
-    when="the tensor is on the device",
-    operators=(),
-    waits=no_operator,
-    evidence=(
-        pytorch("torch/_tensor_str.py", 154, "selects the finite elements to choose a format"),
-    ),
-    advice="Print what was read for another reason, or every so many steps.",
-)
-
 GRAPH = _call(
     "graph-capture",
     "`torch.cuda.graph(...)` as it begins",
@@ -114,4 +101,4 @@ ASYNC_SOURCE = Row(
     advice="Use two buffers in turn, each with an event.",
 )
 
-ROWS = (SYNCHRONIZE, STREAM, EVENT, EMPTY_CACHE, PRINT, GRAPH, BARRIER, ASYNC_READ, ASYNC_SOURCE)
+ROWS = (SYNCHRONIZE, STREAM, EVENT, EMPTY_CACHE, GRAPH, BARRIER, ASYNC_READ, ASYNC_SOURCE)

@@ -28,46 +28,46 @@ class Mend:
         )
 
 
+_OPTIMIZER = (
+    "its step counter is on the device, as after loading a checkpoint, and is read for each parameter; "
+    "newer Lightning keeps it on the host, capturable=True or fused=True does not read it"
+)
 MENDS = (
     Mend(
         path="diffusers/schedulers/",
         function="index_for_timestep",
         package="diffusers",
-        says="newer pipelines call scheduler.set_begin_index(0), and the scheduler does not search",
-        source="https://github.com/huggingface/diffusers/issues/11696",
+        says="pipelines that call scheduler.set_begin_index(0), as newer Flux does, do not search",
+        source="https://github.com/huggingface/diffusers/pull/11696",
     ),
     Mend(
         path="transformers/modeling_attn_mask_utils.py",
         function="_ignore_causal_mask_sdpa",
         package="transformers",
         says="the attention mask is read back to choose a kernel; pass none where nothing is padded",
-        source="https://github.com/huggingface/transformers/blob/main/src/transformers/modeling_attn_mask_utils.py",
+        source="https://github.com/huggingface/transformers/blob/v4.49.0/src/transformers/modeling_attn_mask_utils.py",
     ),
     Mend(
         path="owlv2/modeling_owlv2.py",
         function="box_predictor",
         package="transformers",
         says="a constant is moved to the device at every call; register it as a buffer",
-        source="https://github.com/huggingface/transformers/blob/main/src/transformers/models/owlv2/modeling_owlv2.py",
+        source="https://github.com/huggingface/transformers/blob/v4.49.0/src/transformers/models/owlv2/modeling_owlv2.py",
     ),
-    Mend(
-        path="lightning/",
-        within="Optimizer.step#Adam.step",
-        package="lightning",
-        says="Adam's step counter was moved to the device with the checkpoint; newer Lightning keeps it",
-        source="https://github.com/Lightning-AI/pytorch-lightning/issues/19955",
+    *(
+        Mend(
+            within=f"Optimizer.step#{name}.step",
+            package="torch",
+            says=_OPTIMIZER,
+            source="https://github.com/Lightning-AI/pytorch-lightning/issues/19955",
+        )
+        for name in ("Adam", "AdamW")
     ),
     Mend(
         within="aten::multinomial",
         package="torch",
-        says="older PyTorch reads its input back to check it; newer checks on the device",
+        says="it reads its input back to check it; PyTorch counts that among the waits to be removed",
         source="https://github.com/pytorch/pytorch/issues/108968",
-    ),
-    Mend(
-        within="aten::nanmedian",
-        package="torch",
-        says="newer PyTorch does not wait in it",
-        source="https://github.com/pytorch/pytorch/pull/134819",
     ),
     Mend(
         within="aten::nonzero",

@@ -103,11 +103,9 @@ Shapes = Sequence[tuple[int, ...]]
 
 
 def _product(inputs: Shapes, outputs: Shapes) -> float:
-    """Of two matrices or batches of them: twice the elements that come out times the inner dimension."""
+    """Of two matrices, or batches of them: twice the first's elements times the columns of the second."""
     pair = [shape for shape in inputs if len(shape) >= 2][-2:]
-    if len(pair) < 2 or not outputs:
-        return 0.0
-    return 2.0 * prod(outputs[0]) * pair[0][-1]
+    return 2.0 * prod(pair[0]) * pair[1][-1] if len(pair) == 2 else 0.0
 
 
 def _linear(inputs: Shapes, outputs: Shapes) -> float:

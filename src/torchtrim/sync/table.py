@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from functools import cache
 
-from torchtrim.sync import algebra, copies, explicit, reads, shapes, uploads
+from torchtrim.sync import algebra, copies, explicit, hidden, reads, shapes, uploads
 from torchtrim.sync.row import Row
 
 FAMILIES: dict[str, tuple[Row, ...]] = {
@@ -18,6 +18,7 @@ FAMILIES: dict[str, tuple[Row, ...]] = {
     "Shapes that depend on data": shapes.ROWS,
     "Copies": copies.ROWS,
     "Small uploads inside operators": uploads.ROWS,
+    "Where no operator shows it": hidden.ROWS,
     "Calls and races": explicit.ROWS,
 }
 

@@ -46,7 +46,7 @@ def test_a_limit_on_what_unpacks(tmp_path: Path) -> None:
     path = tmp_path / "trace.json.gz"
     path.write_bytes(gzip.compress(b"ab" * 600))
     assert len(read_bytes(path, 1200)) == 1200
-    with pytest.raises(UnreadableInput, match="more than 1199 bytes.*active=1"):
+    with pytest.raises(UnreadableInput, match=r"more than 1199 bytes.*active=1"):
         read_bytes(path, 1199)
 
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from torchtrim.observe.calls import tell_synchronized
 from torchtrim.observe.emulated.mode import Accelerator
 from torchtrim.observe.emulated.patches import Patches
+from torchtrim.observe.emulated.streams import current_stream
 
 _KEYS = ("AutogradCPU", "CPU")
 _aten: Any = torch.ops.aten
@@ -31,6 +33,7 @@ class Composites:
         for name, kernel, keys in (
             ("dropout", self._dropout, _KEYS),
             ("one_hot", self._one_hot, _KEYS),
+            ("cross_entropy_loss", self._cross_entropy, _KEYS),
             ("scaled_dot_product_attention", self._attention, _KEYS),
             ("_scaled_dot_product_efficient_attention", fused_attention, ("CPU",)),
             (
@@ -61,6 +64,23 @@ class Composites:
         shape = (*tensor.shape, num_classes)
         zeros = torch.zeros(shape, dtype=torch.int64, device=tensor.device)
         return zeros.scatter_(-1, tensor.unsqueeze(-1), 1)
+
+    def _cross_entropy(
+        self,
+        scores: torch.Tensor,
+        target: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        reduction: int = 1,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+    ) -> Any:
+        """Under a dispatch mode torch does not select the targets that count, which waits."""
+        mean = reduction == 1 and weight is not None and label_smoothing > 0
+        if mean and target.dtype == torch.int64 and self._tags.on_device(scores):
+            tell_synchronized("smoothed-weights", current_stream())
+        return _aten.cross_entropy_loss.default.decompose(
+            scores, target, weight, reduction, ignore_index, label_smoothing
+        )
 
     def _attention(
         self,

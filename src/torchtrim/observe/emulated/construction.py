@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext, _device_constructors
 
 from torchtrim.observe.emulated.moves import Mover, is_cuda
 from torchtrim.observe.emulated.patches import Patches
-from torchtrim.observe.emulated.tags import DEVICE
+from torchtrim.observe.emulated.tags import DEVICE, HOST, Tags
 
 _LIFT = torch.ops.aten.lift_fresh.default
+_READ = torch.ops.aten._local_scalar_dense.default
+_SPARSE = ("coo", "csr", "csc", "bsr", "bsc", "compressed")
 _TYPES = {
     "FloatTensor": torch.float32,
     "DoubleTensor": torch.float64,
@@ -35,24 +40,56 @@ class Construction:
 
     def install(self) -> None:
         """Replace them all."""
+        _device_constructors()  # torch keeps what it finds: its own functions, not these
         self._patches.replace(torch, "tensor", self._from_data(torch.tensor))
         for name in ("as_tensor", "asarray"):
             self._patches.replace(torch, name, self._shared(getattr(torch, name)))
+        for kind in _SPARSE:
+            name = f"sparse_{kind}_tensor"
+            self._patches.replace(torch, name, self._of_parts(getattr(torch, name)))
         self._patches.replace(torch.Tensor, "new_tensor", self._new_tensor)
         own_new = torch.Tensor.new
         self._patches.replace(torch.Tensor, "new", self._new(own_new))
         for name, dtype in _TYPES.items():
-            self._patches.replace(torch.cuda, name, self._legacy(dtype))
+            self._patches.replace(torch.cuda, name, self._legacy(name, dtype))
         self._patches.replace(torch, "Generator", Generator)
 
     def _from_data(self, own: Any) -> Any:
+        tags = self._mover.tags
+
         @functools.wraps(own)
         def tensor(data: Any, **options: Any) -> torch.Tensor:
-            if not _wants_device(options.get("device")):
-                return own(data, **options)  # type: ignore[no-any-return]
-            return self._uploaded(own, data, options)
+            device = options.get("device")
+            if isinstance(data, torch.Tensor) and tags.on_device(data):
+                on = True if device is None else is_cuda(device)
+                copied = self._mover.moved(
+                    data.detach(), on, dtype=options.get("dtype"), copy=True
+                )
+                return copied.requires_grad_(bool(options.get("requires_grad")))
+            _read_each(data, tags)
+            if _wants_device(device):
+                return self._uploaded(own, data, options)
+            pinned = options.pop("pin_memory", False)
+            made: torch.Tensor = own(data, **options)
+            if pinned:
+                tags.pin(made)
+            return made
 
         return tensor
+
+    def _of_parts(self, own: Any) -> Any:
+        """Sparse tensors, which are where their parts are if nothing else is said."""
+        mover = self._mover
+
+        @functools.wraps(own)
+        def sparse(*parts: Any, **options: Any) -> torch.Tensor:
+            device = options.get("device")
+            if not _wants_device(device):
+                return own(*parts, **options)  # type: ignore[no-any-return]
+            made = own(*parts, **{**options, "device": HOST})
+            return mover.moved(made, True)
+
+        return sparse
 
     def _shared(self, own: Any) -> Any:
         """Functions that take a tensor as it is where they can."""
@@ -112,16 +149,29 @@ class Construction:
 
         return new
 
-    def _legacy(self, dtype: torch.dtype) -> Any:
+    def _legacy(self, name: str, dtype: torch.dtype) -> Any:
         own = torch.tensor
         uploaded = self._uploaded
 
-        class Legacy:
-            def __new__(cls, *data: Any) -> Any:
-                if len(data) == 1 and not isinstance(data[0], int):
-                    return uploaded(own, data[0], {"dtype": dtype})
-                return torch.empty(data, dtype=dtype, device=DEVICE)
+        tags = self._mover.tags
 
+        class Kind(type):
+            def __instancecheck__(cls, thing: object) -> bool:
+                return (
+                    isinstance(thing, torch.Tensor)
+                    and thing.dtype == dtype
+                    and tags.on_device(thing)
+                )
+
+        class Legacy(metaclass=Kind):
+            def __new__(cls, *data: Any) -> Any:
+                sized = all(isinstance(size, int) for size in data)
+                if sized or isinstance(data[0], torch.Size):
+                    return torch.empty(*(data or (0,)), dtype=dtype, device=DEVICE)
+                return uploaded(own, data[0], {"dtype": dtype})
+
+        Legacy.__name__, Legacy.__module__ = name, "torch.cuda"
+        Legacy.dtype = dtype  # type: ignore[attr-defined]
         return Legacy
 
 
@@ -131,7 +181,32 @@ def _without_device(own: Any, self: Any, data: Any, **options: Any) -> Any:
 
 
 def _wants_device(device: Any) -> bool:
-    return is_cuda(torch.get_default_device() if device is None else device)
+    return is_cuda(_default_device() if device is None else device)
+
+
+def _default_device() -> torch.device:
+    """As `torch.get_default_device`, which makes a tensor to find out."""
+    for mode in reversed(_get_current_function_mode_stack()):
+        if isinstance(mode, DeviceContext):
+            return mode.device
+    return HOST
+
+
+def _read_each(data: Any, tags: Tags) -> None:
+    """A list of tensors is read one number at a time, where no mode sees it."""
+    for tensor in _tensors_among(data):
+        if tags.on_device(tensor):
+            for number in tensor.detach().reshape(-1).unbind():
+                _READ(number)
+
+
+def _tensors_among(data: Any) -> Iterator[torch.Tensor]:
+    if isinstance(data, (list, tuple)):
+        for value in data:
+            if isinstance(value, torch.Tensor):
+                yield value
+            elif isinstance(value, (list, tuple)):
+                yield from _tensors_among(value)
 
 
 _Meta: Any = type(torch._C.Generator)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -34,10 +34,15 @@ _MEETS_HOST = frozenset(
         "aten::_fused_adamw_",
         "aten::set_",
         "aten::record_stream",
+        "aten::fill_",
+        "aten::bernoulli_",
         "aten::_resize_output_",
     )
 )
-_OWN_TARGET = frozenset(("aten::copy_", "aten::_foreach_copy_"))
+_TAKES_NUMBERS = frozenset(
+    ("aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::masked_fill")
+)
+_OWN_TARGET = frozenset(("aten::copy_", "aten::_foreach_copy_", "aten::fill_", "aten::bernoulli_"))
 _NO_KERNEL = "Could not run '"
 
 
@@ -47,6 +52,8 @@ class _Known(NamedTuple):
     copies: bool
     meets_host: bool
     own_target: bool
+    takes_numbers: bool
+    counts_on_host: bool
     parts: Any
 
 
@@ -106,17 +113,26 @@ class Accelerator(TorchDispatchMode):
         on = self._met(func, known, args)
         if kwargs:
             on = self._met(func, known, kwargs.values()) or on
-            on, kwargs = self._placed(known, on, kwargs)
+            on, kwargs = self._placed(known, on, args, kwargs)
         elif known.copies and self.moving.target is not None:
             on = self.moving.target
         result = self._run(func, args, kwargs)
-        if on and not known.own_target:
-            self._put((result,))
+        if on:
+            self._put(self._made(known, result))
+        elif self.tags.any_open() and any(map(self.tags.is_open, _tensors(args))):
+            for made in _tensors((result,)):
+                self.tags.leave_open(made)
         self._was_on = on
         return result
 
+    def _made(self, known: _Known, result: Any) -> tuple[Any, ...]:
+        """What of an operator's results lies where the operator ran."""
+        if known.own_target:
+            return ()
+        return result[:1] if known.counts_on_host else (result,)
+
     def _placed(
-        self, known: _Known, on: bool, kwargs: dict[str, Any]
+        self, known: _Known, on: bool, args: Any, kwargs: dict[str, Any]
     ) -> tuple[bool, dict[str, Any]]:
         """Where the result goes, and the arguments as the CPU takes them."""
         device = kwargs.get("device")
@@ -129,7 +145,7 @@ class Accelerator(TorchDispatchMode):
                 on = on if self.moving.target is None else self.moving.target
             elif "pin_memory" in kwargs:
                 on = False
-            elif not on and _current_autograd_node() is not None:
+            elif not on and _current_autograd_node() is not None and args and args[0] != []:
                 on = self._was_on
         if known.copies and self.moving.target is not None:
             on = self.moving.target
@@ -160,6 +176,7 @@ class Accelerator(TorchDispatchMode):
         """Whether a tensor among the values lies on the device. Raises where one of the host's does too."""
         device = self.tags._device
         on = False
+        some_open = self.tags.any_open()
         host: list[torch.Tensor] = []
         for value in values:
             kind = type(value)
@@ -172,24 +189,29 @@ class Accelerator(TorchDispatchMode):
                     if self.tags.on_device(value):
                         on = True
                         continue
-                if value.dim():
+                if value.dim() or (some_open and not known.takes_numbers):
                     host.append(value)
             elif kind in (list, tuple):
                 on = self._met(func, known, value) or on
-        if on and host and not known.meets_host:
-            self._settle(func, host)
+        if on and host:
+            self._settle(func, known, host)
         return on
 
-    def _settle(self, func: Any, host: list[torch.Tensor]) -> None:
+    def _settle(self, func: Any, known: _Known, host: list[torch.Tensor]) -> None:
         """Tensors that a composite operator made belong where it is used; others of the host's do not."""
         for tensor in host:
-            if not (self.adopts or self.tags.is_open(tensor)):
+            if self.tags.is_open(tensor):
+                self.tags.put(tensor)
+            elif known.meets_host or not tensor.dim():
+                continue
+            elif self.adopts:
+                self.tags.put(tensor)
+            else:
                 raise RuntimeError(
                     "Expected all tensors to be on the same device, but found at least two devices, "
                     f"cuda:0 and cpu! (when checking the arguments of {func.name()}: "
                     f"{_described(tensor)} is on cpu)"
                 )
-            self.tags.put(tensor)
 
     def _put(self, values: Iterable[Any]) -> None:
         for value in values:
@@ -204,9 +226,19 @@ class Accelerator(TorchDispatchMode):
             name == "aten::_to_copy",
             name in _MEETS_HOST,
             name in _OWN_TARGET,
+            name in _TAKES_NUMBERS,
+            name == "aten::_pack_padded_sequence",
             self.parts_of(func),
         )
         return known
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
 
 
 def _dispatches(kind: type) -> bool:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from torchtrim.observe.emulated.mode import Accelerator
-from torchtrim.observe.emulated.tags import DEVICE
 
 _TO_COPY = torch.ops.aten._to_copy.default
 
@@ -16,9 +15,17 @@ def is_cuda(device: Any) -> bool:
     """Whether a device, its name or its number is of the emulated kind."""
     if device is None:
         return False
-    if isinstance(device, int):
-        return True
-    return torch.device(device).type == "cuda"
+    named = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if named.type != "cuda":
+        return False
+    check_index(named.index)
+    return True
+
+
+def check_index(index: int | None) -> None:
+    """Raises the error of a device that is not there."""
+    if index not in (None, 0):
+        raise RuntimeError(f"CUDA error: invalid device ordinal: {index}; one device is emulated")
 
 
 class _Move(torch.autograd.Function):
@@ -107,15 +114,8 @@ def _request(
     values = list(args)
     if values and not isinstance(values[0], torch.dtype):
         device = values.pop(0)
-        if isinstance(device, torch.Tensor):
-            pass
     if values and (values[0] is None or isinstance(values[0], torch.dtype)):
         dtype = values.pop(0)
     for name, value in zip(("non_blocking", "copy"), values, strict=False):
         rest[name] = value
     return device, dtype, {name: value for name, value in rest.items() if value is not None}
-
-
-def logical(accelerator: Accelerator, tensor: torch.Tensor, own: torch.device) -> torch.device:
-    """Where a tensor is to say that it lies; `own` is where it does."""
-    return DEVICE if accelerator.tags.on_device(tensor) else own

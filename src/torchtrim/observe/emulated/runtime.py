@@ -59,8 +59,12 @@ class Counters:
         self.settle().reset_peaks()
 
     def empty(self) -> None:
-        """Give back what no tensor lies in."""
-        self.settle().empty_cache()
+        """Give back what no tensor lies in; the device is waited for where there is any."""
+        allocator = self.settle()
+        before = allocator.reserved
+        allocator.empty_cache()
+        if allocator.reserved < before:
+            tell_synchronized("empty-cache")
 
     def info(self, device: Any = None) -> tuple[int, int]:
         """Free and total bytes of the device."""

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from torchtrim.observe.storages import parts_of
+
 DEVICE = torch.device("cuda", 0)
 HOST = torch.device("cpu")
 _NO_STORAGE = (NotImplementedError, RuntimeError)
@@ -42,7 +44,7 @@ class Tags:
         try:
             return tensor.untyped_storage()._cdata in self._device
         except _NO_STORAGE:
-            return False if not tensor.is_sparse else self.on_device(tensor._values())
+            return any(part is not tensor and self.on_device(part) for part in parts_of(tensor))
 
     def holds(self, storage: Any) -> bool:
         """Whether an untyped storage lies on the emulated device."""
@@ -53,6 +55,9 @@ class Tags:
         try:
             storage = tensor.untyped_storage()
         except _NO_STORAGE:
+            for part in parts_of(tensor):
+                if part is not tensor:
+                    self.put(part)
             return
         self.put_storage(storage)
 
@@ -79,6 +84,10 @@ class Tags:
     def leave_open(self, tensor: torch.Tensor) -> None:
         """Say that it shows later where the tensor lies: on the device if it meets a tensor of it."""
         _mark(self._undecided, tensor)
+
+    def any_open(self) -> bool:
+        """Whether it is not decided of some tensor where it lies."""
+        return bool(self._undecided)
 
     def is_open(self, tensor: torch.Tensor) -> bool:
         """Whether it is not decided yet where the tensor lies."""

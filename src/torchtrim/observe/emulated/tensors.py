@@ -32,6 +32,10 @@ def patch_properties(patches: Patches, tags: Tags) -> None:
     patches.replace(
         Tensor, "get_device", lambda self: 0 if tags.on_device(self) else own_number(self)
     )
+    own_get_device = torch.get_device
+    patches.replace(
+        torch, "get_device", lambda input: 0 if tags.on_device(input) else own_get_device(input)
+    )
     own_storage_device = torch.UntypedStorage.device.__get__
     patches.replace(
         torch.UntypedStorage,
