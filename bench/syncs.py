@@ -106,7 +106,7 @@ def by_dynamo(snippet: Snippet) -> int:
     """By the breaks in the graph that torch.compile would make of the body."""
     torch._dynamo.reset()
     with seeded():
-        return max(0, int(torch._dynamo.explain(snippet.setup())().graph_break_count))
+        return len(torch._dynamo.explain(snippet.setup())().break_reasons)
 
 
 @contextlib.contextmanager

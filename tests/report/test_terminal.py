@@ -128,8 +128,9 @@ def test_a_budget_on_reserved_memory_reports_reserved_memory() -> None:
 
 
 def test_emulated_time_is_not_called_the_device_s() -> None:
-    report = msgspec.structs.replace(samples.DIAGNOSE, device="emulated")
+    report = msgspec.structs.replace(samples.DIAGNOSE, device="emulated a10g")
     assert "step on this CPU" in printed(report)
+    assert "on an emulated A10G" in printed(report)
 
 
 def test_a_pipe_gets_plain_ascii() -> None:

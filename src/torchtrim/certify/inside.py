@@ -21,6 +21,7 @@ from torchtrim.certify.session import Session
 from torchtrim.certify.trial import Crash, Request, Trial, encode
 from torchtrim.observe.build import Setting
 from torchtrim.observe.emulated.device import Emulation
+from torchtrim.observe.emulated.model import model_named
 from torchtrim.observe.emulated.start import OnDemand
 from torchtrim.observe.places import line_of
 from torchtrim.observe.script import OUTCOME, STATUS, TASK
@@ -52,7 +53,11 @@ class Runner:
         self._task = msgspec.json.decode((folder / TASK).read_bytes(), type=Task)
         self._written = False
         request = self._task.request
-        setting = Setting(request.device or "", self._task.target, self._task.project)
+        self._emulation = Emulation(model_named(request.device))
+        device = request.device or ""
+        if device not in ("", "cpu", "cuda"):
+            device = self._emulation.device
+        setting = Setting(device, self._task.target, self._task.project)
         self._session = Session(
             request,
             setting,
@@ -86,10 +91,10 @@ class Runner:
     def _emulate(self) -> None:
         """Emulate a device: at once where that was asked for, else when the script asks for one."""
         device = self._task.request.device
-        if device == "emulated":
-            Emulation().begin()
-        elif device is None and not torch.cuda.is_available():
-            OnDemand(Emulation(), self._task.project).arm()
+        if device is None and not torch.cuda.is_available():
+            OnDemand(self._emulation, self._task.project).arm()
+        elif device not in (None, "cpu", "cuda"):
+            self._emulation.begin()
 
     def _done(self) -> NoReturn:
         if self._written:

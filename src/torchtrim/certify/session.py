@@ -23,7 +23,7 @@ from torchtrim.observe.recording import Recording
 from torchtrim.observe.storages import reachable_tensors
 from torchtrim.observe.watch import Listener, Watcher
 from torchtrim.records.files import write_atomically
-from torchtrim.records.profile import Profile
+from torchtrim.records.profile import Profile, is_emulated
 from torchtrim.techniques.apply import Applied, apply_plan
 from torchtrim.techniques.fingerprint import fingerprint_of
 
@@ -131,13 +131,13 @@ class Session(Listener):
     def _settle_device(self, root: nn.Module) -> None:
         """Where no device was named it is the first root's."""
         emulation = current()
-        if emulation is not None and self._setting.device == "emulated":
+        if emulation is not None and is_emulated(self._setting.device):
             emulation.adopt(root)
         if not self._setting.device:
             parameter = next(root.parameters(), None)
             device = str(parameter.device) if parameter is not None else "cpu"
             if emulation is not None and device.startswith("cuda"):
-                device = "emulated"
+                device = emulation.device
             self._setting = self._setting._replace(device=device)
             self._watching = allocator_for(device)
         self.trial.device = self._setting.device

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from torchtrim.errors import UsageError
+from torchtrim.sync.devices import DEVICES
 
 if TYPE_CHECKING:
     from torchtrim.certify.trial import Request
@@ -51,8 +52,10 @@ def runs_script(function: F) -> F:
             ),
             click.option(
                 "--device",
-                type=click.Choice(["cpu", "emulated", "cuda"]),
-                help="By default what the script uses. emulated: on CPU, judged as on an accelerator.",
+                type=click.Choice(["cpu", "emulated", "cuda", *DEVICES]),
+                metavar="DEVICE",
+                help="cpu, cuda, emulated (a GPU on this CPU), or the name of one to emulate, such as "
+                "a10g or h100. By default what the script uses.",
             ),
             click.option(
                 "--json",

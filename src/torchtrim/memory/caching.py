@@ -69,11 +69,15 @@ class _Pool:
 
 
 class CachingAllocator:
-    """Bytes `allocated` (rounded) and `reserved` (in segments), and the highest that either was."""
+    """Bytes `allocated` (rounded) and `reserved` (in segments), and the highest that either was.
+
+    `mallocs` less `frees` are the blocks in use, `segments` less `released` the segments that it holds.
+    """
 
     def __init__(self) -> None:
         self.allocated = self.reserved = 0
         self.peak_allocated = self.peak_reserved = 0
+        self.mallocs = self.frees = self.segments = self.released = 0
         self._pools: dict[tuple[int, bool], _Pool] = {}
         self._blocks: dict[int, _Block] = {}
         self._handles = 0
@@ -91,6 +95,7 @@ class CachingAllocator:
         self._split(block, size)
         block.free = False
         self._blocks[self._handles] = block
+        self.mallocs += 1
         self.allocated += block.size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
         return self._handles
@@ -100,6 +105,7 @@ class CachingAllocator:
         block = self._blocks.pop(handle, None)
         if block is None:
             return
+        self.frees += 1
         self.allocated -= block.size
         block.free = True
         block.pool.put(self._merged(block))
@@ -108,6 +114,7 @@ class CachingAllocator:
         """Give back the segments that are free as a whole."""
         for pool in self._pools.values():
             whole = [one for one in pool.blocks if one.block and _is_segment(one.block)]
+            self.released += len(whole)
             self.reserved -= sum(one.size for one in whole)
             pool.blocks = [one for one in pool.blocks if one.block and not _is_segment(one.block)]
 
@@ -119,6 +126,7 @@ class CachingAllocator:
         """A new segment, as one block."""
         block = _Block(pool, self._address, _segment_bytes(size))
         self._address += block.size
+        self.segments += 1
         self.reserved += block.size
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         return block

@@ -25,6 +25,7 @@ from torch._C._profiler import RecordScope
 from torch.autograd import profiler as autograd_profiler
 
 from torchtrim.observe.recorder import MARK, profiler_range
+from torchtrim.records.profile import is_emulated
 
 _OWN = "torchtrim::own"
 
@@ -201,7 +202,7 @@ class CudaAllocator:
 
 def allocator_for(device: str) -> Allocator:
     """The allocator of a device such as `"cpu"`, `"emulated"` or `"cuda:0"`."""
-    if device == "emulated":
+    if is_emulated(device):
         return CudaAllocator()
     if device.startswith("cuda"):
         return CudaAllocator(torch.device(device).index or 0)

@@ -23,6 +23,7 @@ from torchtrim.records.profile import (
     Storage,
     Sync,
     TensorUse,
+    is_emulated,
 )
 
 _BACKWARD = ("backward", "recompute")
@@ -78,7 +79,7 @@ def _syncs(
     recorder: Recorder, operators: list[Operator], places: _Places, device: str
 ) -> list[Sync]:
     """The waits; they have a duration where a device was there to be waited for."""
-    measured = device != "emulated"
+    measured = not is_emulated(device)
     return [
         Sync(
             wait.sync.row, wait.sync.operator, op.phase, op.place, op.caller, _seconds(op, measured)

@@ -17,7 +17,7 @@ from torchtrim.observe.places import Places
 from torchtrim.observe.recorder import RawCall, Recorder
 from torchtrim.observe.storages import parts_of
 from torchtrim.observe.watch import Listener
-from torchtrim.records.profile import LoaderWait, Phase, Profile
+from torchtrim.records.profile import LoaderWait, Phase, Profile, is_emulated
 
 
 class _Running(NamedTuple):
@@ -184,7 +184,7 @@ class Recording(Listener):
 
 def _counted(device: str) -> str:
     """The device whose bytes are counted; empty for all there are."""
-    if device == "emulated":
+    if is_emulated(device):
         return "cuda"
     return device if device.startswith("cuda") else ""
 

@@ -140,7 +140,7 @@ def _environment(script: Script) -> dict[str, str]:
         "KINETO_LOG_LEVEL": "99",
         "PYTHONUNBUFFERED": "1",
     }
-    if script.device in ("cpu", "emulated"):
+    if script.device not in (None, "cuda"):
         environment["CUDA_VISIBLE_DEVICES"] = ""
     return environment
 

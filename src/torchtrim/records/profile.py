@@ -171,6 +171,11 @@ class Profile(Struct, frozen=True, kw_only=True):
         return self.modules[index].path if index >= 0 else ""
 
 
+def is_emulated(device: str) -> bool:
+    """Whether a profile's device is emulated: `"emulated"`, or `"emulated a10g"` of a named one."""
+    return device.partition(" ")[0] == "emulated"
+
+
 def check(profile: Profile) -> str | None:
     """What is wrong with the profile's indices, or None. Types and ranges are msgspec's."""
     count = {

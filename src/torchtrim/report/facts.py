@@ -11,6 +11,7 @@ from pathlib import PurePath
 from typing import Literal
 
 from torchtrim.records import Certificate, Figures, Finding, Report, Technique
+from torchtrim.records.profile import is_emulated
 from torchtrim.units import format_bytes, format_seconds
 
 Tone = Literal["good", "bad", "unsure", "neutral"]
@@ -76,7 +77,7 @@ def _peak_parts(report: Report) -> Iterable[str]:
         if after is not None:
             predicted = " predicted" if report.planned is None else ""
             text += f" -> {format_bytes(after)}{predicted}{_bracketed(percent(before, after))}"
-        yield text
+        yield f"{text}{emulated_name(report)}"
     if report.budget_bytes is not None:
         missed = over_budget(report)
         by = f" missed by {format_bytes(missed)}" if missed > 0 else ""
@@ -111,9 +112,16 @@ def _bracketed(text: str) -> str:
     return f" ({text})" if text else ""
 
 
+def emulated_name(report: Report) -> str:
+    """What is emulated, empty where nothing is."""
+    if not is_emulated(report.device):
+        return ""
+    return f" on an emulated {report.device.partition(' ')[2].upper() or 'GPU'}"
+
+
 def step_name(report: Report) -> str:
     """What the step time is called: emulation runs on a CPU, and its time is that CPU's."""
-    return "step on this CPU" if report.device.startswith("emulated") else "step"
+    return "step on this CPU" if is_emulated(report.device) else "step"
 
 
 def held(figures: Figures | None, memory_kind: str) -> int | None:

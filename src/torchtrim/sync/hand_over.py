@@ -12,6 +12,7 @@ from torchtrim.sync.stacks import lane_of
 _ENGINE = "autograd::engine::evaluate_function"
 _RUN_US = 200.0
 _NEAR = 0.2
+_MOST_ENGINES = 64
 
 
 def hand_overs(trace: Trace, plan: Schedule) -> dict[int, tuple[Lane, float]]:
@@ -44,11 +45,12 @@ def _engines(trace: Trace, plan: Schedule) -> dict[Lane, Lane]:
     calls = Counter(launch.lane for launch in plan.launches if launch.lane is not None)
     engines = {lane_of(op) for op in trace.operators if _is_engines(op)}
     forward = [lane for lane, _ in calls.most_common() if lane not in engines]
+    marked = _forward_lanes(trace)
     found = {}
-    for engine in engines & calls.keys():
-        same = [lane for lane in forward if lane[0] == engine[0]]
-        if same and engine not in _forward_lanes(trace):
-            found[engine] = same[0]
+    for engine in sorted(engines & calls.keys() - marked)[:_MOST_ENGINES]:
+        same = next((lane for lane in forward if lane[0] == engine[0]), None)
+        if same is not None:
+            found[engine] = same
     return found
 
 

@@ -72,6 +72,7 @@ class Sources:
 
     folder: Path
     parsed: dict[str, ast.Module | None] = field(default_factory=dict)
+    found: dict[tuple[str, int, str, tuple[str, ...]], list[int]] = field(default_factory=dict)
 
     def lines(self, path: str, definition: int, function: str, hints: tuple[str, ...]) -> list[int]:
         """The lines in the function that begins at that line from which the wait may come.
@@ -79,6 +80,18 @@ class Sources:
         `hints` tell what the wait was seen to be called by, best first: the names of a built-in, of a
         function called from there, of operators. Empty where the source is not there or has no such call.
         """
+        asked = (path, definition, function, hints)
+        if asked not in self.found:
+            self.found[asked] = self._lines(*asked)
+        return self.found[asked]
+
+    def has(self, path: str) -> bool:
+        """Whether the file is below the folder."""
+        return self._module(path) is not None
+
+    def _lines(
+        self, path: str, definition: int, function: str, hints: tuple[str, ...]
+    ) -> list[int]:
         module = self._module(path)
         node = _function(module, definition, function) if module is not None else None
         if node is None:

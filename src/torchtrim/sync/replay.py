@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import NamedTuple
 
-from torchtrim.sync.program import Does, Program
+from torchtrim.sync.program import Activity, Does, Program
 
 _NONE: frozenset[int] = frozenset()
 
@@ -35,64 +35,70 @@ def replay(
     what each spends on its own: 0 for an infinitely fast one.
     """
     clock = [0.0] * program.lanes
-    tail = [0.0] * program.streams
-    began = [0.0] * program.streams
-    start = [0.0] * program.activities
-    end = [0.0] * program.activities
+    streams = _Streams(program, device)
     waited: dict[int, float] = {}
     for does, lane, gap, cost, launches, awaits, back, outside, site, shorter, of in program.steps:
-        if does is Does.OUTSIDE:
-            now = 0.0
-        elif does is Does.HAND_OVER:
-            now = clock[of] + gap * host
-            if now > clock[lane]:
-                clock[lane] = now
+        if does is Does.HAND_OVER:
+            clock[lane] = max(clock[lane], clock[of] + gap * host)
             continue
-        else:
-            now = clock[lane] + gap * host
+        now = clock[lane] + gap * host if does is not Does.OUTSIDE else 0.0
+        if launches:
+            streams.give(launches, now)
+        if does is Does.LAUNCH:
+            clock[lane] = now + cost * host
+        elif site in without:
+            clock[lane] = now + shorter * host
+        elif does is not Does.OUTSIDE:
+            until = now + cost * host
+            for other in awaits:
+                until = max(until, streams.end[other] + back)
+            clock[lane] = until + outside * device
+            if site >= 0:
+                waited[site] = waited.get(site, 0.0) + clock[lane] - now
+    last = max((c + t * host for c, t in zip(clock, program.tails, strict=True)), default=0.0)
+    return Replayed(max(last, max(streams.end, default=0.0)) - program.begin, waited)
+
+
+class _Streams:
+    """The streams of all devices: when each activity started and ended, and when each stream is free."""
+
+    __slots__ = ("began", "device", "end", "start", "tail")
+
+    def __init__(self, program: Program, device: float) -> None:
+        self.device = device
+        self.tail = [0.0] * program.streams
+        self.began = [0.0] * program.streams
+        self.start = [0.0] * program.activities
+        self.end = [0.0] * program.activities
+
+    def give(self, activities: tuple[Activity, ...], now: float) -> None:
+        """Run what a call launches that begins now."""
+        device, tail, began, end = self.device, self.tail, self.began, self.end
         for (
-            index,
+            number,
             stream,
             seconds,
             ready,
-            idle,
+            gap,
             after,
             extra,
-            overlap,
+            over,
             anchor,
             offset,
             floor,
-        ) in launches:
+        ) in activities:
             if anchor >= 0:
-                at = start[anchor] + offset * device
+                at = self.start[anchor] + offset * device
             else:
                 at = now + ready
-                free = tail[stream] + idle if overlap is None else began[stream] + overlap * device
+                free = tail[stream] + gap if over is None else began[stream] + over * device
                 if free > at:
                     at = free
                 for other in after:
                     if end[other] > at:
                         at = end[other]
-                at += extra * device
-                if at < floor * device:
-                    at = floor * device
-            start[index] = began[stream] = at
-            at += seconds * device
-            end[index] = at
+                at = max(at + extra * device, floor * device)
+            self.start[number] = began[stream] = at
+            end[number] = at = at + seconds * device
             if at > tail[stream]:
                 tail[stream] = at
-        if does is Does.LAUNCH:
-            clock[lane] = now + cost * host
-        elif does is not Does.OUTSIDE:
-            if site in without:
-                clock[lane] = now + shorter * host
-                continue
-            until = now + cost * host
-            for other in awaits:
-                if end[other] + back > until:
-                    until = end[other] + back
-            clock[lane] = until + outside * device
-            if site >= 0:
-                waited[site] = waited.get(site, 0.0) + clock[lane] - now
-    last = max((c + t * host for c, t in zip(clock, program.tails, strict=True)), default=0.0)
-    return Replayed(max(last, max(end, default=0.0)) - program.begin, waited)

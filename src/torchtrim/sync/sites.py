@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -25,6 +25,7 @@ from torchtrim.sync.stacks import (
 from torchtrim.sync.waiting import Wait, same_stand
 
 _STEP = "ProfilerStep"
+_MOST_FRAMES = 20_000
 Key = tuple[str, str, int, str, str, bool]
 
 
@@ -51,12 +52,13 @@ def sites_of(trace: Trace, waits: Sequence[Wait], sources: Sources | None) -> li
     """The sites, the longest wait first; what the profiler did for itself is left out."""
     own = [wait for wait in waits if not wait.is_profiler]
     forward = _forward(trace, own)
+    is_users = sources.has if sources is not None else _nobodys
     found: dict[Key, Site] = {}
     last: dict[tuple[str, str], Wait] = {}
     for wait in own:
         before = last.get(lane_of(wait.call))
         last[lane_of(wait.call)] = wait
-        site = _site(wait, forward.get(id(wait)), found)
+        site = _site(wait, forward.get(id(wait)), found, is_users)
         site.calls.append(wait.call)
         site.stands += before is None or not same_stand(before, wait)
         if sources is not None and site.frame is not None and not site.frame.exact:
@@ -64,10 +66,19 @@ def sites_of(trace: Trace, waits: Sequence[Wait], sources: Sources | None) -> li
     return sorted(found.values(), key=lambda site: -site.wait_ms)
 
 
-def _site(wait: Wait, forward: Moment | None, found: dict[Key, Site]) -> Site:
-    frame = place_of(list(wait.frames))
+def _nobodys(path: str) -> bool:
+    return False
+
+
+def _site(
+    wait: Wait,
+    forward: Moment | None,
+    found: dict[Key, Site],
+    is_users: Callable[[str], bool],
+) -> Site:
+    frame = place_of(wait.frames, is_users)
     if frame is None and forward is not None:
-        frame = place_of(frames_of(forward))
+        frame = place_of(frames_of(forward), is_users)
     innermost = wait.moment.innermost
     op = innermost.name if innermost is not None else wait.call.name
     within = _within(wait.moment)
@@ -91,7 +102,7 @@ def _forward(trace: Trace, waits: list[Wait]) -> dict[int, Moment]:
     asked = {
         id(wait): wait
         for wait in waits
-        if wait.moment.backward is not None and place_of(list(wait.frames)) is None
+        if wait.moment.backward is not None and place_of(wait.frames) is None
     }
     if not asked:
         return {}
@@ -118,7 +129,7 @@ def _lines(
     trace: Trace, wait: Wait, forward: Moment | None, frame: Frame, sources: Sources
 ) -> list[int]:
     """The lines from which the wait may come; one where the source and the frames' order tell it."""
-    moment = wait.moment if place_of(list(wait.frames)) is not None else (forward or wait.moment)
+    moment = wait.moment if place_of(wait.frames) is not None else (forward or wait.moment)
     parsed = [parse_frame(one.name, exact=False) for one in moment.frames]
     at = max((i for i, one in enumerate(parsed) if one == frame), default=-1)
     child = moment.frames[at + 1] if 0 <= at < len(parsed) - 1 else None
@@ -140,7 +151,7 @@ def _siblings(trace: Trace, parent: Event, child: Event) -> list[float]:
     lane, name, until = lane_of(parent), called_by(child.name), parent.ts
     found = []
     begin = bisect_right(trace.frames, parent.ts, key=lambda frame: frame.ts)
-    for frame in islice(trace.frames, begin, None):
+    for frame in islice(trace.frames, begin, begin + _MOST_FRAMES):
         if frame.ts > parent.end:
             break
         if frame.ts >= until and frame is not parent and lane_of(frame) == lane:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ _FRAME = re.compile(r"(?P<path>.+?)\((?P<line>\d{1,9})\): (?P<function>.+)", re.
 _BACKWARD = "autograd::engine::evaluate_function"
 _HOST_ROUNDING_US = 1.0
 _MOST_TEXT = 512
+_DEEPEST = 512
 _INSTALLED = ("site-packages/", "dist-packages/")
 _PLUMBING = frozenset(
     ("asyncio", "concurrent", "contextlib", "functools", "importlib", "multiprocessing", "queue")
@@ -127,7 +128,7 @@ def _sweep(
             stack.append(event)
             at += 1
         end = call.end - _HOST_ROUNDING_US
-        around = [e for e in stack if e.ts + e.dur >= end and e.ts + e.dur >= time]
+        around = [e for e in stack[-_DEEPEST:] if e.ts + e.dur >= end and e.ts + e.dur >= time]
         found[number] = Moment(
             operators=tuple(e for e in around if id(e) not in frames),
             frames=tuple(e for e in around if id(e) in frames),
@@ -155,7 +156,17 @@ def frames_of(moment: Moment) -> list[Frame]:
     return [frame for frame in found if frame is not None]
 
 
-def place_of(frames: list[Frame]) -> Frame | None:
-    """The frame to name: the innermost outside PyTorch and installed packages, else outside PyTorch."""
+def place_of(
+    frames: Sequence[Frame], is_users: Callable[[str], bool] = lambda _: False
+) -> Frame | None:
+    """The frame to name, of frames with the innermost first.
+
+    The innermost of a file that `is_users`, else outside PyTorch and installed packages, else outside
+    PyTorch. Newer traces leave out the folder of installed packages, so without `is_users` that may be a
+    library's.
+    """
     own = [frame for frame in frames if not frame.is_torch]
-    return next((frame for frame in own if not frame.is_installed), own[0] if own else None)
+    users = next((frame for frame in own if is_users(frame.path)), None)
+    return users or next(
+        (frame for frame in own if not frame.is_installed), own[0] if own else None
+    )

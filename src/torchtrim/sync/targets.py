@@ -12,6 +12,7 @@ from torchtrim.sync.launches import Launch, Schedule, Stream, Work, stream_of
 
 SKEW_US = 5.0
 _NEAR_US = 60.0
+_FURTHEST = 4096
 
 
 @dataclass(kw_only=True)
@@ -103,7 +104,9 @@ class Targets:
         found = []
         for work in works:
             one: Work | None = work
-            while one is not None and one.event.end > call.end + SKEW_US and one.event.ts > call.ts:
+            for _ in range(_FURTHEST):
+                if one is None or one.event.end <= call.end + SKEW_US or one.event.ts <= call.ts:
+                    break
                 one = one.before
             if one is not None and one.event.end <= call.end + SKEW_US:
                 found.append(one)

@@ -53,6 +53,9 @@ class Construction:
         for name, dtype in _TYPES.items():
             self._patches.replace(torch.cuda, name, self._legacy(name, dtype))
         self._patches.replace(torch, "Generator", Generator)
+        self._patches.replace(
+            torch, "set_default_tensor_type", _set_default_type(torch.set_default_tensor_type)
+        )
 
     def _from_data(self, own: Any) -> Any:
         tags = self._mover.tags
@@ -178,6 +181,16 @@ class Construction:
 def _without_device(own: Any, self: Any, data: Any, **options: Any) -> Any:
     options.pop("device", None)
     return own(self, data, **options)
+
+
+def _set_default_type(own: Any) -> Any:
+    def set_default_tensor_type(kind: Any) -> None:
+        name = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__name__}"
+        on = name.startswith("torch.cuda.")
+        own(name.replace("torch.cuda.", "torch.", 1) if on else kind)
+        torch.set_default_device(DEVICE if on else None)
+
+    return set_default_tensor_type
 
 
 def _wants_device(device: Any) -> bool:

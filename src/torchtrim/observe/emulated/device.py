@@ -12,7 +12,7 @@ from torchtrim.observe.emulated.autocast import Autocast
 from torchtrim.observe.emulated.composites import Composites
 from torchtrim.observe.emulated.construction import Construction
 from torchtrim.observe.emulated.mode import Accelerator
-from torchtrim.observe.emulated.model import A100, DeviceModel
+from torchtrim.observe.emulated.model import DEFAULT, DeviceModel
 from torchtrim.observe.emulated.moves import Mover
 from torchtrim.observe.emulated.patches import Patches
 from torchtrim.observe.emulated.runtime import Runtime
@@ -20,9 +20,11 @@ from torchtrim.observe.emulated.surroundings import (
     patch_compile,
     patch_files,
     patch_grouping,
+    patch_parallel,
     patch_threads,
 )
 from torchtrim.observe.emulated.tensors import (
+    patch_exchange,
     patch_moves,
     patch_properties,
     patch_reads,
@@ -36,10 +38,11 @@ _running: list[Emulation] = []
 class Emulation:
     """One emulated device between `begin` and `end`. `notes` say what it did not do as a device would."""
 
-    def __init__(self, model: DeviceModel = A100) -> None:
+    def __init__(self, model: DeviceModel = DEFAULT) -> None:
         self.accelerator = Accelerator()
         self.tags = self.accelerator.tags
         self.notes: set[str] = set()
+        self.device = f"emulated {model.short}" if model.short else "emulated"
         self._patches = Patches()
         self._runtime = Runtime(self._patches, self.tags, model)
         self.counters = self._runtime.counters
@@ -55,11 +58,13 @@ class Emulation:
         patch_moves(patches, mover)
         patch_reads(patches, mover, self.accelerator)
         patch_storages(patches, tags)
+        patch_exchange(patches, tags)
         Construction(patches, mover).install()
         Autocast(patches, tags).install()
         Composites(patches, self.accelerator).install()
         patch_threads(patches, self.accelerator)
         patch_grouping(patches, tags)
+        patch_parallel(patches, mover)
         patch_compile(patches, self.notes)
         patch_files(patches, tags)
         enter_below(self.accelerator)
@@ -86,7 +91,7 @@ def current() -> Emulation | None:
 
 
 @contextlib.contextmanager
-def emulate(model: DeviceModel = A100) -> Iterator[Emulation]:
+def emulate(model: DeviceModel = DEFAULT) -> Iterator[Emulation]:
     """Emulate a CUDA device for a while; nothing is done where there is a real one."""
     emulation = Emulation(model)
     emulation.begin()

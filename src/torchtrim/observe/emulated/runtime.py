@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,8 +15,14 @@ from torchtrim.memory.caching import CachingAllocator
 from torchtrim.observe.calls import tell_synchronized
 from torchtrim.observe.emulated import streams
 from torchtrim.observe.emulated.model import DeviceModel
+from torchtrim.observe.emulated.moves import check_index
 from torchtrim.observe.emulated.patches import Patches
 from torchtrim.observe.emulated.tags import Tags
+
+_SENSORS = (
+    *("utilization", "memory_usage", "temperature", "power_draw", "clock_rate"),
+    "device_memory_used",
+)
 
 
 class Counters:
@@ -82,6 +89,14 @@ class Counters:
         for name, (current, peak) in pairs.items():
             found[f"{name}.all.current"] = current
             found[f"{name}.all.peak"] = peak
+        for name, made, ended in (
+            ("allocation", allocator.mallocs, allocator.frees),
+            ("active", allocator.mallocs, allocator.frees),
+            ("segment", allocator.segments, allocator.released),
+        ):
+            found[f"{name}.all.current"] = made - ended
+            found[f"{name}.all.allocated"] = made
+            found[f"{name}.all.freed"] = ended
         found["num_alloc_retries"] = found["num_ooms"] = 0
         return found
 
@@ -128,7 +143,11 @@ class Runtime:
             "get_sync_debug_mode": lambda: self._debug_mode,
             "is_current_stream_capturing": _false,
         }
+        yield torch, {"Stream": streams.Stream, "Event": streams.AnyEvent}
         yield torch.cuda, cuda
+        yield torch.cuda.profiler, {"start": _nothing, "stop": _nothing}
+        yield torch.cuda.nccl, {"version": lambda: (2, 28, 9), "is_available": _false}
+        yield torch.autograd.profiler, {"emit_nvtx": contextlib.nullcontext}
         yield torch.cuda.memory, self._memory()
         yield torch.cuda.random, self._randomness()
         yield torch.cuda.streams, {"Stream": streams.Stream, "Event": streams.Event}
@@ -153,14 +172,17 @@ class Runtime:
             "set_device": _check_index,
             "_exchange_device": lambda device: 0,
             "_maybe_exchange_device": lambda device: 0,
-            "device": _device_context,
-            "device_of": _device_context,
+            "device": Device,
+            "device_of": Device,
             "can_device_access_peer": _false,
             "get_device_name": lambda device=None: properties.name,
             "get_device_capability": lambda device=None: (properties.major, properties.minor),
             "get_device_properties": lambda device=None: properties,
             "get_arch_list": lambda: [f"sm_{properties.major}{properties.minor}"],
-            "utilization": lambda device=None: 0,
+            "get_gencode_flags": lambda: "",
+            "cudart": _driver,
+            "current_blas_handle": lambda: 0,
+            **dict.fromkeys(_SENSORS, lambda device=None: 0),
         }
 
     def _memory(self) -> dict[str, Any]:
@@ -182,6 +204,10 @@ class Runtime:
             "memory_stats": counters.stats,
             "memory_summary": counters.summary,
             "memory_snapshot": lambda *args: [],
+            "host_memory_stats": OrderedDict,
+            "list_gpu_processes": lambda device=None: "no processes are running",
+            "_record_memory_history": _nothing,
+            "_dump_snapshot": _nothing,
             "set_per_process_memory_fraction": _nothing,
             "get_allocator_backend": lambda: "native",
         }
@@ -211,7 +237,7 @@ class Runtime:
             "current_device_idx": lambda: 0,
             "set_device_index": _check_index,
             "set_device_idx": _check_index,
-            "device_index": _device_context,
+            "device_index": Device,
             "current_stream": streams.current_stream,
             "set_stream": streams.set_stream,
             "synchronize": _synchronize,
@@ -244,15 +270,31 @@ def _false(*args: Any, **kwargs: Any) -> bool:
 
 def _check_index(device: Any) -> None:
     index = device if isinstance(device, int) else torch.device(device).index
-    if index not in (None, 0, -1):
-        raise RuntimeError(f"CUDA error: invalid device ordinal: {index}; one device is emulated")
+    check_index(None if index == -1 else index)
 
 
-@contextlib.contextmanager
-def _device_context(device: Any) -> Iterator[None]:
-    if not isinstance(device, torch.Tensor) and device is not None:
-        _check_index(device)
-    yield
+def _driver() -> SimpleNamespace:
+    """What stands for the module of CUDA's runtime."""
+    done = dict.fromkeys(("cudaProfilerStart", "cudaProfilerStop", "cudaDeviceSynchronize"), _zero)
+    return SimpleNamespace(**done, cudaError=SimpleNamespace(success=0))
+
+
+def _zero(*args: Any) -> int:
+    return 0
+
+
+class Device:
+    """Stands for `torch.cuda.device`, which chooses a device for a while."""
+
+    def __init__(self, device: Any) -> None:
+        if device is not None and not isinstance(device, torch.Tensor):
+            _check_index(device)
+        self.idx = 0
+        self.prev_idx = -1
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
 
 
 def _seed(seed: int) -> None:

@@ -104,6 +104,13 @@ class Event:
         return (end._seconds - self._seconds) * 1e3
 
 
+class AnyEvent(Event):
+    """Stands for `torch.Event`, which is told the device first."""
+
+    def __init__(self, device: Any = None, *, enable_timing: bool = False, **kwargs: Any) -> None:
+        super().__init__(enable_timing)
+
+
 DEFAULT = Stream(stream_id=0)
 
 

@@ -11,6 +11,7 @@ from torch.optim import swa_utils
 from torch.utils import _foreach_utils
 
 from torchtrim.observe.emulated.mode import Accelerator
+from torchtrim.observe.emulated.moves import Mover
 from torchtrim.observe.emulated.patches import Patches
 from torchtrim.observe.emulated.tags import DEVICE, Tags
 
@@ -47,6 +48,27 @@ def patch_grouping(patches: Patches, tags: Tags) -> None:
 def _device_of(lists: Any, device: Any, tags: Tags) -> Any:
     first = next((tensor for tensor in lists[0] if tensor is not None), None)
     return DEVICE if first is not None and tags.on_device(first) else device
+
+
+def patch_parallel(patches: Patches, mover: Mover) -> None:
+    """`DataParallel` of one device asks C++ that is not there on a machine without a GPU."""
+
+    def scatter(tensor: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
+        return (mover.moved(tensor, True),)
+
+    def gather(tensors: Any, dim: int, destination: Any = None) -> torch.Tensor:
+        return mover.moved(torch.cat(list(tensors), dim), destination != -1)
+
+    def broadcast(tensor: Any, *args: Any) -> list[Any]:
+        return [tensor]
+
+    for name, function in (
+        ("_scatter", scatter),
+        ("_gather", gather),
+        ("_broadcast", broadcast),
+        ("_broadcast_coalesced", lambda tensors, *args: [list(tensors)]),
+    ):
+        patches.replace(torch._C, name, function)
 
 
 def patch_compile(patches: Patches, noted: set[str]) -> None:

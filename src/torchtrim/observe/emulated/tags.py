@@ -50,6 +50,11 @@ class Tags:
         """Whether an untyped storage lies on the emulated device."""
         return storage._cdata in self._device
 
+    def storage_at(self, address: int) -> Any:
+        """The storage on the device that begins at an address, or None."""
+        living = (tag() for tag in list(self._device.values()))
+        return next((one for one in living if one is not None and one.data_ptr() == address), None)
+
     def put(self, tensor: torch.Tensor) -> None:
         """Say that the tensor's storage lies on the device."""
         try:

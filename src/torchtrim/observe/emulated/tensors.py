@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function_unary
+from torch.utils.dlpack import DLDeviceType
 
 from torchtrim.observe.calls import tell_read
 from torchtrim.observe.emulated.mode import Accelerator
-from torchtrim.observe.emulated.moves import Mover
+from torchtrim.observe.emulated.moves import Mover, is_cuda
 from torchtrim.observe.emulated.patches import Patches
 from torchtrim.observe.emulated.tags import DEVICE, Tags
 
@@ -56,7 +59,8 @@ def patch_moves(patches: Patches, mover: Mover) -> None:
     def cuda(
         self: Any, device: Any = None, non_blocking: bool = False, memory_format: Any = None
     ) -> Any:
-        return mover.moved(self, True, **_given(non_blocking, memory_format))
+        on = device is None or is_cuda(device)
+        return mover.moved(self, on, **_given(non_blocking, memory_format))
 
     def cpu(self: Any, memory_format: Any = None) -> Any:
         return mover.moved(self, False, **_given(False, memory_format))
@@ -75,11 +79,28 @@ def patch_moves(patches: Patches, mover: Mover) -> None:
     def type_as(self: Any, other: Any) -> Any:
         return mover.moved(self, tags.on_device(other), dtype=other.dtype)
 
-    own_to = patches.replace(Tensor, "to", to)
-    own_type = patches.replace(Tensor, "type", type_)
-    patches.replace(Tensor, "cuda", cuda)
-    patches.replace(Tensor, "cpu", cpu)
-    patches.replace(Tensor, "type_as", type_as)
+    def copy_(self: Any, src: Any, non_blocking: bool = False) -> Any:
+        """With the gradient of what comes from elsewhere going back to where that is."""
+        on = tags.on_device(self)
+        if src.requires_grad and torch.is_grad_enabled() and tags.on_device(src) != on:
+            src = mover.moved(src, on, **_given(non_blocking, None))
+        return own_copy(self, src, non_blocking)
+
+    def parse_to(*args: Any, **kwargs: Any) -> Any:
+        """For `Module.to`, which may be given a tensor to be like."""
+        found = own_parse(*args, **kwargs)
+        like = args[0] if args else kwargs.get("other")
+        if isinstance(like, torch.Tensor) and tags.on_device(like):
+            return (DEVICE, *found[1:])
+        return found
+
+    own_to = patches.replace(Tensor, "to", _overridable(to))
+    own_type = patches.replace(Tensor, "type", _overridable(type_))
+    own_copy = patches.replace(Tensor, "copy_", _overridable(copy_))
+    own_parse = patches.replace(torch._C._nn, "_parse_to", parse_to)
+    patches.replace(Tensor, "cuda", _overridable(cuda))
+    patches.replace(Tensor, "cpu", _overridable(cpu))
+    patches.replace(Tensor, "type_as", _overridable(type_as))
 
 
 def patch_reads(patches: Patches, mover: Mover, accelerator: Accelerator) -> None:
@@ -142,17 +163,57 @@ def patch_storages(patches: Patches, tags: Tags) -> None:
     """Copies of storages lie where their source does."""
     storage: Any = torch.UntypedStorage
 
-    def clone(self: Any) -> Any:
-        copied = storage(self.nbytes()).copy_(self)
-        if tags.holds(self):
-            tags.put_storage(copied)
-        return copied
+    def copied(self: Any, on: bool, non_blocking: bool = False) -> Any:
+        made = storage(self.nbytes())
+        if on:
+            tags.put_storage(made)
+        return made.copy_(self, non_blocking)
 
-    def cpu(self: Any) -> Any:
-        return storage(self.nbytes()).copy_(self) if tags.holds(self) else self
+    def to(self: Any, *, device: Any, non_blocking: bool = False) -> Any:
+        on = is_cuda(device)
+        return self if tags.holds(self) == on else copied(self, on, non_blocking)
 
-    patches.replace(storage, "clone", clone)
-    patches.replace(storage, "cpu", cpu)
+    patches.replace(storage, "clone", lambda self: copied(self, tags.holds(self)))
+    patches.replace(storage, "cpu", lambda self: to(self, device="cpu"))
+    patches.replace(storage, "to", to)
+
+
+def patch_exchange(patches: Patches, tags: Tags) -> None:
+    """DLPack: other libraries are told of the device, and torch finds its own tensors again."""
+
+    def device(self: Any) -> Any:
+        return (DLDeviceType.kDLCUDA, 0) if tags.on_device(self) else own_device(self)
+
+    def export(self: Any, **options: Any) -> Any:
+        if tags.on_device(self):
+            raise RuntimeError("Unsupported device in DLTensor.")
+        return own_export(self, **options)
+
+    def from_dlpack(source: Any, **options: Any) -> Any:
+        if isinstance(source, torch.Tensor) and tags.on_device(source):
+            source = torch.utils.dlpack.to_dlpack(source)
+        made = own_from(source, **options)
+        kept = tags.storage_at(made.data_ptr())
+        if kept is None:
+            return made
+        return made.set_(kept, made.storage_offset(), made.shape, made.stride())
+
+    own_device = patches.replace(Tensor, "__dlpack_device__", _overridable(device))
+    own_export = patches.replace(Tensor, "__dlpack__", _overridable(export))
+    own_from = patches.replace(torch.utils.dlpack, "from_dlpack", from_dlpack)
+    patches.replace(torch, "from_dlpack", from_dlpack)
+
+
+def _overridable(method: Any) -> Any:
+    """A method that subclasses and modes with `__torch_function__` see, as they see torch's own."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if has_torch_function_unary(self):
+            return handle_torch_function(call, (self,), self, *args, **kwargs)
+        return method(self, *args, **kwargs)
+
+    return call
 
 
 def _is_shared(tags: Tags) -> Any:

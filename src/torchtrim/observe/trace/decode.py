@@ -27,6 +27,8 @@ _VERSIONS = (
 _NO_NUMBER = re.compile(rb'("(?:[^"\\]|\\.)*+")|(?<![\w.])-?(?:NaN|nan|Infinity|inf)(?![\w.])')
 _EVENT_START = re.compile(rb',\s*\{\s*"(?:ph|name|cat|pid|ts|args)"\s*:')
 _TAIL = 2**20
+MOST_OBJECTS = 12_000_000
+_MOST_COMMAS = 30_000_000
 
 
 class Meta(Struct):
@@ -55,7 +57,12 @@ class Decoded(Struct):
 
 
 def decode(data: bytes, source: str) -> Decoded:
-    """The events. Raises `UnreadableInput` for what is no trace."""
+    """The events. Raises `UnreadableInput` for what is no trace, or has more than 12 million objects."""
+    if data.count(b"{") > MOST_OBJECTS:
+        raise UnreadableInput(
+            f"{source} has more than {MOST_OBJECTS} objects, the most that is read. "
+            "Profile fewer steps: torch.profiler.schedule(wait=1, warmup=1, active=1)."
+        )
     notes: list[str] = []
     with _without_collection():
         try:
@@ -117,6 +124,8 @@ def _readable(data: bytes, source: str, notes: list[str]) -> Decoded:
     try:
         events = _bare(data) if bare else msgspec.json.decode(data, type=_File).events
     except msgspec.ValidationError:
+        if data.count(b",") > _MOST_COMMAS:
+            raise
         events = _tolerant(data, bare, notes)
     return Decoded(events, Meta() if bare else _meta(data), notes)
 
