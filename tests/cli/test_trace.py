@@ -35,7 +35,7 @@ def test_text(run, tmp_path: Path) -> None:
     code, out, err = run("t.json.gz")
     assert (code, err) == (0, "")
     lines = out.splitlines()
-    assert lines[0].startswith("WAITS  3 sync calls, 3 blocking copies")
+    assert lines[0].startswith("WAITS  3 sync calls, 3 blocking copies in 3 steps")
     assert len(lines) <= 24
     assert max(map(len, lines[:-1])) <= 80
     assert "train.py:10+ step" in out

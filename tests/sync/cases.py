@@ -203,6 +203,11 @@ def _shapes() -> dict[str, list[Case]]:
             (_isin(MANY, ROWS3), 0),
             (ask("aten::isin.Scalar_Tensor", MANY, element=1, test_elements=MANY), 3),
         ],
+        "grouped-matmul": [
+            (_grouped(torch.float32), 1),
+            (_grouped(torch.bfloat16), 0),
+            (_grouped(torch.bfloat16, out_dtype=torch.float32), 1),
+        ],
         "dense-to-jagged": [
             (ask("aten::_padded_dense_to_jagged_forward", X, dense=X), 1),
             (ask("aten::_padded_dense_to_jagged_forward", X, dense=X, total_L=3), 0),
@@ -210,6 +215,12 @@ def _shapes() -> dict[str, list[Case]]:
         "coalesce": once("aten::_coalesce", self=X),
         "to-sparse": once("aten::_to_sparse", self=X),
     }
+
+
+def _grouped(dtype: torch.dtype, **more: Any) -> Asked:
+    matrix = X.to(dtype)
+    name = "aten::_grouped_mm"
+    return ask(name, matrix, ROWS3, self=matrix, mat2=matrix, offs=ROWS3, **more)
 
 
 def _isin(elements: Tensor, tested: Tensor, **more: Any) -> Asked:

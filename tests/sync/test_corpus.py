@@ -20,10 +20,7 @@ from torchtrim.observe.emulated import emulate
 CORPUS = snippets()
 WAITING = [one for one in CORPUS if one.waits]
 MISSED = {
-    "of_a_product": "autograd takes another way while a dispatch mode is active",
-    "of_products_of_rows": "autograd takes another way while a dispatch mode is active",
-    "of_cumulative_products": "autograd takes another way while a dispatch mode is active",
-    "cross_entropy_of_weights_with_smoothing": "ATen takes another way while a mode is active",
+    "covariance": "what a composite operator reads is of the host, until it meets a tensor of the device"
 }
 
 

@@ -118,6 +118,11 @@ class CachingAllocator:
             self.reserved -= sum(one.size for one in whole)
             pool.blocks = [one for one in pool.blocks if one.block and not _is_segment(one.block)]
 
+    def split_bytes(self) -> int:
+        """Bytes that are free in segments which are not free as a whole."""
+        free = (one.block for pool in self._pools.values() for one in pool.blocks)
+        return sum(block.size for block in free if block is not None and not _is_segment(block))
+
     def reset_peaks(self) -> None:
         """Begin to look for peaks anew."""
         self.peak_allocated, self.peak_reserved = self.allocated, self.reserved

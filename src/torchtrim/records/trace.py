@@ -51,6 +51,7 @@ class TraceReport(Struct, frozen=True, kw_only=True):
     copies from or to pageable memory. Synchronizations with the whole device are apart: `device_syncs`
     are the program's own, `profiler_syncs` counts those that the profiler made for itself. `replay_ms` is
     the span that the replay gives with all waits, to be compared with `span_ms`, the measured one.
+    `steps` are those that the program marked with `profiler.step()`; all figures are of the whole trace.
     `bound` names what the span depends on most.
     """
 
@@ -62,6 +63,7 @@ class TraceReport(Struct, frozen=True, kw_only=True):
     device: str
     versions: dict[str, str]
     events: int
+    steps: int = 0
     sync_calls: int
     blocking_copies: int
     span_ms: float

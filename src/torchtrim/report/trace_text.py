@@ -48,7 +48,8 @@ def _counts(report: TraceReport, width: int) -> Iterator[Text]:
         count = sum(site.count for site in report.device_syncs)
         parts.append(_plural(count, "device-wide sync", "device-wide syncs"))
     style = "bold red" if report.waits else "bold green"
-    yield Text(word, style).append(Text(f"  {', '.join(parts)}", ""))
+    steps = f" in {report.steps} steps" if report.steps > 1 else ""
+    yield Text(word, style).append(Text(f"  {', '.join(parts)}{steps}", ""))
     share = report.device_busy_ms / report.span_ms if report.span_ms else 0.0
     replayed = ""
     if report.replay_ms is not None and report.span_ms:

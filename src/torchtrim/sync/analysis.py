@@ -33,7 +33,7 @@ def analyse(trace: Trace, source: Path | None = None) -> TraceReport:
     sites = [site for site in found if not site.is_device]
     devices = [site for site in found if site.is_device]
     program, prices, why = _replayed(trace, sites, devices)
-    span = trace.ended() - trace.started()
+    span = program.span if program is not None else trace.ended() - trace.started()
     records = _records([*sites, *devices], prices)
     host_waits = [wait.call for wait in own]
     return TraceReport(
@@ -43,6 +43,7 @@ def analyse(trace: Trace, source: Path | None = None) -> TraceReport:
         device=trace.device,
         versions=trace.versions,
         events=trace.events,
+        steps=_steps(trace),
         sync_calls=sum(wait.is_sync and not wait.is_device for wait in own),
         blocking_copies=sum(wait.is_pageable for wait in own) + unexplained_copies(trace),
         span_ms=_ms(span),
@@ -68,6 +69,11 @@ def joined(reports: Sequence[TraceReport]) -> TraceReport:
     return msgspec.structs.replace(
         slowest, notes=(shared, *slowest.notes), ranks=tuple(sorted(reports, key=_by_rank))
     )
+
+
+def _steps(trace: Trace) -> int:
+    marks = (*trace.annotations, *trace.operators)
+    return len({mark.name for mark in marks if mark.name.startswith("ProfilerStep#")})
 
 
 def _by_rank(report: TraceReport) -> tuple[bool, int, str]:

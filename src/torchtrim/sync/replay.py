@@ -36,6 +36,7 @@ def replay(
     """
     clock = [0.0] * program.lanes
     streams = _Streams(program, device)
+    give = streams.give
     waited: dict[int, float] = {}
     for does, lane, gap, cost, launches, awaits, back, outside, site, shorter, of in program.steps:
         if does is Does.HAND_OVER:
@@ -43,7 +44,7 @@ def replay(
             continue
         now = clock[lane] + gap * host if does is not Does.OUTSIDE else 0.0
         if launches:
-            streams.give(launches, now)
+            give(launches, now)
         if does is Does.LAUNCH:
             clock[lane] = now + cost * host
         elif site in without:
@@ -97,7 +98,8 @@ class _Streams:
                 for other in after:
                     if end[other] > at:
                         at = end[other]
-                at = max(at + extra * device, floor * device)
+                if extra or floor:
+                    at = max(at + extra * device, floor * device)
             self.start[number] = began[stream] = at
             end[number] = at = at + seconds * device
             if at > tail[stream]:

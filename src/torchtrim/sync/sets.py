@@ -9,7 +9,7 @@ from itertools import combinations
 from torchtrim.sync.program import Program
 from torchtrim.sync.replay import Replayed, replay
 
-_STEPS_A_REPORT = 1_000_000
+_STEPS_A_REPORT = 600_000
 _FEWEST_REPLAYS = 16
 _PAIRS = 5
 _MOST_SETS = 5
@@ -89,10 +89,12 @@ def _grow(
 
 
 def _ranked(sets: dict[frozenset[int], float]) -> list[tuple[frozenset[int], float]]:
-    """The dearest first; a set is left out where one of its own subsets gains as much."""
+    """The dearest first, of each size one; left out where one of its own subsets gains as much."""
     ranked: list[tuple[frozenset[int], float]] = []
+    sizes: set[int] = set()
     for chosen, gain in sorted(sets.items(), key=lambda item: (-item[1], len(item[0]))):
         smaller = (g for other, g in sets.items() if other < chosen)
-        if gain > 0 and all(gain > g * _WORTH for g in smaller):
+        if gain > 0 and len(chosen) not in sizes and all(gain > g * _WORTH for g in smaller):
             ranked.append((chosen, gain))
+            sizes.add(len(chosen))
     return ranked[:_MOST_SETS]

@@ -15,6 +15,7 @@ INDEX_PUT = (
     "aten::_index_put_impl_",
     "aten::_unsafe_index_put",
 )
+_GROUPED_TYPE = "torch.bfloat16"
 
 
 def _masks(ask: Ask) -> int:
@@ -57,6 +58,13 @@ def _membership(ask: Ask) -> int:
     if not number or tested.numel() < int(10 * number**0.145):
         return 0
     return 1 if ask.args.get("assume_unique") else 3
+
+
+def _groups(ask: Ask) -> int:
+    types = {str(ask.args[name].dtype) for name in ("self", "mat2")}
+    wanted = str(ask.args.get("out_dtype") or _GROUPED_TYPE)
+    slow = {*types, wanted} != {_GROUPED_TYPE}
+    return int(slow and on_device(ask, ask.args.get("offs")))
 
 
 def _jagged(ask: Ask) -> int:
@@ -202,6 +210,21 @@ ISIN = Row(
     advice="A table of bools indexed by the values, or `searchsorted` in sorted test elements.",
 )
 
+GROUPED = Row(
+    name="grouped-matmul",
+    code="TT102",
+    what="`torch.nn.functional.grouped_mm` with offsets",
+    when="the offsets are on the device and not all is bfloat16; before Hopper with bfloat16 too, which "
+    "the arguments do not tell",
+    operators=("aten::_grouped_mm",),
+    waits=_groups,
+    evidence=(
+        native("GroupedMMUtils.h", 134, "copies the offsets to slice by them"),
+        native("cuda/GroupedBlas.cpp", 704, "the fast way is for bfloat16 on new devices"),
+    ),
+    advice="bfloat16 on Hopper or later; else a product for all groups at once.",
+)
+
 JAGGED = Row(
     name="dense-to-jagged",
     code="TT102",
@@ -233,9 +256,18 @@ TO_SPARSE = Row(
     code="TT102",
     what="A dense tensor becomes a sparse one",
     when="it is on the device",
-    operators=("aten::_to_sparse",),
+    operators=(
+        "aten::_to_sparse",
+        "aten::_to_sparse_csr",
+        "aten::_to_sparse_csc",
+        "aten::_to_sparse_bsr",
+        "aten::_to_sparse_bsc",
+    ),
     waits=device("self"),
-    evidence=(native("TensorConversions.cpp", 1491, "the places that are not 0, by `nonzero`"),),
+    evidence=(
+        native("TensorConversions.cpp", 1491, "the places that are not 0, by `nonzero`"),
+        native("TensorConversions.cpp", 1030, "the same for compressed layouts"),
+    ),
     advice="Keep it dense with a mask, or make it sparse ahead of the loop.",
 )
 
@@ -250,6 +282,7 @@ ROWS = (
     REPEAT,
     BINCOUNT,
     ISIN,
+    GROUPED,
     JAGGED,
     COALESCE,
     TO_SPARSE,

@@ -52,7 +52,9 @@ class Targets:
         leaves and makes the next stream wait for it, so the last work of the stream that was left is
         taken, unless the recorded times say that it ended later.
         """
-        pending = self.ordered.pop(launch.lane, [])
+        pending = self.ordered.pop(launch.lane, None)
+        if not pending:
+            return ()
         return tuple(
             one
             for one in dict.fromkeys(pending)

@@ -5,6 +5,7 @@ The lists are those of `ATen/autocast_mode.h`; `tests/observe/emulated/test_auto
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -41,6 +42,13 @@ _HALVES = (torch.float16, torch.bfloat16)
 _AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU)
 
 
+class _Host(threading.local):
+    """The script's own autocast for the CPU, at first as it is in a new thread."""
+
+    enabled = False
+    dtype = torch.bfloat16
+
+
 class Autocast:
     """Turns the CPU's autocast on and off with the device's."""
 
@@ -52,17 +60,41 @@ class Autocast:
     def install(self) -> None:
         """Follow `torch.set_autocast_enabled` and `torch.set_autocast_dtype`."""
 
+        host = _Host()
+        host.enabled = torch.is_autocast_enabled("cpu")
+        host.dtype = torch.get_autocast_dtype("cpu")
+
         def set_enabled(device: Any, enabled: bool | None = None) -> None:
-            own_enabled(device) if enabled is None else own_enabled(device, enabled)
-            if device == "cuda":
-                self._register()
-                own_enabled("cpu", enabled)
+            device, enabled = ("cuda", device) if enabled is None else (device, enabled)
+            if device == "cpu":
+                host.enabled = bool(enabled)
+            else:
+                own_enabled(device, enabled)
+            follow()
 
         def set_dtype(device: str, dtype: torch.dtype) -> None:
-            own_dtype(device, dtype)
-            if device == "cuda":
-                own_dtype("cpu", dtype)
+            if device == "cpu":
+                host.dtype = dtype
+            else:
+                own_dtype(device, dtype)
+            follow()
 
+        def follow() -> None:
+            """Set the CPU's autocast as the device's while that is on, as the script's own after."""
+            on = own_is("cuda")
+            if on:
+                self._register()
+            own_enabled("cpu", on or host.enabled)
+            own_dtype("cpu", own_get("cuda") if on else host.dtype)
+
+        def is_enabled(device: str = "cuda") -> Any:
+            return host.enabled if device == "cpu" else own_is(device)
+
+        def get_dtype(device: str) -> Any:
+            return host.dtype if device == "cpu" else own_get(device)
+
+        own_is = self._patches.replace(torch, "is_autocast_enabled", is_enabled)
+        own_get = self._patches.replace(torch, "get_autocast_dtype", get_dtype)
         own_enabled = self._patches.replace(torch, "set_autocast_enabled", set_enabled)
         own_dtype = self._patches.replace(torch, "set_autocast_dtype", set_dtype)
         self._patches.replace(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)

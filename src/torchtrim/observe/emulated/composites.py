@@ -14,6 +14,7 @@ from torchtrim.observe.emulated.patches import Patches
 from torchtrim.observe.emulated.streams import current_stream
 
 _KEYS = ("AutogradCPU", "CPU")
+_MEAN = 1
 _aten: Any = torch.ops.aten
 
 
@@ -33,6 +34,8 @@ class Composites:
         for name, kernel, keys in (
             ("dropout", self._dropout, _KEYS),
             ("one_hot", self._one_hot, _KEYS),
+            ("ctc_loss.IntList", self._ctc_loss, _KEYS),
+            ("ctc_loss.Tensor", self._ctc_loss, _KEYS),
             ("cross_entropy_loss", self._cross_entropy, _KEYS),
             ("scaled_dot_product_attention", self._attention, _KEYS),
             ("_scaled_dot_product_efficient_attention", fused_attention, ("CPU",)),
@@ -43,7 +46,9 @@ class Composites:
             ),
         ):
             if len(keys) > 1:
-                self._accelerator.composites[getattr(_aten, name).default] = kernel
+                packet, _, overload = name.partition(".")
+                func = getattr(getattr(_aten, packet), overload or "default")
+                self._accelerator.composites[func] = kernel
             for key in keys:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
@@ -81,6 +86,25 @@ class Composites:
         return _aten.cross_entropy_loss.default.decompose(
             scores, target, weight, reduction, ignore_index, label_smoothing
         )
+
+    def _ctc_loss(
+        self,
+        log_probs: torch.Tensor,
+        targets: torch.Tensor,
+        input_lengths: Any,
+        target_lengths: Any,
+        blank: int = 0,
+        reduction: int = _MEAN,
+        zero_infinity: bool = False,
+    ) -> Any:
+        """The mean divides by the lengths of the targets, which C++ uploads where no mode sees it."""
+        packet = _aten.ctc_loss
+        plain = (packet.IntList if isinstance(target_lengths, list) else packet.Tensor).decompose
+        given = (log_probs, targets, input_lengths, target_lengths, blank)
+        if reduction != _MEAN or not self._tags.on_device(log_probs):
+            return plain(*given, reduction, zero_infinity)
+        each = plain(*given, 0, zero_infinity)
+        return (each / torch.as_tensor(target_lengths, device=each.device).clamp_min(1)).mean()
 
     def _attention(
         self,

@@ -44,6 +44,8 @@ class Construction:
         self._patches.replace(torch, "tensor", self._from_data(torch.tensor))
         for name in ("as_tensor", "asarray"):
             self._patches.replace(torch, name, self._shared(getattr(torch, name)))
+        own_nested = torch.nested.nested_tensor
+        self._patches.replace(torch.nested, "nested_tensor", self._of_parts(own_nested))
         for kind in _SPARSE:
             name = f"sparse_{kind}_tensor"
             self._patches.replace(torch, name, self._of_parts(getattr(torch, name)))
@@ -81,18 +83,18 @@ class Construction:
         return tensor
 
     def _of_parts(self, own: Any) -> Any:
-        """Sparse tensors, which are where their parts are if nothing else is said."""
+        """Sparse and nested tensors, which are where their parts are if nothing else is said."""
         mover = self._mover
 
         @functools.wraps(own)
-        def sparse(*parts: Any, **options: Any) -> torch.Tensor:
-            device = options.get("device")
-            if not _wants_device(device):
+        def of_parts(*parts: Any, **options: Any) -> torch.Tensor:
+            if not _wants_device(options.get("device")):
                 return own(*parts, **options)  # type: ignore[no-any-return]
+            graded = options.pop("requires_grad", False)
             made = own(*parts, **{**options, "device": HOST})
-            return mover.moved(made, True)
+            return mover.moved(made, True).requires_grad_(graded)
 
-        return sparse
+        return of_parts
 
     def _shared(self, own: Any) -> Any:
         """Functions that take a tensor as it is where they can."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Iterable, Iterator
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._C import _current_autograd_node, _disabled_torch_dispatch_impl
+from torch._C._autograd import _get_sequence_nr
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtrim.errors import Unsupported
@@ -42,18 +44,30 @@ _MEETS_HOST = frozenset(
 _TAKES_NUMBERS = frozenset(
     ("aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::masked_fill")
 )
+_INDEXES = frozenset(
+    (
+        "aten::index",
+        "aten::index_put",
+        "aten::index_put_",
+        "aten::_index_put_impl_",
+        "aten::_unsafe_index",
+    )
+)
+"""Their indices may be the host's, and nothing else."""
 _OWN_TARGET = frozenset(("aten::copy_", "aten::_foreach_copy_", "aten::fill_", "aten::bernoulli_"))
 _NO_KERNEL = "Could not run '"
 
 
 class _Known(NamedTuple):
-    """What is known of an operator by its name."""
+    """What is known of an operator by its name. One that `takes_lists` is told by the first of each."""
 
     copies: bool
     meets_host: bool
     own_target: bool
     takes_numbers: bool
+    indexes: bool
     counts_on_host: bool
+    takes_lists: bool
     parts: Any
 
 
@@ -81,6 +95,7 @@ class Accelerator(TorchDispatchMode):
         self._was_on = False
         self.adopts = False
         self.composites: dict[Any, Any] = {}
+        self._numbers: set[int] = set()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -103,16 +118,29 @@ class Accelerator(TorchDispatchMode):
         """What runs the operators that a composite one is made of on this device; None for another."""
         if func in self.composites:
             return self.composites[func]
-        return func.decompose if is_composite(func) else None
+        return functools.partial(self._decomposed, func) if is_composite(func) else None
+
+    def _decomposed(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """For nested tensors composite operators have kernels of their own."""
+        if any(tensor.is_nested for tensor in _tensors(args)):
+            with torch._C._DisableTorchDispatch():
+                return self.call(func, args, kwargs)
+        return func.decompose(*args, **kwargs)
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator and tag its results."""
         if os.getpid() != self._pid:
             return func(*args, **kwargs)
         known = self._known.get(id(func)) or self._know(func)
-        on = self._met(func, known, args)
+        host: list[torch.Tensor] = []
+        on = self._met(known, args, host)
         if kwargs:
-            on = self._met(func, known, kwargs.values()) or on
+            on = self._met(known, kwargs.values(), host) or on
+        if on and host:
+            self._settle(func, known, args, host)
+        if known.takes_numbers and self._is_number_on_device(args):
+            self._numbers.add(_get_sequence_nr() - 1)
+        if kwargs:
             on, kwargs = self._placed(known, on, args, kwargs)
         elif known.copies and self.moving.target is not None:
             on = self.moving.target
@@ -124,6 +152,11 @@ class Accelerator(TorchDispatchMode):
                 self.tags.leave_open(made)
         self._was_on = on
         return result
+
+    def _is_number_on_device(self, args: Any) -> bool:
+        """Whether a value that is assigned is one number, and on the device: its gradient lies there."""
+        value = args[2] if len(args) > 2 else None
+        return isinstance(value, torch.Tensor) and not value.dim() and self.tags.on_device(value)
 
     def _made(self, known: _Known, result: Any) -> tuple[Any, ...]:
         """What of an operator's results lies where the operator ran."""
@@ -145,8 +178,9 @@ class Accelerator(TorchDispatchMode):
                 on = on if self.moving.target is None else self.moving.target
             elif "pin_memory" in kwargs:
                 on = False
-            elif not on and _current_autograd_node() is not None and args and args[0] != []:
-                on = self._was_on
+            elif not on and (node := _current_autograd_node()) is not None:
+                number = args and args[0] == []
+                on = node._sequence_nr() in self._numbers if number else self._was_on
         if known.copies and self.moving.target is not None:
             on = self.moving.target
         return on, kwargs
@@ -172,15 +206,14 @@ class Accelerator(TorchDispatchMode):
         if isinstance(made, torch.Tensor) and not made.is_meta and not self.tags.on_device(made):
             self.tags.leave_open(made)
 
-    def _met(self, func: Any, known: _Known, values: Iterable[Any]) -> bool:
-        """Whether a tensor among the values lies on the device. Raises where one of the host's does too."""
+    def _met(self, known: _Known, values: Iterable[Any], host: list[torch.Tensor]) -> bool:
+        """Whether a tensor among the values lies on the device. Those that do not are added to `host`."""
         device = self.tags._device
         on = False
         some_open = self.tags.any_open()
-        host: list[torch.Tensor] = []
         for value in values:
             kind = type(value)
-            if kind in PLAIN:
+            if kind in PLAIN or isinstance(value, torch.Tensor):
                 try:
                     if value.untyped_storage()._cdata in device:
                         on = True
@@ -192,17 +225,18 @@ class Accelerator(TorchDispatchMode):
                 if value.dim() or (some_open and not known.takes_numbers):
                     host.append(value)
             elif kind in (list, tuple):
-                on = self._met(func, known, value) or on
-        if on and host:
-            self._settle(func, known, host)
+                first = known.takes_lists and not self.adopts
+                on = self._met(known, value[:1] if first else value, host) or on
         return on
 
-    def _settle(self, func: Any, known: _Known, host: list[torch.Tensor]) -> None:
+    def _settle(self, func: Any, known: _Known, args: Any, host: list[torch.Tensor]) -> None:
         """Tensors that a composite operator made belong where it is used; others of the host's do not."""
         for tensor in host:
             if self.tags.is_open(tensor):
                 self.tags.put(tensor)
-            elif known.meets_host or not tensor.dim():
+            elif not tensor.dim():
+                continue
+            elif known.meets_host and not (known.indexes and any(tensor is arg for arg in args)):
                 continue
             elif self.adopts:
                 self.tags.put(tensor)
@@ -227,7 +261,9 @@ class Accelerator(TorchDispatchMode):
             name in _MEETS_HOST,
             name in _OWN_TARGET,
             name in _TAKES_NUMBERS,
+            name in _INDEXES,
             name == "aten::_pack_padded_sequence",
+            name.startswith(("aten::_foreach_", "aten::_fused_")),
             self.parts_of(func),
         )
         return known

@@ -97,6 +97,7 @@ class Counters:
             found[f"{name}.all.current"] = made - ended
             found[f"{name}.all.allocated"] = made
             found[f"{name}.all.freed"] = ended
+        found["inactive_split_bytes.all.current"] = allocator.split_bytes()
         found["num_alloc_retries"] = found["num_ooms"] = 0
         return found
 

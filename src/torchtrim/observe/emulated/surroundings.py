@@ -6,12 +6,13 @@ import threading
 from typing import Any
 
 import torch
+from torch.nn.parallel import scatter_gather
 from torch.optim import optimizer as optimizers
 from torch.optim import swa_utils
 from torch.utils import _foreach_utils
 
 from torchtrim.observe.emulated.mode import Accelerator
-from torchtrim.observe.emulated.moves import Mover
+from torchtrim.observe.emulated.moves import Mover, is_cuda
 from torchtrim.observe.emulated.patches import Patches
 from torchtrim.observe.emulated.tags import DEVICE, Tags
 
@@ -53,22 +54,12 @@ def _device_of(lists: Any, device: Any, tags: Tags) -> Any:
 def patch_parallel(patches: Patches, mover: Mover) -> None:
     """`DataParallel` of one device asks C++ that is not there on a machine without a GPU."""
 
-    def scatter(tensor: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
-        return (mover.moved(tensor, True),)
+    class Scatter:
+        @staticmethod
+        def apply(devices: Any, sizes: Any, dim: int, tensor: torch.Tensor) -> Any:
+            return (mover.moved(tensor, True),)
 
-    def gather(tensors: Any, dim: int, destination: Any = None) -> torch.Tensor:
-        return mover.moved(torch.cat(list(tensors), dim), destination != -1)
-
-    def broadcast(tensor: Any, *args: Any) -> list[Any]:
-        return [tensor]
-
-    for name, function in (
-        ("_scatter", scatter),
-        ("_gather", gather),
-        ("_broadcast", broadcast),
-        ("_broadcast_coalesced", lambda tensors, *args: [list(tensors)]),
-    ):
-        patches.replace(torch._C, name, function)
+    patches.replace(scatter_gather, "Scatter", Scatter)
 
 
 def patch_compile(patches: Patches, noted: set[str]) -> None:
@@ -97,6 +88,12 @@ def patch_files(patches: Patches, tags: Tags) -> None:
         tags.put_storage(_untyped(storage))
         return storage
 
+    def load_script(file: Any, map_location: Any = None, **options: Any) -> Any:
+        on = is_cuda(map_location)
+        module = own_load(file, "cpu" if on else map_location, **options)
+        return module.to("cuda") if on else module
+
+    own_load = patches.replace(torch.jit, "load", load_script)
     registry = torch.serialization._package_registry
     torch.serialization.register_package(_BEFORE_CPU, location, restore)
     patches.on_undo(_remove, registry, restore)

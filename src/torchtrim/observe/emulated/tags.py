@@ -105,7 +105,10 @@ class Tags:
 
 
 def _mark(marks: dict[int, _Tag], tensor: torch.Tensor) -> None:
-    storage = tensor.untyped_storage()
+    try:
+        storage = tensor.untyped_storage()
+    except _NO_STORAGE:
+        return
 
     def freed(tag: _Tag) -> None:
         if marks.get(tag.key) is tag:

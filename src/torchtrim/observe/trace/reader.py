@@ -88,7 +88,8 @@ def _no_device(source: str, by_kind: dict[str, list[Event]]) -> str:
     seen = sum(map(len, by_kind.values()))
     return (
         f"{source} has {seen} events of the host and none of a device, so nothing can be told of waits. "
-        "Profile with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA] on a machine with one."
+        "Profile with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA] on a machine with a CUDA "
+        "or ROCm device; traces of others are not read."
     )
 
 
