@@ -27,6 +27,7 @@ from torchtrim.records.finding import Finding
 from torchtrim.records.plan import MemoryKind, Plan
 from torchtrim.records.profile import Profile
 from torchtrim.records.report import FrontierPoint, PlanSummary, Report
+from torchtrim.rules.prices import priced
 from torchtrim.rules.registry import diagnose as find
 from torchtrim.rules.waits import waits_in
 from torchtrim.techniques.apply import Applied, apply_plan
@@ -85,7 +86,8 @@ def diagnose(
     workload: Workload, *, select: Sequence[str] | None = None, progress: Progress = _silent
 ) -> tuple[Finding, ...]:
     """What is wasteful in a step, dearest first."""
-    return find(record(workload, progress=progress), select)
+    profile = record(workload, progress=progress)
+    return priced(profile, find(profile, select))[0]
 
 
 class Measured(NamedTuple):
@@ -283,6 +285,7 @@ def check_script(plan: Plan, workload: Workload) -> None:
 
 def _report(verb: str, workload: Workload, trial: Trial) -> Report:
     profile = trial.profile
+    findings, waiting = priced(profile, find(profile)) if profile is not None else ((), None)
     return Report(
         torchtrim=__version__,
         torch=str(torch.__version__),
@@ -293,7 +296,8 @@ def _report(verb: str, workload: Workload, trial: Trial) -> Report:
         machine=_machine(trial.device),
         steps=len(trial.timed),
         original=trial.figures() if profile is not None else None,
-        findings=find(profile) if profile is not None else (),
+        findings=findings,
+        waiting=waiting,
         holders=holders(profile) if profile is not None else (),
     )
 

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from recordings import MAIN, Recording
-from torchtrim.sync.latencies import measure
+from recordings import Recording
 from torchtrim.sync.launches import schedule
 
 
@@ -39,15 +38,3 @@ def test_work_from_before_the_trace_comes_first(tmp_path: Path) -> None:
     plan = schedule(made.trace(tmp_path))
     assert [work.event.name for work in plan.works] == ["older", "old", "gemm", "lost", "gemm"]
     assert [work.call is not None for work in plan.works] == [False, False, True, False, True]
-
-
-def test_the_machine_is_measured(tmp_path: Path) -> None:
-    made = Recording()
-    for n in range(20):
-        made.launch(n * 1000, 4, kernel=(n * 1000 + 12, 50), tid=MAIN)
-        made.launch(n * 1000 + 5, 4, kernel=(n * 1000 + 64, 100), tid=MAIN)
-    found = measure(schedule(made.trace(tmp_path)))
-    work = schedule(made.trace(tmp_path)).works[0]
-    assert round(found.launch_of(work), 1) == 12
-    assert round(found.gap_of(work), 1) == 2
-    assert round(found.cost_of(work), 1) == 4

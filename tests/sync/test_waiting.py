@@ -2,40 +2,8 @@
 
 from pathlib import Path
 
-import pytest
-
 from recordings import PAGEABLE, Recording, training
-from torchtrim.sync.calls import kind_of
 from torchtrim.sync.waiting import find_waits, unexplained_copies
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("cudaStreamSynchronize", "stream"),
-        ("hipStreamSynchronize", "stream"),
-        ("cuStreamSynchronize_ptsz", "stream"),
-        ("cudaEventSynchronize", "event"),
-        ("hipEventSynchronize", "event"),
-        ("cudaDeviceSynchronize", "device"),
-        ("cuCtxSynchronize", "device"),
-        ("cudaMemcpy", "copy"),
-        ("hipMemcpy", "copy"),
-        ("hipMemcpyWithStream", "copy"),
-        ("cuMemcpyDtoH_v2", "copy"),
-        ("cudaMemcpyAsync", "other"),
-        ("hipMemcpyAsync", "other"),
-        ("cudaMemcpyPeerAsync", "other"),
-        ("cudaLaunchKernel", "other"),
-        ("cudaEventQuery", "other"),
-        ("cudaEventRecordWithFlags", "record"),
-        ("cudaStreamWaitEvent", "order"),
-        ("hipGetDevicePropertiesR0600", "other"),
-        ("INVALID", "other"),
-    ],
-)
-def test_what_a_call_does(name: str, kind: str) -> None:
-    assert kind_of(name) == kind
 
 
 def test_operators_that_look_dangerous_and_did_not_wait(tmp_path: Path) -> None:

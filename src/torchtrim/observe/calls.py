@@ -21,6 +21,9 @@ class Hearer(Protocol):
     def event_recorded(self, event: Any, stream: int) -> None:
         """An event was put behind the work queued on a stream."""
 
+    def event_awaited(self, event: Any, stream: int) -> None:
+        """What is queued on a stream from now on runs after an event; the host has not waited."""
+
     def host_read(self, tensor: torch.Tensor) -> None:
         """A tensor of the host is about to be read by what is no operator."""
 
@@ -48,6 +51,12 @@ def tell_recorded(event: Any, stream: int) -> None:
     """Say that an event was recorded."""
     for hearer in _hearers:
         hearer.event_recorded(event, stream)
+
+
+def tell_awaited(event: Any, stream: int) -> None:
+    """Say that a stream waits for an event."""
+    for hearer in _hearers:
+        hearer.event_awaited(event, stream)
 
 
 def tell_read(tensor: torch.Tensor) -> None:
@@ -81,17 +90,18 @@ def watch_device(replace: Callable[[Any, str, Any], Any]) -> None:
         after(owner, "synchronize", lambda result, *args: tell_synchronized("synchronize"))
     after(cuda.Stream, "synchronize", lambda _, s: tell_synchronized("stream-synchronize", s))
     after(cuda.Event, "synchronize", lambda _, e: tell_synchronized("event-synchronize", e))
-    after(cuda.Event, "query", tell_queried)
+    for owner in (cuda.Stream, cuda.Event):
+        after(owner, "query", tell_queried)
     after(cuda.Event, "record", lambda _, e, s=None: tell_recorded(e, stream_number(s)))
+    after(cuda.Event, "wait", lambda _, e, s=None: tell_awaited(e, stream_number(s)))
     for name in ("numpy", "tolist"):
         replace(torch.Tensor, name, _telling(getattr(torch.Tensor, name)))
 
 
-def tell_queried(done: bool, event: Any) -> None:
-    """Say that an event was found to have happened, without a wait."""
+def tell_queried(done: bool, subject: Any) -> None:
+    """Say that an event or a stream was found done, without a wait."""
     if done:
-        for hearer in _hearers:
-            hearer.synchronized("", event)
+        tell_synchronized("", subject)
 
 
 def watch_prints(replace: Callable[[Any, str, Any], Any]) -> None:

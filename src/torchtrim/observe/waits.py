@@ -47,6 +47,14 @@ class _Flight(NamedTuple):
     watch: weakref.ref[Any]
 
 
+class _Join(NamedTuple):
+    """From `serial` on a stream is behind what was queued on another until `until`."""
+
+    serial: int
+    stream: int
+    until: int
+
+
 class Waits:
     """Asks the table about operators, and keeps track of copies that the host did not wait for.
 
@@ -60,12 +68,13 @@ class Waits:
         is_pinned: Callable[[Any], bool],
         note: Note,
     ) -> None:
-        self.copies = 0
+        self._clock = 0
         self._is_on_device = is_on_device
         self._is_pinned = is_pinned
         self._note = note
         self._downloads: dict[int, _Flight] = {}
         self._uploads: dict[int, _Flight] = {}
+        self._joins: dict[int, list[_Join]] = {}
         self._events: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
 
     def ask(
@@ -84,13 +93,15 @@ class Waits:
     ) -> None:
         """A copy was queued. `temporary`: its source was made for it, and is gone when it returns."""
         asked = self._asked(func, args, kwargs, result)
-        if not asked.args.get("non_blocking"):
-            return
         new = asked.name == _COPIES[0]
         source = asked.args["self" if new else "src"]
         target = result if new else asked.args["self"]
         down, up = self._is_on_device(source), self._is_on_device(target)
-        if down and not up:
+        if not down and not up:
+            self.touched(func, (source,), () if new else (target,), operator)
+        elif not asked.args.get("non_blocking"):
+            return
+        elif down and not up and (new or self._is_straight(target)):
             self._leave(self._downloads, target)
         elif up and not down and self._is_pinned(source):
             self._leave(self._uploads, source)
@@ -137,7 +148,18 @@ class Waits:
 
     def event_recorded(self, event: Any, stream: int) -> None:
         """An event was put behind what is queued on a stream."""
-        self._events[event] = (stream, self.copies)
+        self._clock += 1
+        self._events[event] = (stream, self._clock)
+
+    def event_awaited(self, event: Any, stream: int) -> None:
+        """A stream waits for an event."""
+        self._clock += 1
+        if (recorded := self._events.get(event)) is not None:
+            self._joins.setdefault(stream, []).append(_Join(self._clock, *recorded))
+
+    def _is_straight(self, target: Any) -> bool:
+        """Whether a copy to the host may be late: what is not pinned the driver waits for."""
+        return self._is_pinned(target) and bool(target.is_contiguous())
 
     def _asked(self, func: Any, args: Any, kwargs: Any, result: Any) -> Asked:
         bound = _bound(func, args, kwargs)
@@ -150,12 +172,12 @@ class Waits:
         """A copy into or out of a tensor of the host begins."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        self.copies += 1
+        self._clock += 1
 
         def freed(_: Any) -> None:
             flights.pop(key, None)
 
-        flights[key] = _Flight(stream_number(), self.copies, weakref.ref(storage, freed))
+        flights[key] = _Flight(stream_number(), self._clock, weakref.ref(storage, freed))
 
     def _lands(self, flights: dict[int, _Flight], tensor: Any) -> bool:
         """Whether a copy of the tensor was under way; it is told once."""
@@ -163,11 +185,17 @@ class Waits:
         return key is not None and flights.pop(key, None) is not None
 
     def _arrived(self, stream: int, until: int | None = None) -> None:
-        """What was queued on a stream is done: all of it, or what was when an event was recorded."""
+        """What was queued on a stream is done: all of it, or what was when an event was recorded.
+
+        So is what the stream had waited for by then.
+        """
         for flights in (self._downloads, self._uploads):
             for key, flight in list(flights.items()):
                 if flight.stream == stream and (until is None or flight.serial <= until):
                     del flights[key]
+        for join in self._joins.get(stream, ()):
+            if until is None or join.serial <= until:
+                self._arrived(join.stream, join.until)
 
 
 def rows_of(func: Any) -> tuple[Row, ...]:

@@ -9,7 +9,7 @@ from msgspec import Meta, Struct
 
 from torchtrim.records.allow import Allowed
 from torchtrim.records.certificate import Certificate
-from torchtrim.records.finding import Finding
+from torchtrim.records.finding import Finding, Source
 from torchtrim.records.plan import MemoryKind, Prediction, Technique
 
 Bytes = Annotated[int, Meta(ge=0)]
@@ -55,12 +55,34 @@ class Holder(Struct, frozen=True, kw_only=True):
     why: str
 
 
+class WaitSet(Struct, frozen=True, kw_only=True):
+    """Findings, by number, whose waits go together, and what the step would gain without them."""
+
+    findings: tuple[int, ...]
+    saves_ms: float
+
+
+class Waiting(Struct, frozen=True, kw_only=True):
+    """What waits cost a step on a device, in milliseconds. `bound`: what the step's time depends on.
+
+    The time is not the sum of the waits: where one goes, the next takes over what it waited for.
+    """
+
+    device: str
+    source: Source
+    step_ms: float
+    device_busy_ms: float
+    bound: str
+    all_saves_ms: float
+    sets: tuple[WaitSet, ...] = ()
+
+
 class Report(Struct, frozen=True, kw_only=True):
     """What a verb found. A field is null only where the verb does not measure it.
 
     `smallest_bytes` is the smallest feasible peak, where a budget was refused. `project` is the folder
     of the user's own source, `machine` the processor and its threads. `allowed` is what the
-    allow-list covers of the findings.
+    allow-list covers of the findings. `waiting` is null where nothing waits or no device is known.
     """
 
     schema_version: Literal[1] = 1
@@ -84,6 +106,7 @@ class Report(Struct, frozen=True, kw_only=True):
     certificate: Certificate | None = None
     notes: tuple[str, ...] = ()
     allowed: tuple[Allowed, ...] = ()
+    waiting: Waiting | None = None
 
 
 def schema() -> dict[str, object]:

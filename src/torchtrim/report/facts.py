@@ -49,6 +49,9 @@ class Headline:
     parts: tuple[str, ...]
 
 
+_NEARLY = 0.9
+
+
 def headline(report: Report) -> Headline:
     """The report in one line."""
     parts = (*_peak_parts(report), *_step_parts(report), *_failure_parts(report))
@@ -206,6 +209,44 @@ def price(finding: Finding) -> str:
         prices.reverse()
     source = f" {finding.source}" if prices and finding.source != "measured" else ""
     return ", ".join(prices) + source
+
+
+_BOUNDS = {
+    "waits": "most is to be gained from waits",
+    "host": "bound by the host",
+    "device": "bound by the device",
+    "loader": "bound by the loader",
+}
+
+
+def waiting_lines(report: Report) -> list[str]:
+    """What waits cost as a whole, and the smallest set of findings that gains nearly all of it."""
+    waiting = report.waiting
+    if waiting is None:
+        return []
+
+    def said(milliseconds: float) -> str:
+        return format_seconds(milliseconds / 1e3)
+
+    gain = f"{said(waiting.all_saves_ms)} less without waits" if waiting.all_saves_ms else ""
+    parts = [
+        f"step {said(waiting.step_ms)}, {gain or '0 ms expected from removing waits'}",
+        f"device busy {said(waiting.device_busy_ms)}",
+        _BOUNDS.get(waiting.bound, ""),
+    ]
+    told = ", ".join(part for part in parts if part)
+    lines = [f"{waiting.source}, {waiting.device.upper()}: {told}"]
+    near = [one for one in waiting.sets if one.saves_ms >= _NEARLY * waiting.all_saves_ms]
+    best = min(near, key=lambda one: len(one.findings), default=None)
+    if best is not None and waiting.all_saves_ms:
+        sites = ", ".join(_site(report.findings[number]) for number in best.findings)
+        lines.append(f"{said(best.saves_ms)} of it from {sites}")
+    return lines
+
+
+def _site(finding: Finding) -> str:
+    name = PurePath(finding.path.replace("\\", "/")).name
+    return f"{finding.code} {name}:{finding.line}" if name else finding.code
 
 
 def place(path: str, line: int, script: str = "") -> str:

@@ -44,6 +44,7 @@ def _page(report: Report, found: Sequence[Located], shown: int) -> str:
         "\n".join(f"* {escape(part)}" for part in head.parts),
         _figures(report),
         _findings(report, found, shown),
+        _lines("Waits", facts.waiting_lines(report)),
         _lines("Plan", map(facts.technique_line, report.plan.techniques if report.plan else ())),
         _lines(
             "Certificate", facts.certificate_lines(report.certificate) if report.certificate else ()

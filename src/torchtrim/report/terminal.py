@@ -105,6 +105,7 @@ def _tail(page: Page, room: Room) -> list[Text]:
     return [
         *_labelled(page, "plan", map(facts.technique_line, techniques), room.findings, room),
         *_labelled(page, "certificate", proof, len(proof), room),
+        *_labelled(page, "waits", facts.waiting_lines(report), 2, room),
         *_labelled(page, "note", report.notes, room.notes, room),
     ]
 

@@ -55,7 +55,8 @@ def _counts(report: TraceReport, width: int) -> Iterator[Text]:
     if report.replay_ms is not None and report.span_ms:
         error = report.replay_ms / report.span_ms - 1
         replayed = f"; the replay takes {report.replay_ms:,.1f} ms ({error:+.1%})"
-    yield from _labelled("took", f"{report.span_ms:,.1f} ms{replayed}", width)
+    device = f" on {report.device}" if report.device else ""
+    yield from _labelled("took", f"{report.span_ms:,.1f} ms{device}{replayed}", width)
     times = (
         f"device busy {report.device_busy_ms:,.1f} ms ({share:.0%}), "
         f"host waiting {report.host_waiting_ms:,.1f} ms"

@@ -12,6 +12,19 @@ from torchtrim.rules.places import Line, line_of
 from torchtrim.sync.table import row
 
 
+CODES = ("TT101", "TT102", "TT103", "TT104")
+"""The codes of waits. TT105 is about races, which wait for nothing."""
+
+
+def sync_numbers(profile: Profile, finding: Finding) -> tuple[int, ...]:
+    """The numbers of the syncs that a finding is about."""
+    return tuple(
+        number
+        for number, sync in enumerate(profile.syncs)
+        if _code(sync.row) == finding.code and _line(profile, sync) == (finding.path, finding.line)
+    )
+
+
 def waits_by_line(profile: Profile, code: str) -> dict[Line, list[Sync]]:
     """The waits that a rule reports, by the line that asked for them."""
     lines: dict[Line, list[Sync]] = defaultdict(list)
@@ -25,9 +38,7 @@ def waits_by_line(profile: Profile, code: str) -> dict[Line, list[Sync]]:
 def waits_in(profile: Profile) -> tuple[tuple[str, int, str, str, int], ...]:
     """Every line that waits, and how: path, line, what, row of the table, times. Races are no waits."""
     counts = Counter(
-        (_line(profile, sync), sync.row)
-        for sync in profile.syncs
-        if _code(sync.row) in ("TT101", "TT102", "TT103", "TT104")
+        (_line(profile, sync), sync.row) for sync in profile.syncs if _code(sync.row) in CODES
     )
     return tuple(
         (line.path, line.line, row(name).what, name, count)

@@ -197,12 +197,10 @@ class _Builder:
         extra, floor = event.ts - expected, 0.0
         if extra <= _NOISE_US:
             extra = 0.0
-        elif before is None and launch.time + _OUTSIDE_US < event.ts:
+        elif (other := self.ends.just_before(work, _NOISE_US)) is not None:
+            after, extra = (*after, other), 0.0
+        elif before is None:
             extra, floor = 0.0, event.ts
-        else:
-            other = self.ends.just_before(work, _NOISE_US)
-            if other is not None:
-                after, extra = (*after, other), 0.0
         return Activity(
             work.number,
             self._stream(work),

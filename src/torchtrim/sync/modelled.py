@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from msgspec import Struct
@@ -21,10 +22,8 @@ _GAP_US = 1.5
 
 
 class ModelledWait(Struct, frozen=True, kw_only=True):
-    """A place that waits. `syncs` are the numbers of the profile's syncs there; times in milliseconds."""
+    """A site that waits. `syncs` are the numbers of the profile's syncs there; times in milliseconds."""
 
-    place: int
-    row: str
     syncs: tuple[int, ...]
     wait_ms: float
     saves_alone_ms: float | None
@@ -43,26 +42,27 @@ class Modelled(Struct, frozen=True, kw_only=True):
     bound: str
 
 
-def price_syncs(profile: Profile, device: Device) -> Modelled:
+def price_syncs(
+    profile: Profile, device: Device, sites: Sequence[Sequence[int]] | None = None
+) -> Modelled:
     """Price every wait of the profile on the device, alone and in sets.
 
-    One thread gives out the operators in their order to one stream. Copies that race are no waits.
+    `sites` are the syncs that go together, by number; by default those of one line and row. One thread
+    gives out the operators in their order to one stream. Copies that race are no waits.
     """
     times = estimate(profile, device)
-    groups = _groups(profile)
+    groups = _groups(profile) if sites is None else sites
     program = _program(profile, device, times, groups)
     base = replay(program)
     order = sorted(range(len(groups)), key=lambda i: -base.waited.get(i, 0.0))
     prices = price(program, order)
     waits = tuple(
         ModelledWait(
-            place=place,
-            row=row,
             syncs=tuple(numbers),
             wait_ms=base.waited.get(i, 0.0) / 1e3,
             saves_alone_ms=prices.alone[i] / 1e3 if i in prices.alone else None,
         )
-        for i, ((place, row), numbers) in enumerate(groups.items())
+        for i, numbers in enumerate(groups)
     )
     return Modelled(
         device=device.name,
@@ -75,20 +75,20 @@ def price_syncs(profile: Profile, device: Device) -> Modelled:
     )
 
 
-def _groups(profile: Profile) -> dict[tuple[int, str], list[int]]:
+def _groups(profile: Profile) -> list[list[int]]:
     """Syncs by the line that asked for them and the row that says why they wait."""
     found: dict[tuple[int, str], list[int]] = {}
     for number, sync in enumerate(profile.syncs):
         if not sync.row.startswith(_RACES):
             place = sync.caller if sync.caller >= 0 else sync.place
             found.setdefault((place, sync.row), []).append(number)
-    return found
+    return list(found.values())
 
 
 def _program(
-    profile: Profile, device: Device, times: Estimate, groups: dict[tuple[int, str], list[int]]
+    profile: Profile, device: Device, times: Estimate, groups: Sequence[Sequence[int]]
 ) -> Program:
-    site_of = {sync: site for site, numbers in enumerate(groups.values()) for sync in numbers}
+    site_of = {sync: site for site, numbers in enumerate(groups) for sync in numbers}
     waiting = _after(profile)
     program = Program(lanes=1, streams=1, activities=len(profile.operators), tails=[0.0])
     last = -1

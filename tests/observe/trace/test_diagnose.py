@@ -1,5 +1,7 @@
 """Files and folders -> one report."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,3 +47,15 @@ def test_lines_are_looked_up_in_the_source(tmp_path: Path) -> None:
     without, found = diagnose_traces([path]), diagnose_traces([path], source=source)
     assert (without.sites[0].line, without.sites[0].exact) == (10, False)
     assert (found.sites[0].line, found.sites[0].exact) == (12, True)
+
+
+def test_it_needs_no_torch() -> None:
+    code = (
+        "import sys, torchtrim.observe.trace, torchtrim.sync.modelled, torchtrim.report.trace_text"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}; print('torch' in sys.modules)"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.strip() == "False"

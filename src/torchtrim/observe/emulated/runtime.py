@@ -155,7 +155,10 @@ class Runtime:
         yield torch.accelerator, self._accelerator()
         yield torch.accelerator.memory, self._memory()
         yield torch.backends.cuda, {"is_built": _true}
-        yield torch.backends.cudnn, {"is_available": _true, "version": lambda: 91900}
+        yield (
+            torch.backends.cudnn,
+            {"is_available": _true, "is_acceptable": _false, "version": lambda: 91900},
+        )
         yield torch.version, {"cuda": "13.0"}
         yield torch.distributed, {"is_nccl_available": _false}
 

@@ -11,7 +11,12 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from torchtrim.observe.calls import tell_queried, tell_recorded, tell_synchronized
+from torchtrim.observe.calls import (
+    tell_awaited,
+    tell_queried,
+    tell_recorded,
+    tell_synchronized,
+)
 from torchtrim.observe.emulated.tags import DEVICE
 
 _NUMBERS = itertools.count(1)
@@ -33,6 +38,7 @@ class Stream:
 
     def query(self) -> bool:
         """Whether all its work is done."""
+        tell_queried(True, self)
         return True
 
     def is_capturing(self) -> bool:
@@ -41,9 +47,11 @@ class Stream:
 
     def wait_stream(self, stream: Any) -> None:
         """Have work queued later wait for a stream."""
+        self.wait_event(stream.record_event())
 
     def wait_event(self, event: Any) -> None:
         """Have work queued later wait for an event."""
+        event.wait(self)
 
     def record_event(self, event: Any = None) -> Any:
         """An event after the work queued so far."""
@@ -89,6 +97,7 @@ class Event:
 
     def wait(self, stream: Any = None) -> None:
         """Have work queued later on a stream wait for this event."""
+        tell_awaited(self, (stream if stream is not None else current_stream()).stream_id)
 
     def synchronize(self) -> None:
         """Wait for the event."""

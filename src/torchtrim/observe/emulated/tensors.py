@@ -87,7 +87,9 @@ def patch_moves(patches: Patches, mover: Mover) -> None:
         return own_copy(self, src, non_blocking)
 
     def parse_to(*args: Any, **kwargs: Any) -> Any:
-        """For `Module.to`, which may be given a tensor to be like."""
+        """For `Module.to`, which may be given the number of a device, or a tensor to be like."""
+        if args and isinstance(args[0], int) and is_cuda(args[0]):
+            args = (DEVICE, *args[1:])
         found = own_parse(*args, **kwargs)
         like = args[0] if args else kwargs.get("other")
         if isinstance(like, torch.Tensor) and tags.on_device(like):

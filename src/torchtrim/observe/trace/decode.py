@@ -56,7 +56,7 @@ class Decoded(Struct):
     notes: list[str]
 
 
-def decode(data: bytes, source: str) -> Decoded:
+def decode(data: bytes | bytearray, source: str) -> Decoded:
     """The events. Raises `UnreadableInput` for what is no trace, or has more than 12 million objects."""
     if data.count(b"{") > MOST_OBJECTS:
         raise UnreadableInput(
@@ -73,7 +73,7 @@ def decode(data: bytes, source: str) -> Decoded:
             ) from None
 
 
-def _decode(data: bytes, source: str, notes: list[str]) -> Decoded:
+def _decode(data: bytes | bytearray, source: str, notes: list[str]) -> Decoded:
     try:
         return _readable(data, source, notes)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -92,7 +92,7 @@ def _decode(data: bytes, source: str, notes: list[str]) -> Decoded:
     return _recovered(without, source, notes, wrong)
 
 
-def _recovered(data: bytes, source: str, notes: list[str], wrong: Exception) -> Decoded:
+def _recovered(data: bytes | bytearray, source: str, notes: list[str], wrong: Exception) -> Decoded:
     """A file that ends in the middle, read up to its last whole event."""
     if data.rstrip()[-1:] in (b"}", b"]") and "truncated" not in str(wrong):
         raise _no_trace(source, wrong)
@@ -119,7 +119,7 @@ def _no_trace(source: str, error: Exception) -> UnreadableInput:
     )
 
 
-def _readable(data: bytes, source: str, notes: list[str]) -> Decoded:
+def _readable(data: bytes | bytearray, source: str, notes: list[str]) -> Decoded:
     bare = data[:64].lstrip()[:1] == b"["
     try:
         events = _bare(data) if bare else msgspec.json.decode(data, type=_File).events
@@ -130,11 +130,11 @@ def _readable(data: bytes, source: str, notes: list[str]) -> Decoded:
     return Decoded(events, Meta() if bare else _meta(data), notes)
 
 
-def _bare(data: bytes) -> list[Event]:
+def _bare(data: bytes | bytearray) -> list[Event]:
     return msgspec.json.decode(data, type=list[Event])
 
 
-def _tolerant(data: bytes, bare: bool, notes: list[str]) -> list[Event]:
+def _tolerant(data: bytes | bytearray, bare: bool, notes: list[str]) -> list[Event]:
     if bare:
         raw = msgspec.json.decode(data, type=list[msgspec.Raw])
     else:
@@ -153,7 +153,7 @@ def _tolerant(data: bytes, bare: bool, notes: list[str]) -> list[Event]:
     return events
 
 
-def _meta(data: bytes) -> Meta:
+def _meta(data: bytes | bytearray) -> Meta:
     try:
         meta = msgspec.json.decode(data, type=Meta)
         names = [name for name in _VERSIONS if name.encode() in data]

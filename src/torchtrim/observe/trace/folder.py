@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 
 from torchtrim.errors import UsageError
 
 MOST_FILES = 64
+MOST_ENTRIES = 100_000
 _TENSORBOARD = (".pt.trace.json", ".pt.trace.json.gz")
 _ANY = (".json", ".json.gz")
 
@@ -15,7 +17,8 @@ def find_traces(paths: list[Path]) -> list[Path]:
     """The traces that the paths name, folders looked into; at most 64.
 
     In a folder those of `tensorboard_trace_handler` (`*.pt.trace.json[.gz]`) are taken where there are
-    any, else every `*.json[.gz]`. Raises `UsageError` where there is none, or more.
+    any, else every `*.json[.gz]`, among the first 100,000 entries. Raises `UsageError` where there is
+    none, or more.
     """
     found: list[Path] = []
     for path in paths:
@@ -29,7 +32,8 @@ def find_traces(paths: list[Path]) -> list[Path]:
 
 
 def _inside(folder: Path) -> list[Path]:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    entries = list(islice(folder.rglob("*"), MOST_ENTRIES))
+    files = sorted(path for path in entries if path.is_file())
     for endings in (_TENSORBOARD, _ANY):
         found = [path for path in files if path.name.endswith(endings)]
         if found:

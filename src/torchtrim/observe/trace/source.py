@@ -15,7 +15,7 @@ _RATIO_FROM = 2**26
 _MOST_RATIO = 250
 
 
-def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
+def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes | bytearray:
     """The trace's JSON. Raises `UnreadableInput` for what is missing, damaged or larger than `most` bytes.
 
     Gzip is known by its first bytes, not by the name. JSON of a profiler shrinks 15 to 40 times; what
@@ -29,19 +29,17 @@ def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
     return _unpacked(data, path, most) if data.startswith(_GZIP) else data
 
 
-def _unpacked(data: bytes, path: Path, most: int) -> bytes:
-    pieces: list[bytes] = []
-    size, rest = 0, data
+def _unpacked(data: bytes, path: Path, most: int) -> bytearray:
+    unpacked = bytearray()
+    rest = data
     while rest.startswith(_GZIP):
         stream = zlib.decompressobj(wbits=31)
         while not stream.eof:
-            piece = _piece(stream, rest, path, size)
+            unpacked += _piece(stream, rest, path, len(unpacked))
             rest = stream.unconsumed_tail
-            size += len(piece)
-            _check_size(size, len(data) - len(rest), path, most)
-            pieces.append(piece)
+            _check_size(len(unpacked), len(data) - len(rest), path, most)
         rest = stream.unused_data.lstrip(b"\0")
-    return b"".join(pieces)
+    return unpacked
 
 
 def _piece(stream: zlib._Decompress, rest: bytes, path: Path, size: int) -> bytes:

@@ -1,0 +1,78 @@
+"""What the waits of an emulated step would cost on the device that it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from msgspec.structs import replace
+
+from torchtrim.records.finding import Finding
+from torchtrim.records.profile import Profile, is_emulated
+from torchtrim.records.report import Waiting, WaitSet
+from torchtrim.rules.waits import CODES, sync_numbers
+from torchtrim.sync.devices import Device, device_named
+from torchtrim.sync.modelled import Modelled, price_syncs
+
+_DEFAULT = "a100"
+_NOTHING = 0.003
+_MOVES = "; without it alone the next wait takes over, 0 ms expected"
+
+
+def priced(
+    profile: Profile, findings: Iterable[Finding]
+) -> tuple[tuple[Finding, ...], Waiting | None]:
+    """The findings, those that wait with what the step would gain without them alone; and what sets gain.
+
+    Only an emulated step is priced: a real one was measured. The dearest come first.
+    """
+    found = tuple(findings)
+    waiting = [finding for finding in found if finding.code in CODES]
+    if not is_emulated(profile.device) or not waiting:
+        return found, None
+    device = _device(profile)
+    sites = [sync_numbers(profile, finding) for finding in waiting]
+    model = price_syncs(profile, device, sites)
+    prices = {id(f): wait.saves_alone_ms for f, wait in zip(waiting, model.waits, strict=True)}
+    ordered = sorted(found, key=lambda finding: _order(profile, model, finding, prices))
+    places = {id(finding): number for number, finding in enumerate(ordered)}
+    sets = tuple(
+        WaitSet(findings=tuple(sorted(places[id(waiting[i])] for i in chosen)), saves_ms=gain)
+        for chosen, gain in model.sets
+    )
+    least = _NOTHING * model.step_ms
+    told = tuple(_told(finding, prices.get(id(finding)), least) for finding in ordered)
+    return told, _waiting(device, model, sets)
+
+
+def _waiting(device: Device, model: Modelled, sets: tuple[WaitSet, ...]) -> Waiting:
+    return Waiting(
+        device=device.name,
+        source="modelled",
+        step_ms=model.step_ms,
+        device_busy_ms=model.device_busy_ms,
+        bound=model.bound,
+        all_saves_ms=model.all_saves_ms,
+        sets=sets,
+    )
+
+
+def _told(finding: Finding, price: float | None, least: float) -> Finding:
+    """With its price; one below `least`, a few thousandths of the step, is said to be nothing."""
+    if price is None:
+        return finding
+    moves = _MOVES if price < least else ""
+    return replace(finding, price_ms=price, message=finding.message + moves, source="modelled")
+
+
+def _order(
+    profile: Profile, model: Modelled, finding: Finding, prices: dict[int, float | None]
+) -> tuple[float, int, str, str, int]:
+    """By share of the modelled step's time, or of the peak."""
+    time = (prices.get(id(finding)) or 0.0) / max(model.step_ms, 1e-9)
+    memory = (finding.price_bytes or 0) / max(profile.peak_bytes, 1)
+    dearest = -max(time, memory)
+    return dearest, -finding.count_per_step, finding.code, finding.path, finding.line
+
+
+def _device(profile: Profile) -> Device:
+    return device_named(profile.device.partition(" ")[2] or _DEFAULT)

@@ -1,0 +1,61 @@
+"""Waits of an emulated step are priced on the device that it stands for, alone and together."""
+
+import pytest
+
+from profiles import Step, use
+from torchtrim.records.profile import Profile
+from torchtrim.rules.prices import priced
+from torchtrim.rules.registry import diagnose
+
+
+def two_reads(device: str) -> Profile:
+    """A long product, a read of it on each of two lines, and much work for the host after them."""
+    step = Step(device)
+    weight = step.alive("parameter", 4)
+    square = use(weight, "float32", (8192, 8192))
+    step.op("aten::mm", square, square, mutates=(weight,), line=1)
+    for line in (2, 3):
+        read = step.op("aten::_local_scalar_dense", use(weight, "float32", (1,)), line=line)
+        step.sync("item", read)
+    for _ in range(500):
+        step.op("aten::view", square, line=4)
+    return step.profile()
+
+
+def test_a_real_step_is_not_modelled() -> None:
+    profile = two_reads("cuda:0")
+    assert priced(profile, diagnose(profile)) == (diagnose(profile), None)
+
+
+def test_a_step_without_waits_is_not_modelled() -> None:
+    profile = Step("emulated").profile()
+    assert priced(profile, ()) == ((), None)
+
+
+def test_alone_the_wait_moves_and_together_it_goes() -> None:
+    profile = two_reads("emulated h100")
+    findings, waiting = priced(profile, diagnose(profile, ["TT1"]))
+    assert waiting is not None
+    assert waiting.device == "h100"
+    alone = [finding.price_ms for finding in findings]
+    assert all(price is not None and price < 0.1 for price in alone)
+    assert waiting.all_saves_ms > 2
+    assert waiting.sets[0].findings == (0, 1)
+    assert waiting.sets[0].saves_ms == pytest.approx(waiting.all_saves_ms)
+    assert {finding.source for finding in findings} == {"modelled"}
+    assert any("0 ms expected" in finding.message for finding in findings)
+
+
+def test_where_no_device_is_named_it_is_an_a100() -> None:
+    profile = two_reads("emulated")
+    _, waiting = priced(profile, diagnose(profile))
+    assert waiting is not None
+    assert waiting.device == "a100"
+
+
+def test_sets_name_findings_in_their_new_order() -> None:
+    profile = two_reads("emulated t4")
+    findings, waiting = priced(profile, reversed(diagnose(profile)))
+    assert waiting is not None
+    for chosen in waiting.sets:
+        assert all(findings[number].code == "TT101" for number in chosen.findings)
