@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtrim.observe.calls import heard_by, watch_device, watch_prints
+from torchtrim.observe.debug_mode import SyncCounter
 from torchtrim.observe.emulated.device import current
 from torchtrim.observe.modes import enter_below, is_composite, leave
 from torchtrim.observe.places import ENGINE, Places, Spot, is_in_function, line_of
@@ -138,6 +139,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._call = self._emulation.accelerator.call if self._emulation is not None else _plainly
         self._waits = self._watch_waits()
         self._node: Any = None
+        self._seen: SyncCounter | None = None
+        self._told = 0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -199,6 +202,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         watch_prints(self._replace)
         if self._emulation is None:
             watch_device(self._replace)
+            self._seen = SyncCounter()
+            self._undo.enter_context(self._seen.counting())
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
         self._undo.callback(setattr, owner, name, getattr(owner, name))
@@ -295,8 +300,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if waits.in_flight() and not known.copies:
             written = [args[at] for at, _ in known.written if at < len(args)]
             waits.touched(func, _plain_among(args), _plain_among(written), index)
-        if known.rows:
-            waits.ask(known.rows, func, args, kwargs, result, index)
+        told = waits.ask(known.rows, func, args, kwargs, result, index) if known.rows else 0
+        if self._seen is not None:
+            waits.seen(self._seen.count - self._told, told, index)
+            self._told = self._seen.count
         if known.copies:
             temporary = self._is_temporary(index)
             waits.copied(func, args, kwargs, result, index, temporary=temporary)

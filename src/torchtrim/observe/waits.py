@@ -13,6 +13,7 @@ from torchtrim.sync.hidden import BACKWARD
 from torchtrim.sync.row import Row
 from torchtrim.sync.table import rows_for
 
+UNLISTED = "unlisted"
 ASYNC_READ = "async-read"
 ASYNC_SOURCE = "async-source"
 _VERSION = str(torch.__version__)
@@ -79,14 +80,20 @@ class Waits:
 
     def ask(
         self, rows: tuple[Row, ...], func: Any, args: Any, kwargs: Any, result: Any, operator: int
-    ) -> None:
-        """Note the operator as often as the rows say that it waits."""
+    ) -> int:
+        """Note the operator as often as the rows say that it waits; how often that is."""
         asked = self._asked(func, args, kwargs, result)
         noted = [RawSync(row.name, operator) for row in rows for _ in range(row.waits(asked))]
         for sync in noted:
             self._note(sync)
         if noted:
             self._arrived(stream_number())
+        return len(noted)
+
+    def seen(self, count: int, told: int, operator: int) -> None:
+        """CUDA saw `count` waits of an operator, and the table told `told`: note what is over."""
+        for _ in range(count - told):
+            self._note(RawSync(UNLISTED, operator))
 
     def copied(
         self, func: Any, args: Any, kwargs: Any, result: Any, operator: int, *, temporary: bool

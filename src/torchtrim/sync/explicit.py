@@ -73,6 +73,14 @@ BARRIER = _call(
     ),
 )
 
+UNLISTED = _call(
+    "unlisted",
+    "An operator that CUDA saw waiting, and this table does not know",
+    "on a GPU only, where `torch.cuda.set_sync_debug_mode` warned of it",
+    "Look at the operator's arguments; a row for it would be welcome.",
+    pytorch("c10/cuda/CUDAFunctions.h", 106, "the copy that waits, and warns"),
+)
+
 ASYNC_READ = Row(
     name="async-read",
     code="TT105",
@@ -101,4 +109,4 @@ ASYNC_SOURCE = Row(
     advice="Use two buffers in turn, each with an event.",
 )
 
-ROWS = (SYNCHRONIZE, STREAM, EVENT, EMPTY_CACHE, GRAPH, BARRIER, ASYNC_READ, ASYNC_SOURCE)
+ROWS = (SYNCHRONIZE, STREAM, EVENT, EMPTY_CACHE, GRAPH, BARRIER, UNLISTED, ASYNC_READ, ASYNC_SOURCE)

@@ -36,7 +36,7 @@ def test_the_battery_is_large() -> None:
     assert set(more.OPTIMIZERS) <= set(SNIPPETS)
 
 
-@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 @pytest.mark.parametrize("name", SNIPPETS)
 def test_a_snippet_computes_what_it_does_on_the_cpu(name: str) -> None:
     expected = run(name, "cpu")
