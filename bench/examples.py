@@ -12,4 +12,4 @@ _FOLDER = Path(__file__).parent.parent / "examples"
 
 def script(name: str) -> Script:
     """One example as it stands."""
-    return Script(str(_FOLDER / f"{name}.py"))
+    return Script(str(_FOLDER / f"{name}.py"), device="cpu")

@@ -111,7 +111,7 @@ def draw(before: Profile, after: Profile, budget: int) -> str:
 
 def main() -> None:
     """Run the example, and write the picture."""
-    script = Script(str(HERE.parent / "examples/charlm.py"))
+    script = Script(str(HERE.parent / "examples/charlm.py"), device="cpu")
     result = optimize_report(script, "60%", Request())
     assert result.before is not None
     assert result.after is not None

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torchtrim.errors import Unsupported as Unsupported
     from torchtrim.errors import UsageError as UsageError
     from torchtrim.observe.emulated import emulate as emulate
+    from torchtrim.observe.trace import diagnose_traces as diagnose_traces
     from torchtrim.observe.script import Script as Script
     from torchtrim.observe.workload import Inference as Inference
     from torchtrim.observe.workload import TrainStep as TrainStep
@@ -48,6 +49,7 @@ _HOMES = {
         "UsageError",
     ),
     "torchtrim.observe.emulated": ("emulate",),
+    "torchtrim.observe.trace": ("diagnose_traces",),
     "torchtrim.observe.script": ("Script",),
     "torchtrim.observe.workload": ("Inference", "TrainStep"),
     "torchtrim.records": ("Certificate", "Finding", "Plan", "Profile"),

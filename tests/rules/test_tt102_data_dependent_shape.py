@@ -11,7 +11,7 @@ def test_a_mask_waits_in_forward_and_again_in_backward() -> None:
     step.sync("mask-assign", spread)
     (finding,) = check(step.profile())
     assert (finding.code, finding.line, finding.count_per_step) == ("TT102", 9, 2)
-    assert "aten::index, aten::index_put in backward" in finding.message
+    assert "index, index_put in backward" in finding.message
     assert finding.cure is not None
     assert "torch.where" in finding.cure.reason
 

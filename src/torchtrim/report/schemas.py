@@ -11,8 +11,14 @@ from typing import Any
 import msgspec
 
 from torchtrim.records import Plan, Profile, Report
+from torchtrim.records.trace import TraceReport
 
-_RECORDS: dict[str, type[msgspec.Struct]] = {"report": Report, "profile": Profile, "plan": Plan}
+_RECORDS: dict[str, type[msgspec.Struct]] = {
+    "report": Report,
+    "profile": Profile,
+    "plan": Plan,
+    "trace": TraceReport,
+}
 
 
 def schemas() -> Mapping[str, bytes]:

@@ -64,8 +64,8 @@ def waiting_finding(
         path=line.path,
         line=line.line,
         end_line=line.line,
-        message=f"{what}: the host waits for the device {times(len(syncs))} a step{cost} "
-        f"({', '.join(_counted(profile, syncs))})",
+        message=f"waits at {', '.join(_counted(profile, syncs))}: {what}, "
+        f"{times(len(syncs))} a step{cost}",
         count_per_step=len(syncs),
         price_ms=price,
         source="measured" if price is not None else "modelled",
@@ -106,7 +106,7 @@ def _line(profile: Profile, sync: Sync) -> Line:
 
 
 def _counted(profile: Profile, syncs: Sequence[Sync]) -> Iterator[str]:
-    """`aten::index`, `2 x aten::index_put in backward`, `synchronize`."""
+    """`index`, `2 x index_put in backward`, `synchronize`."""
     counts = Counter(
         (_name(profile, sync), " in backward" if sync.phase == "backward" else "") for sync in syncs
     )
@@ -115,4 +115,6 @@ def _counted(profile: Profile, syncs: Sequence[Sync]) -> Iterator[str]:
 
 
 def _name(profile: Profile, sync: Sync) -> str:
-    return base_name(profile.operators[sync.operator].name) if sync.operator >= 0 else sync.row
+    if sync.operator < 0:
+        return sync.row
+    return base_name(profile.operators[sync.operator].name).rpartition("::")[2].strip("_")

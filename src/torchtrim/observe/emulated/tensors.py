@@ -97,7 +97,7 @@ def patch_moves(patches: Patches, mover: Mover) -> None:
         return found
 
     own_to = patches.replace(Tensor, "to", _overridable(to))
-    own_type = patches.replace(Tensor, "type", _overridable(type_))
+    own_type = patches.replace(Tensor, "type", _overridable(type_, "type"))
     own_copy = patches.replace(Tensor, "copy_", _overridable(copy_))
     own_parse = patches.replace(torch._C._nn, "_parse_to", parse_to)
     patches.replace(Tensor, "cuda", _overridable(cuda))
@@ -206,8 +206,9 @@ def patch_exchange(patches: Patches, tags: Tags) -> None:
     patches.replace(torch, "from_dlpack", from_dlpack)
 
 
-def _overridable(method: Any) -> Any:
+def _overridable(method: Any, name: str | None = None) -> Any:
     """A method that subclasses and modes with `__torch_function__` see, as they see torch's own."""
+    method.__name__ = name or method.__name__
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
