@@ -155,7 +155,7 @@ def _transients(recorder: Recorder, watched: Watched) -> list[int]:
     lives = recorder.storages.lives
     made = [
         sum(
-            lives[number].bytes
+            recorder.storages.counted_bytes(lives[number])
             for number in {use[0] for use in op.outputs}
             if lives[number].birth == i
         )
@@ -172,7 +172,7 @@ def _storages(recorder: Recorder, operators: list[Operator]) -> list[Storage]:
     last = len(operators)
     return [
         Storage(
-            bytes=life.bytes,
+            bytes=recorder.storages.counted_bytes(life),
             kind=_kind(life, operators, readers[number]),
             birth=min(life.birth, last - 1),
             death=life.death if life.death >= 0 else last,

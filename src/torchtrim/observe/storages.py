@@ -103,6 +103,10 @@ class Storages:
         """Whether the storage lies on a device whose bytes are counted: `"cuda"` is any of them."""
         return life.device.startswith(self._counted)
 
+    def counted_bytes(self, life: Life) -> int:
+        """Bytes of a storage, none where its device is not counted."""
+        return life.bytes if self.counts(life) else 0
+
     def note_peak(self) -> None:
         """Count what is alive now towards the peak."""
         if self.live_bytes > self.peak_bytes:

@@ -62,6 +62,9 @@ class Operator(Struct, frozen=True, array_like=True):
 class Storage(Struct, frozen=True, array_like=True):
     """A block of memory, alive during operators `birth <= i < death`.
 
+    `bytes` are those of the memory that the profile is about: in a profile of a GPU's, what lies on the
+    host has none.
+
     `birth` is -1 for what was alive before the step; `death` is the number of operators for what
     outlives it. `name` is the parameter's, buffer's or state's, else empty.
     """

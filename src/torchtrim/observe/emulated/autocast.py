@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from torchtrim.observe.emulated.patches import Patches
 from torchtrim.observe.emulated.tags import Tags
@@ -30,14 +30,21 @@ TO_FLOAT = (
     *("_upsample_nearest_exact2d", "upsample_nearest3d", "_upsample_nearest_exact3d"),
     *("upsample_linear1d", "upsample_bilinear2d", "_upsample_bilinear2d_aa"),
     *("upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bicubic2d_aa"),
+    *("norm.Scalar", "norm.ScalarOpt_dim"),
 )
 TO_FLOAT_IF_UNSAID = (
     *("prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum"),
     *("linalg_vector_norm", "linalg_matrix_norm", "linalg_matrix_norm.str_ord"),
     *("sum", "sum.dim_IntList"),
 )
-TO_LOW = ("prelu", "addmv", "addr", "mv")
+TO_LOW = (
+    *("prelu", "addmv", "addr", "mv", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
+)
 """What the device computes in low precision and the CPU's own autocast leaves alone."""
+TO_WIDEST = (
+    *("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler"),
+    *("index_put", "tensordot", "scatter_add"),
+)
 _HALVES = (torch.float16, torch.bfloat16)
 _AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU)
 
@@ -110,6 +117,7 @@ class Autocast:
             (TO_FLOAT, self._in_float),
             (TO_FLOAT_IF_UNSAID, self._in_float_if_unsaid),
             (TO_LOW, self._in_low),
+            (TO_WIDEST, self._in_widest),
         ):
             for name in names:
                 with warnings.catch_warnings():
@@ -126,6 +134,17 @@ class Autocast:
             return tensor.to(torch.get_autocast_dtype("cuda"))
 
         return self._cast(func, low)
+
+    def _in_widest(self, func: Any) -> Callable[..., Any]:
+        """In low precision, unless one of the tensors has more."""
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            given = [value for value in tree_leaves(args) if isinstance(value, torch.Tensor)]
+            wide = any(one.dtype == torch.float32 and self._tags.on_device(one) for one in given)
+            chosen = torch.float32 if wide else torch.get_autocast_dtype("cuda")
+            return self._cast(func, lambda tensor: tensor.to(chosen))(*args, **kwargs)
+
+        return kernel
 
     def _in_float_if_unsaid(self, func: Any) -> Callable[..., Any]:
         def kernel(tensor: torch.Tensor, *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
