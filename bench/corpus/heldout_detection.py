@@ -12,6 +12,7 @@ from bench.corpus.sources import (
     BINS_HIGH,
     BINS_LOW,
     COPY,
+    ELEMENT,
     ELEMENTWISE,
     EXPAND,
     FILL_PATH,
@@ -36,8 +37,7 @@ from bench.corpus.sources import (
 )
 
 _DISTANCE = aten("cuda/DistanceKernel.cu", 241, "launches a kernel and returns")
-_UNRAVEL = line("torch/functional.py", 2003, "a tensor of factors, and one of sizes, on the device")
-_COPY_TO = line("aten/src/ATen/TensorIndexing.h", 434, "the rows are copied into the slice")
+_UNRAVEL = line("torch/functional.py", 2004, "a tensor of factors, and one of sizes, on the device")
 
 
 def _rand(*shape: int) -> torch.Tensor:
@@ -192,7 +192,7 @@ def targets_given_to_cells() -> Body:
     return body
 
 
-@snippet(1, COPY, _COPY_TO)
+@snippet(1, COPY, ELEMENT)
 def sizes_put_into_a_gain() -> Body:
     gain, feature = torch.ones(7, device="cuda"), torch.empty(2, 3, 4, 5)
 
@@ -456,7 +456,7 @@ def images_mixed_in_a_device_order() -> Body:
     return body
 
 
-@snippet(2, COPY, _COPY_TO)
+@snippet(2, COPY, ELEMENT)
 def patches_erased_by_host_noise() -> Body:
     images = _rand(2, 3, 8, 8)
 

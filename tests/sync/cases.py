@@ -109,6 +109,17 @@ def _reads() -> dict[str, list[Case]]:
             (_observed(per_row_fake_quant=True), 1),
             (_observed(per_row_fake_quant=False), 0),
         ],
+        "sorter-range": [
+            (_sorted(ROWS3, ROWS3), 2),
+            (_sorted(None), 0),
+            (_sorted(EMPTY, EMPTY), 0),
+        ],
+        "padding-mask": [
+            (ask("aten::_nested_tensor_from_mask_left_aligned", X, MASK, t=X, mask=MASK), 1),
+            (ask("aten::_nested_tensor_from_mask", X, MASK, t=X, mask=MASK, mask_check=False), 1),
+            (ask("aten::_nested_tensor_from_mask", X, MASK, t=X, mask=MASK), 2),
+            (ask("aten::_nested_tensor_from_mask", t=X, mask=MASK), 0),
+        ],
         "zero-points": [
             (ask("aten::quantize_per_channel", X, ROWS3, self=X, zero_points=ROWS3), 2),
             (ask("aten::quantize_per_channel", self=X, zero_points=ROWS3), 0),
@@ -119,6 +130,11 @@ def _reads() -> dict[str, list[Case]]:
 def _mode(length: int) -> Asked:
     values = torch.zeros(2, length)
     return ask("aten::mode", values, self=values)
+
+
+def _sorted(sorter: Tensor | None, *device: Tensor) -> Asked:
+    table = torch.arange(3.0)
+    return ask("aten::searchsorted.Tensor", *(table, *device), sorted_sequence=table, sorter=sorter)
 
 
 def _observed(**more: Any) -> Asked:
@@ -317,6 +333,7 @@ def _uploads() -> dict[str, list[Case]]:
         "ctc-loss-targets": [
             (ask("aten::_ctc_loss", X, ROWS3, log_probs=X, targets=ROWS3), 1),
             (ask("aten::_ctc_loss", X, log_probs=X, targets=ROWS3), 0),
+            (_lengths(ROWS3, MANY, device=(X, ROWS3)), 2),
         ],
         "ctc-loss-read-lengths": [
             (_lengths(ROWS3, MANY, device=(X, ROWS3, MANY)), 2),

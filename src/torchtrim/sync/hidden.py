@@ -12,9 +12,7 @@ from torchtrim.sync.sources import native, pytorch
 _MANUAL = "torch/csrc/autograd/FunctionsManual.cpp"
 
 
-def _hidden(
-    name: str, code: str, what: str, when: str, advice: str, *evidence: Evidence
-) -> Row:
+def _hidden(name: str, code: str, what: str, when: str, advice: str, *evidence: Evidence) -> Row:
     return Row(
         name=name,
         code=code,

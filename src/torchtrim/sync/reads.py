@@ -46,6 +46,17 @@ def _zero_points(ask: Ask) -> int:
     return 2 if on_device(ask, ask.args["zero_points"]) else 0
 
 
+def _sorter(ask: Ask) -> int:
+    sorter = ask.args.get("sorter")
+    return 2 if on_device(ask, sorter) and sorter.numel() else 0
+
+
+def _padding(ask: Ask) -> int:
+    if not on_device(ask, ask.args["mask"]):
+        return 0
+    return 1 + bool(ask.args.get("mask_check"))
+
+
 ITEM = Row(
     name="item",
     code="TT101",
@@ -203,6 +214,43 @@ FAKE_QUANT = Row(
     advice="Fake quantization of whole tensors, or observers apart from it.",
 )
 
+SORTER = Row(
+    name="sorter-range",
+    code="TT101",
+    what="`searchsorted` in a table that `sorter` puts in order",
+    when="`sorter` is on the device and not empty: twice",
+    operators=tuple(
+        f"aten::searchsorted.{values}{out}"
+        for values in ("Tensor", "Scalar")
+        for out in ("", "_out")
+    ),
+    waits=_sorter,
+    evidence=(
+        native("BucketizationUtils.h", 139, "reads the smallest place"),
+        native("BucketizationUtils.h", 140, "reads the largest place"),
+    ),
+    advice="`table[sorter]` first, then `searchsorted` without a sorter.",
+)
+
+RAGGED = Row(
+    name="padding-mask",
+    code="TT101",
+    what="A padded batch becomes a ragged one, as in `TransformerEncoder(..., src_key_padding_mask=...)` "
+    "in evaluation without gradients",
+    when="the mask is on the device: once to look whether it is aligned, once to make the sizes",
+    operators=(
+        "aten::_nested_tensor_from_mask",
+        "aten::_nested_tensor_from_mask_left_aligned",
+    ),
+    waits=_padding,
+    evidence=(
+        native("nested/NestedTensorMath.cpp", 114, "compares the lengths with the first gaps"),
+        native("nested/NestedTensorMath.cpp", 91, "copies the sizes to the host"),
+        native("nested/NestedTensorMath.cpp", 84, "compares the lengths here too, if told to"),
+    ),
+    advice="`enable_nested_tensor=False` in the encoder.",
+)
+
 ZERO_POINTS = Row(
     name="zero-points",
     code="TT101",
@@ -230,5 +278,7 @@ ROWS = (
     MODE,
     SEGMENTS,
     FAKE_QUANT,
+    SORTER,
+    RAGGED,
     ZERO_POINTS,
 )

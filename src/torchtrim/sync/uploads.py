@@ -51,7 +51,9 @@ def _alignment(ask: Ask) -> int:
 
 def _targets(ask: Ask) -> int:
     both = on_device(ask, ask.args["log_probs"]) and on_device(ask, ask.args["targets"])
-    return int(both and ask.args["targets"].numel() > 0)
+    if not both or not ask.args["targets"].numel():
+        return 0
+    return 2 if is_tensor(ask.args["target_lengths"]) else 1
 
 
 HOST_INDEX = Row(
@@ -138,11 +140,14 @@ CTC_TARGETS = Row(
     name="ctc-loss-targets",
     code="TT101",
     what="`ctc_loss` looks at the targets on the host",
-    when="the targets are on the device",
+    when="the targets are on the device: once, and twice where the lengths are tensors",
     operators=("aten::_ctc_loss",),
     waits=_targets,
-    evidence=(native("LossCTC.cpp", 516, "copies the targets, whatever computes the loss"),),
-    advice="Leave the targets on the host.",
+    evidence=(
+        native("LossCTC.cpp", 516, "copies the targets, whatever computes the loss"),
+        native("LossCTC.cpp", 569, "copies them once more where the lengths are tensors"),
+    ),
+    advice="Leave the targets on the host, or give the lengths as tuples.",
     since="2.11",
 )
 

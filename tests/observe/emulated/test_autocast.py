@@ -120,8 +120,6 @@ def test_what_is_on_and_off() -> None:
         assert model(x()).dtype == torch.float16
         with torch.autocast("cuda", enabled=False):
             assert model(x()).dtype == FULL
-        with torch.autocast("cuda", dtype=LOW):
-            assert model(x()).dtype == LOW
         assert model(x()).dtype == torch.float16
     assert model(x()).dtype == FULL
 
@@ -165,7 +163,7 @@ def test_the_older_names() -> None:
         loss = model(x()).sum()
     assert loss.dtype == FULL
     scaler.scale(loss).backward()
-    assert torch.get_autocast_gpu_dtype() == torch.float16
+    assert model.weight.grad is not None
 
 
 class Doubled(torch.autograd.Function):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
+import weakref
 from typing import Any
 
 import torch
@@ -15,6 +17,9 @@ from torchtrim.observe.emulated.streams import current_stream
 
 _KEYS = ("AutogradCPU", "CPU")
 _MEAN = 1
+_NUMBERS = itertools.count()
+_STATES: dict[int, torch.Tensor] = {}
+"""States of random numbers that a backward pass may draw again."""
 _aten: Any = torch.ops.aten
 
 
@@ -38,6 +43,8 @@ class Composites:
             ("ctc_loss.Tensor", self._ctc_loss, _KEYS),
             ("cross_entropy_loss", self._cross_entropy, _KEYS),
             ("scaled_dot_product_attention", self._attention, _KEYS),
+            ("native_dropout", fused_dropout, ("CPU",)),
+            ("native_dropout_backward", fused_dropout_backward, ("CPU",)),
             ("_scaled_dot_product_efficient_attention", fused_attention, ("CPU",)),
             (
                 "_scaled_dot_product_efficient_attention_backward",
@@ -57,13 +64,13 @@ class Composites:
     def _dropout(self, tensor: torch.Tensor, p: float, train: bool) -> Any:
         """Fused on a GPU, with a mask of one byte an element; the CPU multiplies by a mask of numbers."""
         if not train or p in (0, 1) or not tensor.numel() or not self._tags.on_device(tensor):
-            return _aten.dropout.default.decompose(tensor, p, train)
+            return _as_on_cpu(_aten.dropout.default, tensor, p, train)
         return _aten.native_dropout(tensor, p, train)[0]
 
     def _one_hot(self, tensor: torch.Tensor, num_classes: int = -1) -> Any:
         """The CPU looks at the values to check them; a GPU leaves that to the kernel that scatters."""
-        if not self._tags.on_device(tensor) or not tensor.numel():
-            return _aten.one_hot.default.decompose(tensor, num_classes)
+        if not self._tags.on_device(tensor) or (num_classes <= 0 and not tensor.numel()):
+            return _as_on_cpu(_aten.one_hot.default, tensor, num_classes)
         if num_classes < 0:
             num_classes = int(tensor.max().item()) + 1
         shape = (*tensor.shape, num_classes)
@@ -99,11 +106,11 @@ class Composites:
     ) -> Any:
         """The mean divides by the lengths of the targets, which C++ uploads where no mode sees it."""
         packet = _aten.ctc_loss
-        plain = (packet.IntList if isinstance(target_lengths, list) else packet.Tensor).decompose
+        plain = packet.IntList if isinstance(target_lengths, list) else packet.Tensor
         given = (log_probs, targets, input_lengths, target_lengths, blank)
         if reduction != _MEAN or not self._tags.on_device(log_probs):
-            return plain(*given, reduction, zero_infinity)
-        each = plain(*given, 0, zero_infinity)
+            return _as_on_cpu(plain, *given, reduction, zero_infinity)
+        each = _as_on_cpu(plain, *given, 0, zero_infinity)
         return (each / torch.as_tensor(target_lengths, device=each.device).clamp_min(1)).mean()
 
     def _attention(
@@ -127,7 +134,8 @@ class Composites:
             and self._tags.on_device(query)
         )
         if not fused:
-            return _aten.scaled_dot_product_attention.default.decompose(
+            return _as_on_cpu(
+                _aten.scaled_dot_product_attention.default,
                 *(query, key, value, attn_mask, dropout_p, is_causal),
                 scale=scale,
                 enable_gqa=enable_gqa,
@@ -140,6 +148,28 @@ class Composites:
         return _aten._scaled_dot_product_efficient_attention(
             *(query, key, value, bias, torch.is_grad_enabled(), dropout_p, is_causal), scale=scale
         )[0]
+
+
+def _as_on_cpu(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """C++'s own composite; `decompose` may take a decomposition of Python's, with other operators."""
+    return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
+def fused_dropout(
+    tensor: torch.Tensor, p: float, train: bool | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dropout with the CPU's rounding: it divides by `1 - p` where a GPU multiplies by the inverse."""
+    if train is False:
+        return tensor.clone(), torch.ones_like(tensor, dtype=torch.bool)
+    mask = torch.empty_like(tensor, dtype=torch.bool).bernoulli_(1 - p)
+    return tensor * mask.to(tensor.dtype).div_(1 - p), mask
+
+
+def fused_dropout_backward(
+    gradient: torch.Tensor, mask: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """The gradient of `fused_dropout`; `scale` is the inverse of `1 - p`."""
+    return gradient * mask.to(gradient.dtype).div_(1 / scale)
 
 
 def fused_attention(
@@ -155,10 +185,10 @@ def fused_attention(
 ) -> tuple[torch.Tensor, ...]:
     """Attention with dropout by the CPU's plain kernels, whose matrices of `Lq x Lk` nobody keeps.
 
-    Gives the output, what a GPU keeps of each row's sum, and the seed of the random numbers.
+    Gives the output, what a GPU keeps of each row's sum, and what stands for the random numbers.
     """
-    seed = torch.randint(2**62, ())
-    weights, kept = _weights(query, key, attn_bias, dropout_p, is_causal, scale, int(seed))
+    seed, generator = _remembered()
+    weights, kept = _weights(query, key, attn_bias, dropout_p, is_causal, scale, generator)
     rows = -(-query.shape[-2] // 32) * 32 if compute_log_sumexp else 0
     sums = query.new_zeros((*query.shape[:-2], rows), dtype=torch.float32)
     return (weights * kept) @ value, sums, seed, torch.zeros((), dtype=torch.int64)
@@ -180,18 +210,29 @@ def fused_attention_backward(
     *,
     scale: float | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
-    """The gradients of `fused_attention`, from its inputs and its seed."""
-    seed = int(philox_seed)
-    weights, kept = _weights(query, key, attn_bias, dropout_p, is_causal, scale, seed)
-    factor = _scale(query, scale)
+    """The gradients of `fused_attention`, in the order in which autograd computes the CPU's."""
+    generator = torch._C.Generator("cpu")
+    generator.set_state(_STATES[int(philox_seed)])
+    weights, kept = _weights(query, key, attn_bias, dropout_p, is_causal, scale, generator)
+    factor = _root_of_scale(query, scale)
     by_weights = (grad_out @ value.transpose(-2, -1)) * kept
-    by_scores = weights * (by_weights - (by_weights * weights).sum(-1, keepdim=True))
+    by_scores = _aten._softmax_backward_data(by_weights, weights, -1, weights.dtype)
+    by_key = (query * factor).transpose(-2, -1) @ by_scores
     return (
-        by_scores @ key * factor,
-        by_scores.transpose(-2, -1) @ query * factor,
+        (by_scores @ (key * factor)) * factor,
+        (by_key * factor).transpose(-2, -1),
         (weights * kept).transpose(-2, -1) @ grad_out,
         None,
     )
+
+
+def _remembered() -> tuple[torch.Tensor, torch.Generator]:
+    """A number for the state of the CPU's random numbers, which is kept while the number is."""
+    number = next(_NUMBERS)
+    seed = torch.tensor(number)
+    _STATES[number] = torch.default_generator.get_state()
+    weakref.finalize(seed.untyped_storage(), _STATES.pop, number, None)
+    return seed, torch.default_generator
 
 
 def _weights(
@@ -201,21 +242,22 @@ def _weights(
     dropout_p: float,
     is_causal: bool,
     scale: float | None,
-    seed: int,
+    generator: torch.Generator,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention's weights before dropout, and what dropout multiplies them by."""
-    scores = query @ key.transpose(-2, -1) * _scale(query, scale)
+    factor = _root_of_scale(query, scale)
+    scores = (query * factor) @ (key.transpose(-2, -1) * factor)
     if is_causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         scores.masked_fill_(later, -math.inf)
     if bias is not None:
         scores = scores + bias
-    weights = scores.softmax(-1)
-    generator = torch._C.Generator("cpu")
-    generator.manual_seed(seed)
+    masked = is_causal or bias is not None
+    weights = _aten._safe_softmax(scores, -1) if masked else scores.softmax(-1)
     kept = torch.empty_like(weights).bernoulli_(1 - dropout_p, generator=generator)
     return weights, kept.div_(1 - dropout_p)
 
 
-def _scale(query: torch.Tensor, scale: float | None) -> float:
-    return 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+def _root_of_scale(query: torch.Tensor, scale: float | None) -> float:
+    """Query and key are each multiplied by it."""
+    return math.sqrt(1 / math.sqrt(query.shape[-1]) if scale is None else scale)

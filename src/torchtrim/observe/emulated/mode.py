@@ -103,6 +103,7 @@ class Accelerator(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
+        """True: what is compiled runs compiled."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
