@@ -20,6 +20,8 @@ SCALAR = torch.tensor(3.0)
 EMPTY = torch.empty(0)
 HOST = torch.ones(3, 4)
 SQUARE = torch.eye(3)
+LOOSE = torch.sparse_coo_tensor(torch.tensor([[0, 1], [1, 2]]), torch.ones(2), (3, 3))
+MERGED = LOOSE.coalesce()
 BITS = torch.tensor([1, 2], dtype=torch.uint8)
 MANY = torch.arange(100)
 STRIDED = torch.ones(4, 6)[:, ::2]
@@ -229,7 +231,24 @@ def _shapes() -> dict[str, list[Case]]:
             (ask("aten::_padded_dense_to_jagged_forward", X, dense=X, total_L=3), 0),
         ],
         "coalesce": once("aten::_coalesce", self=X),
-        "to-sparse": once("aten::_to_sparse", self=X),
+        "sparse-product": [
+            (ask("aten::mm", LOOSE, SQUARE, self=LOOSE, mat2=SQUARE), 1),
+            (ask("aten::_sparse_addmm", LOOSE, SQUARE, self=SQUARE, mat1=LOOSE, mat2=SQUARE), 1),
+            (ask("aten::_sparse_sparse_matmul", LOOSE, self=LOOSE, other=LOOSE), 2),
+            (ask("aten::mm", MERGED, SQUARE, self=MERGED, mat2=SQUARE), 0),
+            (ask("aten::mm", SQUARE, self=SQUARE, mat2=SQUARE), 0),
+            (ask("aten::mm", self=LOOSE, mat2=SQUARE), 0),
+        ],
+        "sparse-sum": [
+            (ask("aten::_sparse_sum.dim", MERGED, self=MERGED, dim=[-1]), 1),
+            (ask("aten::_sparse_sum.dim", MERGED, self=MERGED, dim=[0, 1]), 0),
+            (ask("aten::_sparse_sum.dim", self=MERGED, dim=[1]), 0),
+        ],
+        "to-sparse": [
+            *once("aten::_to_sparse", self=X),
+            (ask("aten::_to_sparse_csr", LOOSE, self=LOOSE), 1),
+            (ask("aten::_to_sparse_csr", MERGED, self=MERGED), 0),
+        ],
     }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torchtrim.sync.asks import device, each_device, filled, on_device, on_host
 from torchtrim.sync.row import Ask, Row
 from torchtrim.sync.sources import native, pytorch
@@ -47,7 +49,7 @@ def _zero_points(ask: Ask) -> int:
 
 
 def _sorter(ask: Ask) -> int:
-    sorter = ask.args.get("sorter")
+    sorter: Any = ask.args.get("sorter")
     return 2 if on_device(ask, sorter) and sorter.numel() else 0
 
 

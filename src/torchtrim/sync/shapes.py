@@ -50,6 +50,32 @@ def _bins(ask: Ask) -> int:
     return 1 if str(values.dtype) == "torch.uint8" else 2
 
 
+def _is_scattered(ask: Ask, value: Any) -> bool:
+    """Whether it is a sparse tensor of the device in which a place may stand twice."""
+    loose = getattr(value, "is_sparse", False) and not value.is_coalesced()
+    return bool(loose and on_device(ask, value))
+
+
+def _merged_factors(ask: Ask) -> int:
+    factors = (ask.args.get(name) for name in ("self", "mat1", "mat2", "other"))
+    return sum(_is_scattered(ask, factor) for factor in factors)
+
+
+def _made_sparse(ask: Ask) -> int:
+    values = ask.args["self"]
+    if str(values.layout) == "torch.strided":
+        return int(on_device(ask, values))
+    return int(_is_scattered(ask, values))
+
+
+def _merged_sums(ask: Ask) -> int:
+    values = ask.args["self"]
+    places = values.sparse_dim()
+    summed = {dim % values.dim() for dim in ask.args["dim"]}
+    kept = any(dim not in summed for dim in range(places))
+    return int(kept and on_device(ask, values))
+
+
 def _membership(ask: Ask) -> int:
     elements, tested = ask.args.get("elements"), ask.args["test_elements"]
     if not on_device(ask, tested):
@@ -251,11 +277,44 @@ COALESCE = Row(
     advice="`is_coalesced=True` when it is made, where that is so.",
 )
 
+SPARSE_PRODUCT = Row(
+    name="sparse-product",
+    code="TT102",
+    what="A product with a sparse tensor that is not coalesced, as `torch.sparse_coo_tensor` makes it",
+    when="once at least, each time, for each such tensor on the device",
+    operators=(
+        "aten::mm",
+        "aten::addmm",
+        "aten::bmm",
+        "aten::hspmm",
+        "aten::_sparse_addmm",
+        "aten::_sparse_sparse_matmul",
+    ),
+    waits=_merged_factors,
+    evidence=(
+        native("sparse/cuda/SparseCUDATensorMath.cu", 116, "coalesces the sparse factor"),
+        native("sparse/cuda/SparseCUDATensorMath.cu", 773, "the same for a batch"),
+        native("sparse/cuda/SparseCUDATensor.cu", 91, "which counts the places on the host"),
+    ),
+    advice="`adjacency = adjacency.coalesce()` once, ahead of the loop.",
+)
+
+SPARSE_SUM = Row(
+    name="sparse-sum",
+    code="TT102",
+    what="`torch.sparse.sum` along some of the sparse dimensions",
+    when="it is on the device, once at least, even if it is coalesced",
+    operators=("aten::_sparse_sum.dim",),
+    waits=_merged_sums,
+    evidence=(native("sparse/SparseTensorMath.cpp", 1709, "coalesces what is left"),),
+    advice="A product with a vector of ones, or `index_add_` of the values.",
+)
+
 TO_SPARSE = Row(
     name="to-sparse",
     code="TT102",
     what="A dense tensor becomes a sparse one",
-    when="it is on the device",
+    when="it is on the device; one that is sparse and coalesced changes its layout without a wait",
     operators=(
         "aten::_to_sparse",
         "aten::_to_sparse_csr",
@@ -263,10 +322,11 @@ TO_SPARSE = Row(
         "aten::_to_sparse_bsr",
         "aten::_to_sparse_bsc",
     ),
-    waits=device("self"),
+    waits=_made_sparse,
     evidence=(
         native("TensorConversions.cpp", 1491, "the places that are not 0, by `nonzero`"),
         native("TensorConversions.cpp", 1030, "the same for compressed layouts"),
+        native("TensorConversions.cpp", 1795, "what is sparse already is coalesced"),
     ),
     advice="Keep it dense with a mask, or make it sparse ahead of the loop.",
 )
@@ -285,5 +345,7 @@ ROWS = (
     GROUPED,
     JAGGED,
     COALESCE,
+    SPARSE_PRODUCT,
+    SPARSE_SUM,
     TO_SPARSE,
 )

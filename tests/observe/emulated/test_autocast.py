@@ -225,7 +225,9 @@ def test_the_cpus_kernels_are_as_before() -> None:
     def types() -> list[torch.dtype]:
         h = torch.rand(4, 4).to(LOW)
         with torch.autocast("cpu", dtype=LOW):
-            return [t.dtype for t in (h.softmax(-1), h**2, h.sum(), h.norm(), F.layer_norm(h, (4,)))]
+            return [
+                t.dtype for t in (h.softmax(-1), h**2, h.sum(), h.norm(), F.layer_norm(h, (4,)))
+            ]
 
     before = types()
     with emulate():

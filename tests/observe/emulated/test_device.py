@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -47,7 +46,7 @@ def test_a_snippet_computes_what_it_does_on_the_cpu(name: str) -> None:
 
 
 @pytest.fixture
-def owners(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, Any]]:
+def owners(monkeypatch: pytest.MonkeyPatch) -> dict[int, Any]:
     """Modules and classes of which something is replaced, found by replacing it all once."""
     found: dict[int, Any] = {}
     own = Patches.replace
@@ -59,7 +58,7 @@ def owners(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, Any]]:
     monkeypatch.setattr(Patches, "replace", replace)
     with emulate():
         pass
-    yield found
+    return found
 
 
 def attributes(owners: dict[int, Any]) -> dict[tuple[int, str], Any]:

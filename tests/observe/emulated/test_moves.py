@@ -94,7 +94,9 @@ def test_a_model_that_was_used_on_the_host_learns_there() -> None:
     model = nn.Linear(3, 3)
     model(torch.ones(2, 3)).cuda().sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
-    assert all(parameter.grad.is_cpu for parameter in model.parameters() if parameter.grad is not None)
+    assert all(
+        parameter.grad.is_cpu for parameter in model.parameters() if parameter.grad is not None
+    )
 
 
 def test_a_model_moves_with_its_parameters_in_place() -> None:

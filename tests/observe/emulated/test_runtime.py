@@ -154,5 +154,3 @@ def test_a_sync_debug_mode_is_kept() -> None:
 def test_graphs_are_refused(name: str) -> None:
     with pytest.raises(Unsupported, match=f"torch.cuda.{name} captures work"):
         getattr(torch.cuda, name)(None)
-
-

@@ -189,5 +189,3 @@ def test_a_profiler_that_wants_the_device() -> None:
     with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
         torch.ones(3, device="cuda").mul_(2)
     assert "aten::mul_" in profiler.key_averages().table(sort_by="cuda_time_total")
-
-

@@ -35,9 +35,7 @@ def test_what_a_tensor_prints() -> None:
     assert str(x.cpu()) == "tensor([0., 1., 2.])"
 
 
-@pytest.mark.parametrize(
-    "convert", [lambda x: x.numpy(), np.asarray, lambda x: x.__array__()]
-)
+@pytest.mark.parametrize("convert", [lambda x: x.numpy(), np.asarray, lambda x: x.__array__()])
 def test_numpy_cannot_take_it(convert: Any) -> None:
     with pytest.raises(TypeError, match="can't convert cuda:0 device type tensor to numpy"):
         convert(torch.ones(2, device="cuda"))

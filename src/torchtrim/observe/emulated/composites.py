@@ -215,15 +215,21 @@ def fused_attention_backward(
     generator.set_state(_STATES[int(philox_seed)])
     weights, kept = _weights(query, key, attn_bias, dropout_p, is_causal, scale, generator)
     factor = _root_of_scale(query, scale)
-    by_weights = (grad_out @ value.transpose(-2, -1)) * kept
-    by_scores = _aten._softmax_backward_data(by_weights, weights, -1, weights.dtype)
-    by_key = (query * factor).transpose(-2, -1) @ by_scores
+    queries, keys = _flat(query * factor), _flat(key.transpose(-2, -1) * factor)
+    dropped, by_out = _flat(weights * kept), _flat(grad_out)
+    by_weights = (by_out @ _flat(value).mT).view(weights.shape) * kept
+    by_scores = _flat(_aten._softmax_backward_data(by_weights, weights, -1, weights.dtype))
     return (
-        (by_scores @ (key * factor)) * factor,
-        (by_key * factor).transpose(-2, -1),
-        (weights * kept).transpose(-2, -1) @ grad_out,
+        (by_scores @ keys.mT).view(query.shape) * factor,
+        ((queries.mT @ by_scores).view(key.mT.shape) * factor).mT,
+        (dropped.mT @ by_out).view(value.shape),
         None,
     )
+
+
+def _flat(matrices: torch.Tensor) -> torch.Tensor:
+    """A batch of matrices with one dimension for the batch, as `matmul` makes it."""
+    return matrices.reshape(-1, *matrices.shape[-2:])
 
 
 def _remembered() -> tuple[torch.Tensor, torch.Generator]:

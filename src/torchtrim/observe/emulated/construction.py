@@ -67,9 +67,7 @@ class Construction:
             device = options.get("device")
             if isinstance(data, torch.Tensor) and tags.on_device(data):
                 on = True if device is None else is_cuda(device)
-                copied = self._mover.moved(
-                    data.detach(), on, dtype=options.get("dtype"), copy=True
-                )
+                copied = self._mover.moved(data.detach(), on, dtype=options.get("dtype"), copy=True)
                 return copied.requires_grad_(bool(options.get("requires_grad")))
             _read_each(data, tags)
             if _wants_device(device):
@@ -201,7 +199,8 @@ def _wants_device(device: Any) -> bool:
 
 def _default_device() -> torch.device:
     """As `torch.get_default_device`, which makes a tensor to find out."""
-    for mode in reversed(_get_current_function_mode_stack()):
+    modes: Any = _get_current_function_mode_stack
+    for mode in reversed(modes()):
         if isinstance(mode, DeviceContext):
             return mode.device
     return HOST
@@ -227,8 +226,8 @@ def _tensors_among(data: Any) -> Iterator[torch.Tensor]:
 _Meta: Any = type(torch._C.Generator)
 
 
-class _AnyGenerator(_Meta):
-    def __instancecheck__(cls, thing: object) -> bool:
+class _AnyGenerator(_Meta):  # type: ignore[misc]
+    def __instancecheck__(self, thing: object) -> bool:
         return isinstance(thing, torch._C.Generator)
 
 

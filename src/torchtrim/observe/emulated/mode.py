@@ -235,9 +235,7 @@ class Accelerator(TorchDispatchMode):
         for tensor in host:
             if self.tags.is_open(tensor):
                 self.tags.put(tensor)
-            elif not tensor.dim():
-                continue
-            elif known.meets_host and not (known.indexes and any(tensor is arg for arg in args)):
+            elif not tensor.dim() or (known.meets_host and not _is_indexed(known, tensor, args)):
                 continue
             elif self.adopts:
                 self.tags.put(tensor)
@@ -276,6 +274,11 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _tensors(value)
+
+
+def _is_indexed(known: _Known, tensor: torch.Tensor, args: Any) -> bool:
+    """Whether an operator indexes the tensor, or assigns it, rather than index by it."""
+    return known.indexes and any(tensor is argument for argument in args)
 
 
 def _dispatches(kind: type) -> bool:

@@ -193,7 +193,7 @@ def patch_exchange(patches: Patches, tags: Tags) -> None:
 
     def from_dlpack(source: Any, **options: Any) -> Any:
         if isinstance(source, torch.Tensor) and tags.on_device(source):
-            source = torch.utils.dlpack.to_dlpack(source)
+            source = library.to_dlpack(source)
         made = own_from(source, **options)
         kept = tags.storage_at(made.data_ptr())
         if kept is None:
@@ -202,7 +202,8 @@ def patch_exchange(patches: Patches, tags: Tags) -> None:
 
     own_device = patches.replace(Tensor, "__dlpack_device__", _overridable(device))
     own_export = patches.replace(Tensor, "__dlpack__", _overridable(export))
-    own_from = patches.replace(torch.utils.dlpack, "from_dlpack", from_dlpack)
+    library: Any = torch.utils.dlpack
+    own_from = patches.replace(library, "from_dlpack", from_dlpack)
     patches.replace(torch, "from_dlpack", from_dlpack)
 
 
