@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -195,7 +197,7 @@ class Accounts(RuleBasedStateMachine):
         spans = sorted(
             (block.address, block.address + block.size) for block in self.allocator._blocks.values()
         )
-        assert all(one[1] <= other[0] for one, other in zip(spans, spans[1:], strict=False))
+        assert all(one[1] <= other[0] for one, other in itertools.pairwise(spans))
 
     def teardown(self) -> None:
         for handle in self.held:

@@ -20,7 +20,9 @@ SCALAR = torch.tensor(3.0)
 EMPTY = torch.empty(0)
 HOST = torch.ones(3, 4)
 SQUARE = torch.eye(3)
-LOOSE = torch.sparse_coo_tensor(torch.tensor([[0, 1], [1, 2]]), torch.ones(2), (3, 3))
+LOOSE = torch.sparse_coo_tensor(
+    torch.tensor([[0, 1], [1, 2]]), torch.ones(2), (3, 3), check_invariants=False
+)
 MERGED = LOOSE.coalesce()
 BITS = torch.tensor([1, 2], dtype=torch.uint8)
 MANY = torch.arange(100)
@@ -239,6 +241,12 @@ def _shapes() -> dict[str, list[Case]]:
             (ask("aten::mm", SQUARE, self=SQUARE, mat2=SQUARE), 0),
             (ask("aten::mm", self=LOOSE, mat2=SQUARE), 0),
         ],
+        "sparse-batch-product": [
+            (ask("aten::bmm", LOOSE, X, self=LOOSE, mat2=X), 2),
+            (ask("aten::bmm", MERGED, X, self=MERGED, mat2=X), 1),
+            (ask("aten::bmm", X, X, self=X, mat2=X), 0),
+            (ask("aten::bmm", X, self=LOOSE, mat2=X), 0),
+        ],
         "sparse-sum": [
             (ask("aten::_sparse_sum.dim", MERGED, self=MERGED, dim=[-1]), 1),
             (ask("aten::_sparse_sum.dim", MERGED, self=MERGED, dim=[0, 1]), 0),
@@ -270,6 +278,7 @@ def _copies() -> dict[str, list[Case]]:
     return {
         "copy-to-host": [
             (copied(X, X, to="cpu"), 1),
+            (copied(LOOSE, LOOSE, to="cpu"), 2),
             (copied(X, X, to="cpu", **late), 0),
             (copied(EMPTY, EMPTY, to="cpu"), 0),
             (copied(X, X, to="cuda:0"), 0),
@@ -285,6 +294,7 @@ def _copies() -> dict[str, list[Case]]:
         ],
         "upload": [
             (copied(X, to="cuda:0"), 1),
+            (copied(LOOSE, to="cuda:0"), 2),
             (copied(HOST, to="cuda", **pinned), 1),
             (copied(HOST, to="cuda", **late), 0),
             (copied(EMPTY, to="cuda"), 0),

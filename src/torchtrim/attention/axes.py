@@ -80,7 +80,7 @@ def _identity_check(parameters: Parameters) -> None:
 
 
 def _t5_number(size: int, parameters: Parameters) -> int:
-    return 1 if size == 1 and not parameters[0] else int(parameters[0])
+    return int(parameters[0])
 
 
 def _t5_ids(distance: Tensor, parameters: Parameters) -> Tensor:

@@ -80,6 +80,7 @@ class Buckets:
 
     def __post_init__(self) -> None:
         """Refuse what has no buckets, and give the whole a name."""
+        object.__setattr__(self, "parameters", tuple(map(float, self.parameters)))
         _check(self)
         words = (self.method, self.height, self.width, self.skip, self.extras, self.axis)
         object.__setattr__(self, "key", " ".join(map(str, (*words, *self.parameters))))
@@ -103,8 +104,8 @@ class Buckets:
 
     @property
     def rows(self) -> int:
-        """How many buckets rows have, without those of skip tokens."""
-        return AXES[self.axis].number(self.height, self.parameters)
+        """How many buckets rows have, without those of skip tokens; a text has one row."""
+        return 1 if self.axis == "t5" else AXES[self.axis].number(self.height, self.parameters)
 
     @property
     def columns(self) -> int:
@@ -122,8 +123,7 @@ class Buckets:
 
     def ids(self) -> Tensor:
         """The bucket of every pair, (L, L) int64: for tests and for looking at. No path uses it."""
-        every = torch.arange(self.tokens)
-        return pairs(self.maps(), every, every)
+        return ids_of(self.maps(), torch.arange(self.tokens))
 
 
 @lru_cache(maxsize=1024)
@@ -154,16 +154,29 @@ def maps_of(key: str, device: torch.device) -> Maps:
     )
 
 
-def pairs(maps: Maps, queries: Tensor, keys: Tensor) -> Tensor:
-    """The bucket of each query with each key, (len(queries), len(keys)) int64."""
-    i, j = (queries - maps.skip)[:, None], (keys - maps.skip)[None, :]
-    wide = maps.width
-    down = i.div(wide, rounding_mode="floor") - j.div(wide, rounding_mode="floor")
-    group = maps.group[(down + maps.height - 1).clamp(0, 2 * maps.height - 2)]
-    found = maps.pattern[group, i % wide - j % wide + wide - 1].long()
-    query_only, key_only, both = maps.extra
-    found = torch.where(j < 0, key_only, torch.where(i < 0, query_only, found))
-    return torch.where((i < 0) & (j < 0), both, found)
+def ids_of(maps: Maps, tokens: Tensor, *, reverse: bool = False) -> Tensor:
+    """The bucket of each given token as a query with every key, (len(tokens), L) int64.
+
+    With `reverse` the given tokens are the keys, and every token is a query.
+    """
+    place = (tokens - maps.skip).clamp(min=0)
+    sign = -1 if reverse else 1
+    down = sign * (place.div(maps.width, rounding_mode="floor")[:, None] - _upto(maps.height, place))
+    right = sign * ((place % maps.width)[:, None] - _upto(maps.width, place))
+    group = maps.group[down + maps.height - 1]
+    grid = maps.pattern.long()[group[:, :, None], (right + maps.width - 1)[:, None, :]].flatten(1)
+    if not maps.skip:
+        return grid
+    alone, other, both = maps.extra
+    if reverse:
+        alone, other = other, alone
+    is_skip = (tokens < maps.skip)[:, None]
+    first = torch.where(is_skip, both, other).expand(-1, maps.skip)
+    return torch.cat([first, torch.where(is_skip, alone, grid)], 1)
+
+
+def _upto(size: int, like: Tensor) -> Tensor:
+    return torch.arange(size, device=like.device)
 
 
 def _by_method(buckets: Buckets) -> tuple[Tensor, Tensor, int]:
@@ -203,4 +216,9 @@ def _check(buckets: Buckets) -> None:
         )
     if buckets.extras not in (1, 3):
         raise UsageError(f"extras is {buckets.extras}; it must be 1 or 3, see Buckets.")
+    if buckets.axis == "t5" and buckets.height > 1:
+        raise UsageError(
+            f"t5 maps distances in a text, and the grid has {buckets.height} rows. "
+            "Give it height 1, the length as width."
+        )
     AXES[buckets.axis].check(buckets.parameters)

@@ -30,7 +30,8 @@ def is_composite(func: Any) -> bool:
     if not isinstance(func, OpOverload):
         return False
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    return has(func.name(), COMPOSITE) and not has(func.name(), "CPU")
+    name: str = func.name()  # type: ignore[no-untyped-call]
+    return has(name, COMPOSITE) and not has(name, "CPU")
 
 
 def enter_below(mode: TorchDispatchMode) -> None:

@@ -23,15 +23,13 @@ from torch._C._profiler import _RecordFunctionFast
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtrim.observe.calls import heard_by, watch_device, watch_prints
-from torchtrim.observe.debug_mode import SyncCounter
 from torchtrim.observe.emulated.device import current
 from torchtrim.observe.modes import enter_below, is_composite, leave
 from torchtrim.observe.places import ENGINE, Places, Spot, is_in_function, line_of
 from torchtrim.observe.storages import PLAIN, Storages, parts_of, reachable_tensors
-from torchtrim.observe.waits import RawSync, Waits, is_copy, rows_of
+from torchtrim.observe.waiting import NOTHING, Asking, Ran, waiting_here
+from torchtrim.observe.waits import RawSync
 from torchtrim.records.profile import Phase
-from torchtrim.sync.row import Row
 
 MARK = "torchtrim::operator"
 Use = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
@@ -95,8 +93,7 @@ class _Known(NamedTuple):
     written: tuple[tuple[int, str], ...]
     is_label: bool
     lifts: bool
-    rows: tuple[Row, ...]
-    copies: bool
+    asking: Asking
     parts: Any
 
 
@@ -137,10 +134,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.waits: list[RawWait] = []
         self._emulation = current()
         self._call = self._emulation.accelerator.call if self._emulation is not None else _plainly
-        self._waits = self._watch_waits()
-        self._node: Any = None
-        self._seen: SyncCounter | None = None
-        self._told = 0
+        self._waiting = waiting_here(self._emulation, self._waited)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -157,7 +151,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if scan:
             self.track(reachable_tensors())
         self._watch_resizes()
-        self._watch_calls()
+        if self._waiting is not None:
+            self._waiting.watch(self._undo)
         self._sequence = _get_sequence_nr()
         self.start_ns = time.perf_counter_ns()
         if self._emulation is not None:
@@ -184,30 +179,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
         self._undo.callback(setattr, torch.UntypedStorage, "resize_", original)
-
-    def _watch_waits(self) -> Waits | None:
-        """None where there is no device to wait for."""
-        if self._emulation is not None:
-            tags = self._emulation.tags
-            return Waits(tags.on_device, tags.is_pinned, self._waited)
-        if torch.cuda.is_available():
-            return Waits(lambda t: t.is_cuda, lambda t: t.is_pinned(), self._waited)
-        return None
-
-    def _watch_calls(self) -> None:
-        """Waits that are no operators. Those of an emulated device tell of themselves."""
-        if self._waits is None:
-            return
-        self._undo.enter_context(heard_by(self._waits))
-        watch_prints(self._replace)
-        if self._emulation is None:
-            watch_device(self._replace)
-            self._seen = SyncCounter()
-            self._undo.enter_context(self._seen.counting())
-
-    def _replace(self, owner: Any, name: str, value: Any) -> None:
-        self._undo.callback(setattr, owner, name, getattr(owner, name))
-        setattr(owner, name, value)
 
     def _waited(self, sync: RawSync) -> None:
         """Take a wait down, with the line that asked for it where it is no operator."""
@@ -280,33 +251,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
             )
             self._own_nodes(index)
-        if self._waits is not None:
-            self._note_waits(self._waits, known, func, args, kwargs, result, index)
-            if node is not None and node is not self._node:
-                self._node = node
-                self._waits.differentiated(node, _plain_among(args), index)
+        if self._waiting is not None:
+            ran = Ran(index, func, args, kwargs, result, known.written)
+            self._waiting.ran(ran, known.asking, node, self._is_temporary)
         return result
-
-    def _note_waits(
-        self,
-        waits: Waits,
-        known: _Known,
-        func: Any,
-        args: Any,
-        kwargs: Any,
-        result: Any,
-        index: int,
-    ) -> None:
-        if waits.in_flight() and not known.copies:
-            written = [args[at] for at, _ in known.written if at < len(args)]
-            waits.touched(func, _plain_among(args), _plain_among(written), index)
-        told = waits.ask(known.rows, func, args, kwargs, result, index) if known.rows else 0
-        if self._seen is not None:
-            waits.seen(self._seen.count - self._told, told, index)
-            self._told = self._seen.count
-        if known.copies:
-            temporary = self._is_temporary(index)
-            waits.copied(func, args, kwargs, result, index, temporary=temporary)
 
     def _is_temporary(self, index: int) -> bool:
         """Whether what an operator reads last was made by the same line, on the host."""
@@ -393,8 +341,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             _written_arguments(func),
             getattr(func, "namespace", "") == "profiler",
             func is torch.ops.aten.lift_fresh.default,
-            rows_of(func) if self._waits is not None else (),
-            is_copy(func),
+            self._waiting.asking(func) if self._waiting is not None else NOTHING,
             self._parts_of(func),
         )
         return known
@@ -443,14 +390,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _plainly(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
-
-
-def _plain_among(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _plain_among(value)
 
 
 def profiler_range(name: str) -> Any:

@@ -12,6 +12,14 @@ from torchtrim.sync.sources import native, pytorch
 _BLOCKING = native("cuda/Copy.cu", 488, "a copy that may not be late is waited for")
 _QUEUED = native("cuda/Copy.cu", 468, "a copy that may be late is only queued, if memory is pinned")
 _TEMPORARY = native("cuda/Copy.cu", 370, "what is not contiguous goes through memory of its own")
+_SPARSE = native("TensorConversions.cpp", 270, "a sparse tensor is copied in its parts")
+_PARTS = {
+    "torch.sparse_coo": 2,
+    "torch.sparse_csr": 3,
+    "torch.sparse_csc": 3,
+    "torch.sparse_bsr": 3,
+    "torch.sparse_bsc": 3,
+}
 _INTO = ("aten::copy_", "aten::copy", "aten::_foreach_copy_")
 
 
@@ -35,10 +43,16 @@ def _waits_for(ask: Ask, host: Any) -> bool:
     return not ask.args.get("non_blocking") or not straight
 
 
+def _parts(tensor: Any) -> int:
+    """How many dense tensors it is made of, each of which is copied by itself."""
+    return _PARTS.get(str(getattr(tensor, "layout", "")), 1)
+
+
 def _to_host(ask: Ask) -> int:
     source = ask.args["self"]
     leaves = on_device(ask, source) and _new_place(ask) == "cpu"
-    return int(leaves and bool(source.numel()) and not ask.args.get("non_blocking"))
+    waits = leaves and bool(source.numel()) and not ask.args.get("non_blocking")
+    return _parts(source) if waits else 0
 
 
 def _into_host(ask: Ask) -> int:
@@ -62,7 +76,8 @@ def _stays_pinned(ask: Ask) -> bool:
 
 
 def _upload(ask: Ask) -> int:
-    return int(_arrives(ask) and not ask.args.get("non_blocking"))
+    waits = _arrives(ask) and not ask.args.get("non_blocking")
+    return _parts(ask.args["self"]) if waits else 0
 
 
 def _pageable(ask: Ask) -> int:
@@ -94,6 +109,7 @@ TO_HOST = Row(
     evidence=(
         _BLOCKING,
         native("TensorConversions.cpp", 346, "the result of a late copy to the host is pinned"),
+        _SPARSE,
     ),
     advice="Copy less often: stack what is wanted, and read it once.",
 )
@@ -114,10 +130,11 @@ UPLOAD = Row(
     name="upload",
     code="TT103",
     what="`.cuda()`, `.to('cuda')`, `as_tensor(array, device='cuda')`",
-    when="the tensor is on the host, pinned or not, and the copy is not `non_blocking`",
+    when="the tensor is on the host, pinned or not, and the copy is not `non_blocking`; for a sparse "
+    "one its indices and its values",
     operators=("aten::_to_copy",),
     waits=_upload,
-    evidence=(_BLOCKING,),
+    evidence=(_BLOCKING, _SPARSE),
     advice="Once, ahead of the loop (`register_buffer`); for input, pinned memory and "
     "`non_blocking=True`; constants are made on the device with `torch.full`.",
 )

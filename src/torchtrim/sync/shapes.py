@@ -16,6 +16,7 @@ INDEX_PUT = (
     "aten::_unsafe_index_put",
 )
 _GROUPED_TYPE = "torch.bfloat16"
+_DENSE = "torch.strided"
 
 
 def _masks(ask: Ask) -> int:
@@ -61,9 +62,16 @@ def _merged_factors(ask: Ask) -> int:
     return sum(_is_scattered(ask, factor) for factor in factors)
 
 
+def _merged_batch(ask: Ask) -> int:
+    batch = ask.args["self"]
+    if not getattr(batch, "is_sparse", False) or not on_device(ask, batch):
+        return 0
+    return 1 + _is_scattered(ask, batch)
+
+
 def _made_sparse(ask: Ask) -> int:
     values = ask.args["self"]
-    if str(values.layout) == "torch.strided":
+    if str(getattr(values, "layout", _DENSE)) == _DENSE:
         return int(on_device(ask, values))
     return int(_is_scattered(ask, values))
 
@@ -285,7 +293,6 @@ SPARSE_PRODUCT = Row(
     operators=(
         "aten::mm",
         "aten::addmm",
-        "aten::bmm",
         "aten::hspmm",
         "aten::_sparse_addmm",
         "aten::_sparse_sparse_matmul",
@@ -293,10 +300,23 @@ SPARSE_PRODUCT = Row(
     waits=_merged_factors,
     evidence=(
         native("sparse/cuda/SparseCUDATensorMath.cu", 116, "coalesces the sparse factor"),
-        native("sparse/cuda/SparseCUDATensorMath.cu", 773, "the same for a batch"),
         native("sparse/cuda/SparseCUDATensor.cu", 91, "which counts the places on the host"),
     ),
     advice="`adjacency = adjacency.coalesce()` once, ahead of the loop.",
+)
+
+SPARSE_BATCH = Row(
+    name="sparse-batch-product",
+    code="TT102",
+    what="`torch.bmm` of a batch of sparse matrices",
+    when="they are on the device, for all streams of it; once more at least where not coalesced",
+    operators=("aten::bmm",),
+    waits=_merged_batch,
+    evidence=(
+        native("sparse/cuda/SparseCUDATensorMath.cu", 785, "waits for where each matrix ends"),
+        native("sparse/cuda/SparseCUDATensorMath.cu", 773, "coalesces the batch"),
+    ),
+    advice="One sparse matrix with the batch along its diagonal, coalesced ahead of the loop.",
 )
 
 SPARSE_SUM = Row(
@@ -346,6 +366,7 @@ ROWS = (
     JAGGED,
     COALESCE,
     SPARSE_PRODUCT,
+    SPARSE_BATCH,
     SPARSE_SUM,
     TO_SPARSE,
 )

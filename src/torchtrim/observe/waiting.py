@@ -1,0 +1,103 @@
+"""Watches for a recorder where the host waits: operators, calls that are none, and CUDA's own count."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from torchtrim.observe.calls import heard_by, watch_device, watch_prints
+from torchtrim.observe.debug_mode import SyncCounter
+from torchtrim.observe.emulated.device import Emulation
+from torchtrim.observe.waits import RawSync, Waits, is_copy, rows_of
+from torchtrim.sync.row import Row
+
+
+class Ran(NamedTuple):
+    """An operator that has run; `written` are the positions of the arguments that it wrote to."""
+
+    number: int
+    func: Any
+    args: Any
+    kwargs: Any
+    result: Any
+    written: tuple[tuple[int, str], ...]
+
+
+class Asking(NamedTuple):
+    """What an operator is to be asked: the table's rows, and whether it copies between devices."""
+
+    rows: tuple[Row, ...]
+    copies: bool
+
+
+NOTHING = Asking((), False)
+
+
+class Waiting:
+    """Told of each operator that ran (`ran`), it tells `note` of each wait."""
+
+    def __init__(self, emulation: Emulation | None, note: Callable[[RawSync], None]) -> None:
+        self._emulation = emulation
+        if emulation is not None:
+            self._waits = Waits(emulation.tags.on_device, emulation.tags.is_pinned, note)
+        else:
+            self._waits = Waits(lambda t: t.is_cuda, lambda t: t.is_pinned(), note)
+        self._node: Any = None
+        self._counter: SyncCounter | None = None
+        self._counted = 0
+
+    def watch(self, undo: contextlib.ExitStack) -> None:
+        """Hear of calls that are no operators, until `undo` is closed. An emulated device tells them."""
+
+        def replace(owner: Any, name: str, value: Any) -> None:
+            undo.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+
+        undo.enter_context(heard_by(self._waits))
+        watch_prints(replace)
+        if self._emulation is None:
+            watch_device(replace)
+            self._counter = SyncCounter()
+            undo.enter_context(self._counter.counting())
+
+    def asking(self, func: Any) -> Asking:
+        """What to ask an operator each time."""
+        return Asking(rows_of(func), is_copy(func))
+
+    def ran(self, ran: Ran, asking: Asking, node: Any, is_temporary: Callable[[int], bool]) -> None:
+        """An operator has run, in backward for a node of autograd.
+
+        `is_temporary`: whether what a copy reads was made for it alone.
+        """
+        waits = self._waits
+        if waits.in_flight() and not asking.copies:
+            written = (ran.args[at] for at, _ in ran.written if at < len(ran.args))
+            waits.touched(ran.func, tensors_among(ran.args), tensors_among(written), ran.number)
+        operands = (ran.func, ran.args, ran.kwargs, ran.result, ran.number)
+        told = waits.ask(asking.rows, *operands) if asking.rows else 0
+        if asking.copies:
+            waits.copied(*operands, temporary=is_temporary(ran.number))
+        if self._counter is not None:
+            waits.seen(self._counter.count - self._counted, told, ran.number)
+            self._counted = self._counter.count
+        if node is not None and node is not self._node:
+            self._node = node
+            waits.differentiated(node, tensors_among(ran.args), ran.number)
+
+
+def waiting_here(emulation: Emulation | None, note: Callable[[RawSync], None]) -> Waiting | None:
+    """None where there is no device to wait for."""
+    there = emulation is not None or torch.cuda.is_available()
+    return Waiting(emulation, note) if there else None
+
+
+def tensors_among(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Tensors in nested tuples and lists."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_among(value)
