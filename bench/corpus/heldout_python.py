@@ -37,7 +37,7 @@ _BOOLS = line("torch/csrc/utils/tensor_new.cpp", 858, "a mask made with the opti
 _STORAGE = line("torch/storage.py", 264, "a copy that is not late")
 _WRITTEN = line("torch/csrc/serialization.cpp", 259, "device_tensor.to(kCPU)")
 _CAUSAL = line("torch/nn/modules/transformer.py", 1245, "compares the mask with a causal one")
-_CLOSE = line("torch/testing/_comparison.py", 848, "if all elements match")
+_CLOSE = line("torch/testing/_comparison.py", 1116, "if all elements match")
 
 
 def _rand(*shape: int) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -47,13 +46,6 @@ def _trained() -> nn.Linear:
 
 def _gradients(layer: nn.Module) -> list[torch.Tensor]:
     return [one.grad for one in layer.parameters() if one.grad is not None]
-
-
-def _optimizer(make: Callable[..., torch.optim.Optimizer], **options: object) -> Body:
-    """A later step of it, whose state is there."""
-    optimizer = make(_trained().parameters(), **options)
-    optimizer.step()
-    return lambda: optimizer.step()
 
 
 @snippet(1, READ)

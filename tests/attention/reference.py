@@ -71,7 +71,7 @@ def attention(
     if k_table is not None:
         scores = scores + _looked_up(q * scale, k_table, scores).gather(-1, full)
     if q_table is not None:
-        from_keys = _looked_up(k * scale, q_table, scores).gather(-1, full.transpose(-1, -2))
+        from_keys = _looked_up(k * scale, q_table, scores).gather(-1, full)
         scores = scores + from_keys.transpose(-1, -2)
     if bias is not None:
         scores = scores + bias[:, ids]

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from attention.reference import published_ids
 
+from attention.reference import published_ids
 from torchtrim.attention.buckets import METHODS, Buckets, Coefficients, parsed
 from torchtrim.errors import UsageError
 

@@ -364,6 +364,11 @@ def _uploads() -> dict[str, list[Case]]:
             (ask("aten::_ctc_loss", X, log_probs=X, targets=ROWS3), 0),
             (_lengths(ROWS3, MANY, device=(X, ROWS3)), 2),
         ],
+        "ctc-loss-host-targets": [
+            (ask("aten::_ctc_loss", X, log_probs=X, targets=ROWS3), 1),
+            (ask("aten::_ctc_loss", X, ROWS3, log_probs=X, targets=ROWS3), 0),
+            (ask("aten::_ctc_loss", log_probs=X, targets=ROWS3), 0),
+        ],
         "ctc-loss-read-lengths": [
             (_lengths(ROWS3, MANY, device=(X, ROWS3, MANY)), 2),
             (_lengths(ROWS3, MANY, device=(X, MANY)), 1),

@@ -161,7 +161,9 @@ def ids_of(maps: Maps, tokens: Tensor, *, reverse: bool = False) -> Tensor:
     """
     place = (tokens - maps.skip).clamp(min=0)
     sign = -1 if reverse else 1
-    down = sign * (place.div(maps.width, rounding_mode="floor")[:, None] - _upto(maps.height, place))
+    down = sign * (
+        place.div(maps.width, rounding_mode="floor")[:, None] - _upto(maps.height, place)
+    )
     right = sign * ((place % maps.width)[:, None] - _upto(maps.width, place))
     group = maps.group[down + maps.height - 1]
     grid = maps.pattern.long()[group[:, :, None], (right + maps.width - 1)[:, None, :]].flatten(1)
@@ -203,7 +205,9 @@ def _check(buckets: Buckets) -> None:
             f"The methods are {', '.join(METHODS)}; choose one of them."
         )
     if buckets.axis not in AXES:
-        raise UsageError(f"The axis {buckets.axis!r} is not known. Choose one of {', '.join(AXES)}.")
+        raise UsageError(
+            f"The axis {buckets.axis!r} is not known. Choose one of {', '.join(AXES)}."
+        )
     if buckets.method in METHODS[2:] and buckets.axis != "piecewise":
         raise UsageError(
             f"The method {buckets.method!r} measures one distance of both axes, which only the "
@@ -214,8 +218,8 @@ def _check(buckets: Buckets) -> None:
             f"A grid of {buckets.height} x {buckets.width} behind {buckets.skip} tokens does not "
             "exist. Height and width are at least 1, skip at least 0."
         )
-    if buckets.extras not in (1, 3):
-        raise UsageError(f"extras is {buckets.extras}; it must be 1 or 3, see Buckets.")
+    if buckets.extras not in (1, 3) or (buckets.extras == 3 and buckets.method == "cross"):
+        raise UsageError(f"extras is {buckets.extras}; it must be 1 or 3, and 1 for cross.")
     if buckets.axis == "t5" and buckets.height > 1:
         raise UsageError(
             f"t5 maps distances in a text, and the grid has {buckets.height} rows. "

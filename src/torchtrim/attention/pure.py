@@ -45,7 +45,8 @@ def backward(
         torch.empty_like(q),
         torch.zeros_like(k),
         torch.zeros_like(v),
-        *(_zeros(inputs) if one is not None else None for one in (inputs.k_lookup, inputs.q_lookup)),
+        _zeros(inputs) if inputs.k_lookup is not None else None,
+        _zeros(inputs) if inputs.q_lookup is not None else None,
         _zeros(inputs) if v_lookup is not None else None,
     )
     for rows, heads in _blocks(inputs):

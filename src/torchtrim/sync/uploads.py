@@ -56,6 +56,12 @@ def _targets(ask: Ask) -> int:
     return 2 if is_tensor(ask.args["target_lengths"]) else 1
 
 
+def _moved_targets(ask: Ask) -> int:
+    targets = ask.args["targets"]
+    apart = on_device(ask, ask.args["log_probs"]) and on_host(ask, targets)
+    return int(apart and targets.numel() > 0)
+
+
 HOST_INDEX = Row(
     name="host-index",
     code="TT103",
@@ -151,6 +157,17 @@ CTC_TARGETS = Row(
     since="2.11",
 )
 
+CTC_MOVED = Row(
+    name="ctc-loss-host-targets",
+    code="TT103",
+    what="`ctc_loss` with targets on the host, where cuDNN does not compute it",
+    when="`log_probs` is on the device and the targets are not",
+    operators=("aten::_ctc_loss",),
+    waits=_moved_targets,
+    evidence=(native("LossCTC.cpp", 532, "the targets are moved, blocking"),),
+    advice="What cuDNN takes: int32 targets in one row, lengths as tuples, blank 0, full input.",
+)
+
 CTC_READ = Row(
     name="ctc-loss-read-lengths",
     code="TT101",
@@ -185,6 +202,7 @@ ROWS = (
     BERNOULLI,
     CTC_UPLOAD,
     CTC_TARGETS,
+    CTC_MOVED,
     CTC_READ,
     GATHERED_STATISTICS,
 )

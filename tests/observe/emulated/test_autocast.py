@@ -12,7 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtrim.observe.emulated import emulate
-from torchtrim.observe.emulated.autocast import TO_FLOAT, TO_FLOAT_IF_UNSAID, TO_LOW, TO_WIDEST
+from torchtrim.observe.emulated.autocast import (
+    LOW_ON_BOTH,
+    TO_FLOAT,
+    TO_FLOAT_IF_UNSAID,
+    TO_LOW,
+    TO_WIDEST,
+)
 
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
 LOW, FULL = torch.bfloat16, torch.float32
@@ -32,6 +38,9 @@ def test_the_lists_are_torchs() -> None:
     assert set(TO_FLOAT_IF_UNSAID) == listed("AT_FORALL_FP32_SET_OPT_DTYPE")
     assert set(TO_WIDEST) == listed("AT_FORALL_PROMOTE")
     assert set(TO_LOW) < listed("AT_FORALL_LOWER_PRECISION_FP")
+    assert {name.partition(".")[0] for name in LOW_ON_BOTH} < {
+        name.partition(".")[0] for name in listed("AT_FORALL_LOWER_PRECISION_FP")
+    }
     assert all(f'"{name}"' in HEADER.read_text() for name in norms)
 
 
@@ -133,6 +142,19 @@ def test_the_hosts_own_autocast() -> None:
             assert torch.is_autocast_enabled("cpu")
     with torch.autocast("cpu"):
         assert nn.Linear(4, 4)(torch.ones(1, 4)).dtype == LOW
+
+
+@pytest.mark.usefixtures("device")
+def test_each_autocast_is_for_its_own_tensors() -> None:
+    for compute in (
+        lambda place: nn.Linear(4, 4).to(place)(torch.ones(1, 4).to(place)),
+        lambda place: torch.ones(2, 2).to(place) @ torch.ones(2, 2).to(place),
+        lambda place: nn.Conv1d(1, 1, 1).to(place)(torch.ones(1, 1, 4).to(place)),
+    ):
+        with torch.autocast("cuda", dtype=torch.float16):
+            assert (compute("cuda").dtype, compute("cpu").dtype) == (torch.float16, FULL)
+        with torch.autocast("cpu"):
+            assert (compute("cuda").dtype, compute("cpu").dtype) == (FULL, LOW)
 
 
 @pytest.mark.usefixtures("device")

@@ -30,6 +30,17 @@ def test_a_tag_goes_with_its_storage() -> None:
     assert not any(tags.on_device(torch.zeros(6)) for _ in range(5))
 
 
+def test_a_tag_can_be_taken() -> None:
+    tags, x = Tags(), torch.zeros(6)
+    tags.take(x)
+    tags.put(x)
+    tags.take(x[1:])
+    assert not tags.on_device(x)
+    assert tags.events == [(0, 24), (0, -1)]
+    del x
+    assert len(tags.events) == 2
+
+
 def test_it_is_put_once() -> None:
     tags, x = Tags(), torch.zeros(2)
     tags.put(x)

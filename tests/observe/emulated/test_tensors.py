@@ -133,6 +133,32 @@ def test_memory_of_the_device_is_shared_by_nature() -> None:
     assert not torch.ones(2).is_shared()
 
 
+def test_a_gradient_lies_where_its_tensor_does() -> None:
+    x = nn.Parameter(torch.ones(3, device="cuda"))
+    with pytest.raises(RuntimeError, match="assigned grad has data located on a different device"):
+        x.grad = torch.ones(3)
+    x.grad = torch.ones(3, device="cuda")
+    assert x.grad.is_cuda
+    x.grad = None
+    assert x.grad is None
+    del x.grad
+    host = nn.Parameter(torch.ones(3))
+    host.grad = torch.ones(3)
+    with pytest.raises(RuntimeError, match="different device"):
+        host.grad = torch.ones(3, device="cuda")
+
+
+def test_a_number_of_the_host_learns_on_the_host() -> None:
+    scale = nn.Parameter(torch.tensor(2.0))
+    for expected in (3.0, 6.0):
+        (scale * torch.ones(3, device="cuda")).sum().backward()
+        assert scale.grad is not None
+        assert scale.grad.is_cpu
+        assert scale.grad.item() == expected
+    torch.optim.SGD([scale], 0.1).step()
+    assert scale.is_cpu
+
+
 class Own(torch.Tensor):
     """A class of one's own."""
 

@@ -41,6 +41,13 @@ TO_LOW = (
     *("prelu", "addmv", "addr", "mv", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
 )
 """What the device computes in low precision and the CPU's own autocast leaves alone."""
+LOW_ON_BOTH = (
+    *("conv1d", "conv2d", "conv3d", "conv1d.padding", "conv2d.padding", "conv3d.padding"),
+    *("conv_tbc", "conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input"),
+    *("addmm", "matmul", "mm", "linalg_vecdot", "linear", "addbmm", "baddbmm", "bmm"),
+    "scaled_dot_product_attention",
+)
+"""What the CPU's own autocast computes in low precision too."""
 TO_WIDEST = (
     *("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler"),
     *("index_put", "tensordot", "scatter_add"),
@@ -89,7 +96,7 @@ class Autocast:
         def follow() -> None:
             """Set the CPU's autocast as the device's while that is on, as the script's own after."""
             on = own_is("cuda")
-            if on:
+            if on or host.enabled:
                 self._register()
             own_enabled("cpu", on or host.enabled)
             own_dtype("cpu", own_get("cuda") if on else host.dtype)
@@ -125,6 +132,30 @@ class Autocast:
                     self._library.impl(
                         name, kernel(_overload(name)), "AutocastCPU", allow_override=True
                     )
+        for name in LOW_ON_BOTH:
+            self._library.impl(
+                name,
+                self._where_wanted(_overload(name)),
+                "AutocastCPU",
+                with_keyset=True,
+                allow_override=True,
+            )
+
+    def _where_wanted(self, func: Any) -> Callable[..., Any]:
+        """The CPU's own kernel for what lies on the device; for the host only if it was asked for."""
+        own = torch.library.get_kernel(func, "AutocastCPU")
+
+        def kernel(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+            place = "cuda" if any(map(self._is_on_device, args)) else "cpu"
+            if torch.is_autocast_enabled(place):
+                return own.call_boxed(keys, *args, **kwargs)
+            with _ExcludeDispatchKeyGuard(_AUTOCAST):
+                return func(*args, **kwargs)
+
+        return kernel
+
+    def _is_on_device(self, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and self._tags.on_device(value)
 
     def _in_float(self, func: Any) -> Callable[..., Any]:
         return self._cast(func, lambda t: t.float() if t.dtype in _HALVES else t)

@@ -25,6 +25,7 @@ from torchtrim.observe.emulated.surroundings import (
 )
 from torchtrim.observe.emulated.tensors import (
     patch_exchange,
+    patch_gradients,
     patch_moves,
     patch_properties,
     patch_reads,
@@ -55,6 +56,7 @@ class Emulation:
         mover = Mover(self.accelerator)
         self._runtime.install()
         patch_properties(patches, tags)
+        patch_gradients(patches, self.accelerator)
         patch_moves(patches, mover)
         patch_reads(patches, mover, self.accelerator)
         patch_storages(patches, tags)

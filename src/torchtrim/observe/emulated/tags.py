@@ -78,6 +78,12 @@ class Tags:
         self._made += 1
         self.events.append((tag.number, storage.nbytes()))
 
+    def take(self, tensor: torch.Tensor) -> None:
+        """Say that the tensor's storage lies on the host after all."""
+        tag = self._device.get(tensor.untyped_storage()._cdata)
+        if tag is not None:
+            self._freed(tag)
+
     def pin(self, tensor: torch.Tensor) -> None:
         """Say that the tensor's storage is pinned."""
         _mark(self._pinned, tensor)

@@ -48,6 +48,27 @@ def patch_properties(patches: Patches, tags: Tags) -> None:
     patches.replace(torch.UntypedStorage, "is_cuda", property(tags.holds))
 
 
+def patch_gradients(patches: Patches, accelerator: Accelerator) -> None:
+    """`grad`, which lies where its tensor does: autograd moves that of a number, and takes no other."""
+    tags = accelerator.tags
+    own = Tensor.grad
+
+    def get(self: Any) -> Any:
+        gradient = own.__get__(self)
+        if gradient is not None and not gradient.dim() and not tags.on_device(self):
+            tags.take(gradient)
+        return gradient
+
+    def put(self: Any, gradient: Any) -> None:
+        if isinstance(gradient, torch.Tensor) and not accelerator.adopts:
+            on = tags.on_device(self)
+            if tags.on_device(gradient) != on and not (gradient.is_meta or self.is_meta):
+                raise RuntimeError("assigned grad has data located on a different device")
+        own.__set__(self, gradient)
+
+    patches.replace(Tensor, "grad", property(get, put, lambda self: own.__delete__(self)))
+
+
 def patch_moves(patches: Patches, mover: Mover) -> None:
     """`to`, `cuda`, `cpu`, `type`, `type_as`."""
     tags = mover.tags

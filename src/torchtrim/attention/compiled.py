@@ -1,0 +1,174 @@
+"""The path of a CPU with numba: torch's matrix products, compiled loops between them."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchtrim.attention import compiled_tiles as tiles
+from torchtrim.attention.buckets import Maps
+from torchtrim.attention.compiled_rows import CHUNK, LANES
+from torchtrim.attention.core import Gradients, Inputs, Outcome, blocks
+from torchtrim.attention.dropout import threshold
+
+_SCORES = 1 << 17
+_EMPTY = np.empty((0, 0, 0), np.float32)
+Array = Any
+
+
+def forward(inputs: Inputs, *, with_sums: bool) -> Outcome:
+    """See `core.Path`."""
+    number, length = inputs.q.shape[:2]
+    height, wide, skip = inputs.maps.height, inputs.maps.width, inputs.maps.skip
+    by_column = _Order(height, wide, skip)
+    q = by_column(inputs.q, inputs.scale)
+    keys = inputs.k.transpose(1, 2)
+    out = torch.empty_like(inputs.v)
+    lse = inputs.q.new_empty(number, length)
+    sums = _zeros(inputs) if with_sums else None
+    room, maps = _room(inputs.maps), _maps(inputs.maps)
+    lookups = (_array(inputs.k_lookup), _array(inputs.q_lookup))
+    rest = (_masks(inputs), _drop(inputs), room, maps, (lse.numpy(), _array(sums)))
+    buffer, flat = _buffer(number, length)
+    for rows, heads in blocks(number, length, _SCORES):
+        scores = _view(buffer, rows, heads, length)
+        torch.bmm(q[heads, rows], keys[heads], out=scores)
+        tiles.forward_tile(flat, _place(rows, heads), lookups, *rest)
+        torch.bmm(scores, inputs.v[heads], out=out[heads, rows])
+    return Outcome(by_column.back(out), lse, sums)
+
+
+def backward(
+    inputs: Inputs, grad: Tensor, lse: Tensor, delta: Tensor, v_lookup: Tensor | None
+) -> Gradients:
+    """See `core.Path`."""
+    number, length = inputs.q.shape[:2]
+    by_column = _Order(inputs.maps.height, inputs.maps.width, inputs.maps.skip)
+    q, grad = by_column(inputs.q, inputs.scale), by_column(grad, 1.0)
+    keys, values = inputs.k.transpose(1, 2), inputs.v.transpose(1, 2)
+    of_q, of_k, of_v = torch.empty_like(q), torch.zeros_like(q), torch.zeros_like(inputs.v)
+    asked = (inputs.k_lookup, inputs.q_lookup, v_lookup)
+    of_k_lookup, of_q_lookup, sums = (_zeros(inputs) if x is not None else None for x in asked)
+    room, maps = _room(inputs.maps), _maps(inputs.maps)
+    lookups = tuple(map(_array, asked))
+    results = (
+        np.zeros_like(room[3]),
+        *map(_array, (of_q_lookup, of_k_lookup, sums)),
+        lse.numpy(),
+        delta.contiguous().numpy(),
+    )
+    rest = (lookups, _masks(inputs), _drop(inputs), room, maps, results)
+    buffer, flat = _buffer(number, length)
+    other, other_flat = _buffer(number, length)
+    for rows, heads in blocks(number, length, _SCORES):
+        weights, slopes = (_view(one, rows, heads, length) for one in (buffer, other))
+        torch.bmm(q[heads, rows], keys[heads], out=weights)
+        torch.bmm(grad[heads, rows], values[heads], out=slopes)
+        tiles.backward_tile(flat, other_flat, _place(rows, heads), *rest)
+        torch.bmm(slopes, inputs.k[heads], out=of_q[heads, rows])
+        of_v[heads].baddbmm_(weights.transpose(1, 2), grad[heads, rows])
+        of_k[heads].baddbmm_(slopes.transpose(1, 2), q[heads, rows])
+    return Gradients(
+        by_column.back(of_q).mul_(inputs.scale), of_k, of_v, of_k_lookup, of_q_lookup, sums
+    )
+
+
+class _Order:
+    """Tokens of the grid column by column, and back; skip tokens stay in front."""
+
+    def __init__(self, height: int, wide: int, skip: int) -> None:
+        self.height, self.wide, self.skip = height, wide, skip
+
+    def __call__(self, x: Tensor, scale: float) -> Tensor:
+        return self._turned(x, self.height, self.wide) * scale
+
+    def back(self, x: Tensor) -> Tensor:
+        """The usual order again."""
+        return self._turned(x, self.wide, self.height).contiguous()
+
+    def _turned(self, x: Tensor, first: int, second: int) -> Tensor:
+        turned = x[:, self.skip :].unflatten(1, (first, second)).transpose(1, 2)
+        turned = turned.reshape(x.shape[0], first * second, x.shape[2])
+        return torch.cat([x[:, : self.skip], turned], 1) if self.skip else turned
+
+
+def _buffer(number: int, length: int) -> tuple[Tensor, Array]:
+    size = max(
+        (rows.stop - rows.start) * (heads.stop - heads.start) * length
+        for rows, heads in blocks(number, length, _SCORES)
+    )
+    buffer = torch.empty(size + 2 * LANES)
+    return buffer, buffer.numpy()
+
+
+def _view(buffer: Tensor, rows: slice, heads: slice, length: int) -> Tensor:
+    shape = (heads.stop - heads.start, rows.stop - rows.start, length)
+    return buffer[: shape[0] * shape[1] * shape[2]].view(shape)
+
+
+def _place(rows: slice, heads: slice) -> tuple[int, int, int, int]:
+    return heads.start, heads.stop - heads.start, rows.start, rows.stop - rows.start
+
+
+def _zeros(inputs: Inputs) -> Tensor:
+    return inputs.q.new_zeros((*inputs.q.shape[:2], inputs.maps.buckets))
+
+
+def _array(x: Tensor | None) -> Array:
+    return _EMPTY if x is None else x.contiguous().numpy()
+
+
+def _masks(inputs: Inputs) -> tuple[Array, Array]:
+    no_bool, no_float = np.empty((1, 1, 1, 0), np.bool_), np.empty((1, 1, 1, 0), np.float32)
+    mask = inputs.mask
+    if mask is None:
+        return _strided(no_bool), _strided(no_float)
+    if mask.dtype == torch.bool:
+        return _strided(mask.numpy()), _strided(no_float)
+    return _strided(no_bool), _strided(mask.float().numpy())
+
+
+def _strided(x: Array) -> Array:
+    return np.lib.stride_tricks.as_strided(x, x.shape, x.strides, writeable=False)
+
+
+def _drop(inputs: Inputs) -> tuple[Any, Any, Any]:
+    if inputs.dropout is None:
+        return np.uint64(0), np.uint64(0), np.float32(1)
+    p = inputs.dropout.p
+    seed, below = int(inputs.dropout.seed), threshold(p)
+    return np.uint64(seed), np.uint64(below), np.float32(1.0 / (1.0 - p))
+
+
+def _padded(size: int, to: int) -> int:
+    return (size + to - 1) // to * to
+
+
+def _room(maps: Maps) -> tuple[Array, ...]:
+    """Where rows are worked on; see the names in `compiled_tiles.forward_tile`."""
+    length, groups = maps.tokens, len(maps.pattern)
+    wide, count = _padded(maps.width, CHUNK), _padded(maps.tokens, LANES) + 2 * LANES
+    row, other, keep = (np.zeros(count, np.float32) for _ in range(3))
+    slab, sums, values = (np.zeros((groups, wide), np.float32) for _ in range(3))
+    column = np.zeros((groups, length), np.float32)
+    exponents = np.zeros(count, np.int32)
+    lanes = np.zeros(LANES, np.float32)
+    powers = exponents.view(np.float32)
+    return row, slab, sums, column, lanes, exponents, powers, keep, values, other
+
+
+@lru_cache(maxsize=64)
+def _geometry(height: int, width: int, skip: int, extra: tuple[int, int, int]) -> tuple[int, ...]:
+    return (height, width, skip, skip + height * width, _padded(width, CHUNK), *extra)
+
+
+def _maps(maps: Maps) -> tuple[Any, Array, Array, Array]:
+    group = maps.group.numpy()
+    seen = [group[y : y + maps.height] for y in range(maps.height)]
+    used = np.array([(one.min(), one.max() + 1) for one in seen], np.int64)
+    geometry = _geometry(maps.height, maps.width, maps.skip, maps.extra)
+    return geometry, group, maps.pattern.numpy(), used

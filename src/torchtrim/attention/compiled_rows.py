@@ -1,0 +1,185 @@
+"""Loops over one row of scores, compiled by numba: what relative positions add and take.
+
+`t` is a row that is padded to whole chunks. Loops of a constant 8 run over image rows whose width is
+rounded up: what they write too much is overwritten by the next row, what they read too much is
+added to columns that nobody reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, TypeVar
+
+import numpy as np
+
+F = TypeVar("F", bound=Callable[..., Any])
+jit: Callable[[F], F] = import_module("numba").njit(
+    cache=True, nogil=True, fastmath={"reassoc", "contract", "nsz"}, error_model="numpy"
+)
+CHUNK = 8
+LANES = 16
+LOG2E, HALF, ONE, ZERO = (np.float32(x) for x in (1.44269504088896341, 0.5, 1.0, 0.0))
+LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
+LOWEST = np.float32(-127 * 0.6931471805599453)
+C5, C4, C3 = (np.float32(x) for x in (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3))
+C2, C1, C0 = (np.float32(x) for x in (4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1))
+NOTHING, EVERYTHING = np.float32(-np.inf), np.float32(np.inf)
+WORD, FIRST, SECOND, STRIDE = (
+    np.uint64(x) for x in (0xFFFFFFFF, 0x7FEB352D, 0x846CA68B, 0x9E3779B9)
+)
+SHIFT, OTHER_SHIFT, HALF_WORD = np.uint64(16), np.uint64(15), np.uint64(32)
+
+
+@jit
+def slab_of(row: Any, pattern: Any, low: int, high: int, x: int, wide: int, slab: Any) -> None:
+    """slab[g, xj]: what a lookup's row says of a key in column xj, for each pattern of rows."""
+    for g in range(low, high):
+        for xj in range(wide):
+            slab[g, xj] = row[pattern[g, x - xj + wide - 1]]
+
+
+@jit
+def add_slab(scores: Any, offset: int, slab: Any, group: Any, y: int, geometry: Any, t: Any) -> None:
+    """t = scores + what the slab says of each key of the grid."""
+    height, wide, skip, padded = geometry[0], geometry[1], geometry[2], geometry[4]
+    for yj in range(height):
+        g = group[y - yj + height - 1]
+        base = skip + yj * wide
+        for c in range(0, padded, CHUNK):
+            for u in range(CHUNK):
+                t[base + c + u] = scores[offset + base + c + u] + slab[g, c + u]
+
+
+@jit
+def sum_slab(t: Any, group: Any, y: int, geometry: Any, low: int, high: int, slab: Any) -> None:
+    """slab[g, xj] = the sum of t over the keys of column xj in rows of pattern g."""
+    height, wide, skip, padded = geometry[0], geometry[1], geometry[2], geometry[4]
+    slab[low:high] = ZERO
+    for yj in range(height):
+        g = group[y - yj + height - 1]
+        base = skip + yj * wide
+        for c in range(0, padded, CHUNK):
+            for u in range(CHUNK):
+                slab[g, c + u] += t[base + c + u]
+
+
+@jit
+def spread_slab(slab: Any, pattern: Any, low: int, high: int, x: int, wide: int, row: Any) -> None:
+    """Add a slab's sums to the buckets of a lookup's row."""
+    for xj in range(wide):
+        for g in range(low, high):
+            row[pattern[g, x - xj + wide - 1]] += slab[g, xj]
+
+
+@jit
+def column_of(lookup: Any, pattern: Any, used: Any, x: int, geometry: Any, column: Any) -> None:
+    """column[g, j]: what key j says of a query in column x, for each pattern of rows."""
+    height, wide, skip = geometry[0], geometry[1], geometry[2]
+    for yj in range(height):
+        for g in range(used[yj, 0], used[yj, 1]):
+            for xj in range(wide):
+                j = yj * wide + xj
+                column[g, j] = lookup[skip + j, pattern[g, xj - x + wide - 1]]
+
+
+@jit
+def spread_column(column: Any, pattern: Any, used: Any, x: int, geometry: Any, sums: Any) -> None:
+    """Add a column's sums to the buckets of each key, and empty it."""
+    height, wide, skip = geometry[0], geometry[1], geometry[2]
+    for yj in range(height):
+        for xj in range(wide):
+            j = yj * wide + xj
+            for g in range(used[yj, 0], used[yj, 1]):
+                sums[skip + j, pattern[g, xj - x + wide - 1]] += column[g, j]
+                column[g, j] = ZERO
+
+
+@jit
+def add_column(column: Any, group: Any, y: int, geometry: Any, t: Any) -> None:
+    """t += what keys say of the query in row y."""
+    height, wide, skip = geometry[0], geometry[1], geometry[2]
+    yj = 0
+    while yj < height:
+        g = group[yj - y + height - 1]
+        end = yj + 1
+        while end < height and group[end - y + height - 1] == g:
+            end += 1
+        for j in range(yj * wide, end * wide):
+            t[skip + j] += column[g, j]
+        yj = end
+
+
+@jit
+def sum_column(t: Any, group: Any, y: int, geometry: Any, column: Any) -> None:
+    """column += t: what keys said of the query in row y."""
+    height, wide, skip = geometry[0], geometry[1], geometry[2]
+    yj = 0
+    while yj < height:
+        g = group[yj - y + height - 1]
+        end = yj + 1
+        while end < height and group[end - y + height - 1] == g:
+            end += 1
+        for j in range(yj * wide, end * wide):
+            column[g, j] += t[skip + j]
+        yj = end
+
+
+@jit
+def largest(t: Any, count: int, lanes: Any) -> Any:
+    """The largest of the first `count` of t, a multiple of 16."""
+    lanes[:] = NOTHING
+    for j in range(0, count, LANES):
+        for u in range(LANES):
+            lanes[u] = t[j + u] if t[j + u] > lanes[u] else lanes[u]
+    top = lanes[0]
+    for u in range(1, LANES):
+        top = lanes[u] if lanes[u] > top else top
+    return top
+
+
+@jit
+def exponentials(t: Any, count: int, top: Any, exponents: Any, powers: Any) -> Any:
+    """t = exp(t - top), and its sum. Cephes' polynomial; `powers` views `exponents` as floats."""
+    for j in range(count):
+        x = t[j] - top
+        x = LOWEST if x < LOWEST else x
+        n = np.floor(x * LOG2E + HALF)
+        r = x - n * LN2_HIGH - n * LN2_LOW
+        p = ((((C5 * r + C4) * r + C3) * r + C2) * r + C1) * r + C0
+        t[j] = p * r * r + r + ONE
+        exponents[j] = (np.int32(n) + np.int32(127)) << np.int32(23)
+    total = ZERO
+    for j in range(count):
+        p = t[j] * powers[j]
+        t[j] = p
+        total += p
+    return total
+
+
+@jit
+def masked(t: Any, allowed: Any, added: Any, length: int) -> None:
+    """Apply one row of a mask: of the two the one that is not empty."""
+    if len(allowed):
+        for j in range(length):
+            t[j] = t[j] if allowed[j] else NOTHING
+    if len(added):
+        for j in range(length):
+            t[j] += added[j]
+
+
+@jit
+def mixed(x: Any) -> Any:
+    """See `dropout.mixed`."""
+    x = ((x ^ (x >> SHIFT)) * FIRST) & WORD
+    x = ((x ^ (x >> OTHER_SHIFT)) * SECOND) & WORD
+    return x ^ (x >> SHIFT)
+
+
+@jit
+def keep_row(seed: Any, row: int, below: Any, up: Any, length: int, keep: Any) -> None:
+    """keep[j] = 0 or `up`; see `dropout.kept`."""
+    start = mixed(mixed((np.uint64(row) & WORD) ^ (seed & WORD)) ^ (seed >> HALF_WORD))
+    for j in range(length):
+        bits = mixed((start + np.uint64(j) * STRIDE) & WORD)
+        keep[j] = up if bits >= below else ZERO

@@ -1,0 +1,126 @@
+"""Sets of frame numbers and the heads of a stream, in memory that does not grow with the stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_MOST_RANGES = 64
+
+
+@dataclass(slots=True)
+class _Range:
+    first: int
+    last: int
+    step: int = 0
+    blurred: bool = False
+
+    def takes(self, frame: int) -> bool:
+        if self.blurred:
+            return False
+        if self.step == 0:
+            self.step = frame - self.first
+        elif frame != self.last + self.step:
+            return False
+        self.last = frame
+        return True
+
+    def has(self, frame: int) -> bool:
+        low, high = sorted((self.first, self.last))
+        return low <= frame <= high and (
+            self.blurred or self.step == 0 or (frame - self.first) % self.step == 0
+        )
+
+
+class FrameSet:
+    """Frame numbers as ranges with a step: a steady stream is one range, however long it is.
+
+    Above `most` ranges the two oldest become one that is blurred: numbers in it are then neither
+    surely in the set nor surely out of it.
+    """
+
+    __slots__ = ("_count", "_most", "_ranges")
+
+    def __init__(self, most: int = _MOST_RANGES) -> None:
+        self._ranges: list[_Range] = []
+        self._most = most
+        self._count = 0
+
+    def add(self, frame: int) -> None:
+        """Put a frame in; one that is surely in stays once."""
+        if self.knows(frame) is True:
+            return
+        self._count += 1
+        if not (self._ranges and self._ranges[-1].takes(frame)):
+            self._ranges.append(_Range(frame, frame))
+        if len(self._ranges) > self._most:
+            self._blur()
+
+    def knows(self, frame: int) -> bool | None:
+        """True, False, or `None` where the set is blurred."""
+        blurred = False
+        for one in reversed(self._ranges):
+            if one.has(frame):
+                if not one.blurred:
+                    return True
+                blurred = True
+        return None if blurred else False
+
+    def clear(self) -> None:
+        """Make it empty."""
+        self._ranges.clear()
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def ranges(self) -> int:
+        """Of how many ranges it is made: what it costs."""
+        return len(self._ranges)
+
+    def _blur(self) -> None:
+        one, other = self._ranges[:2]
+        ends = (one.first, one.last, other.first, other.last)
+        self._ranges[:2] = [_Range(min(ends), max(ends), 1, blurred=True)]
+
+
+class Heads:
+    """Where a stream is: at one frame, or at two when it looked elsewhere and may come back.
+
+    A move of at most `reach` frames carries the nearest head along. A longer one opens a second head,
+    and a third closes the one that was left longest ago; so what an interrupted stream needs survives
+    one excursion, and state stays within twice the windows.
+    """
+
+    __slots__ = ("_heads", "_reach")
+
+    def __init__(self, reach: int) -> None:
+        self._reach = max(reach, 1)
+        self._heads: list[int] = []
+
+    @property
+    def now(self) -> int | None:
+        """The frame that the stream is at, `None` before its first."""
+        return self._heads[-1] if self._heads else None
+
+    def move(self, frame: int) -> None:
+        """The stream is at `frame`."""
+        heads = self._heads
+        if heads and abs(heads[-1] - frame) <= self._reach:
+            heads[-1] = frame
+            return
+        if len(heads) == 2:
+            if abs(heads[0] - frame) <= self._reach:
+                heads.reverse()
+                heads[-1] = frame
+                return
+            del heads[0]
+        heads.append(frame)
+
+    def distance(self, frame: int) -> int:
+        """Frames from the nearest head; 0 before the first move."""
+        return min((abs(head - frame) for head in self._heads), default=0)
+
+    def clear(self) -> None:
+        """As before the first move."""
+        self._heads.clear()

@@ -1,0 +1,270 @@
+"""The entries of a store, whoever's dict they lie in: accounted, evicted, spilled and brought back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchtrim.errors import TorchtrimError
+from torchtrim.stream.lifetimes import Lifetime
+from torchtrim.stream.parking import Parking, blobs_of, tensor_on, unpark
+from torchtrim.stream.policies import Policy
+from torchtrim.stream.spill import Spill
+from torchtrim.stream.storages import Accounts, Holding, is_partial, map_tensors, tensors_of
+from torchtrim.stream.tombstones import Graveyard, Key, Tombstone, name_of
+
+
+class OverBudget(TorchtrimError):
+    """What may not be evicted needs more than the budget. Nothing was changed and nothing lost."""
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """An entry: where its value lies, and what is known of it. `parked` is its value while spilled."""
+
+    key: Key
+    lifetime: Lifetime
+    frame: int
+    holder: dict[Any, Any]
+    name: Hashable
+    born: int
+    reads: int = 0
+    storages: tuple[int, ...] = ()
+    parked: Any = None
+
+
+class Slots:
+    """All entries of one stream that are not persistent. Not locked: its owner is."""
+
+    def __init__(
+        self,
+        fields: Mapping[str, Lifetime],
+        budget: int | None,
+        policy: Policy,
+        spill: Spill | None,
+        *,
+        remember: int,
+        compact: bool,
+    ) -> None:
+        self.policy = policy
+        self.accounts = Accounts()
+        self.graves = Graveyard(remember)
+        self._tables: dict[str, dict[Hashable, Slot]] = {name: {} for name in fields}
+        self._budget = budget
+        self._parking = Parking(spill) if spill is not None else None
+        self._compact = compact
+        self._touched: list[Holding] = []
+
+    def __len__(self) -> int:
+        return sum(map(len, self._tables.values()))
+
+    def keys(self) -> list[Key]:
+        """The keys of all entries."""
+        return [slot.key for table in self._tables.values() for slot in table.values()]
+
+    def table(self, field: str) -> Collection[Slot]:
+        """The entries of a field."""
+        return self._tables[field].values()
+
+    def find(self, key: Key) -> Slot | None:
+        """The entry of a key, spilled or not."""
+        return self._tables.get(key[0], {}).get(key[1])
+
+    def put(self, slot: Slot, value: Any) -> None:
+        """A new entry, in place of one of the same key."""
+        old = self.find(slot.key)
+        if old is not None:
+            if old.holder is not slot.holder or old.name != slot.name:
+                old.holder.pop(old.name, None)
+            self._release(old)
+        slot.storages = self.accounts.add(slot.key, value)
+        self._tables[slot.key[0]][slot.key[1]] = slot
+        self.policy.on_put(slot.key, sum(tensor.nbytes for tensor in tensors_of(value)))
+
+    def discard(self, key: Key) -> None:
+        """Undo a `put`: the entry goes without a tombstone."""
+        slot = self.find(key)
+        if slot is not None:
+            del self._tables[key[0]][key[1]]
+            self._release(slot)
+            slot.holder.pop(slot.name, None)
+            self.policy.on_evict(key)
+
+    def evict(self, slots: list[Slot], now: int | None, why: str, *, compact: bool = True) -> None:
+        """Entries go, each with a tombstone; what shares their storages is copied if `compact`."""
+        for slot in slots:
+            field, entry = slot.key
+            del self._tables[field][entry]
+            freed, shared = self._release(slot)
+            slot.holder.pop(slot.name, None)
+            pinned_by: tuple[Key, ...] = ()
+            if shared:
+                self._touched += shared
+                pinned_by = tuple({key: None for one in shared for key in sorted_keys(one)})[:8]
+            self.graves.bury(
+                Tombstone(field, entry, now, why, freed, pinned_by if not freed else ())
+            )
+            self.policy.on_evict(slot.key)
+        if compact:
+            self.compact()
+
+    def compact(self) -> None:
+        """Give survivors of storages that lost an entry storages of their own, where that frees bytes.
+
+        One that finds no memory for the copy stays as it is.
+        """
+        touched, self._touched = self._touched, []
+        if not self._compact:
+            return
+        for key in {key: None for holding in touched for key in holding.keys}:
+            slot = self.find(key)
+            if slot is None or slot.parked is not None:
+                continue
+            value = slot.holder[slot.name]
+            if any(map(is_partial, tensors_of(value))):
+                try:
+                    copied = map_tensors(value, _own)
+                except (RuntimeError, MemoryError):
+                    continue
+                self._replace(slot, copied)
+
+    def fit(self, now: int | None, keep: Key | None = None) -> None:
+        """Spill or evict until the budget holds. Raises `OverBudget` if it cannot, before anything goes."""
+        over = self.accounts.bytes - (self._budget or self.accounts.bytes)
+        if over <= 0:
+            return
+        possible = self._possible(keep)
+        if possible < over:
+            raise OverBudget(
+                f"the state needs {self.accounts.bytes - possible} bytes that may not be evicted, and the "
+                f"budget is {self._budget}. Nothing was lost. Raise the budget, or give a pinned field a "
+                "window."
+            )
+        self.free(over, now, keep)
+
+    def free(self, nbytes: int, now: int | None, keep: Key | None = None) -> int:
+        """Spill, or evict where there is nowhere to spill, in the policy's order. Returns bytes freed."""
+        begin = self.accounts.bytes
+        candidates = [
+            slot.key
+            for table in self._tables.values()
+            for slot in table.values()
+            if slot.parked is None
+            and slot.storages
+            and slot.key != keep
+            and slot.lifetime.evictable
+        ]
+        for key in self.policy.order(candidates):
+            if begin - self.accounts.bytes >= nbytes:
+                break
+            slot = self.find(key)
+            if slot is None or slot.parked is not None or not self._frees(slot, keep):
+                continue
+            if self._parking is not None:
+                self._spill(slot, keep)
+            else:
+                self.evict([slot], now, "the budget was exceeded")
+        return begin - self.accounts.bytes
+
+    def recall(self, slot: Slot) -> None:
+        """A spilled entry, and all that share its storages, are in memory again."""
+        assert self._parking is not None
+        for number in blobs_of(slot.parked):
+            storage, keys = self._parking.fetch(number)
+            for key in keys:
+                other = self.find(key)
+                assert other is not None
+                value = unpark(other.parked, number, storage)
+                other.storages = tuple(set(other.storages + self.accounts.add(key, value)))
+                if blobs_of(value):
+                    other.parked = value
+                else:
+                    other.parked = None
+                    other.holder[other.name] = value
+
+    def change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replace all tensors in memory."""
+        for table in self._tables.values():
+            for slot in table.values():
+                if slot.parked is None:
+                    self._replace(slot, map_tensors(slot.holder[slot.name], change))
+
+    def clear(self) -> None:
+        """No entries, no tombstones."""
+        for table in self._tables.values():
+            for slot in list(table.values()):
+                del table[slot.key[1]]
+                self._release(slot)
+                slot.holder.pop(slot.name, None)
+                self.policy.on_evict(slot.key)
+        self.graves.clear()
+
+    @property
+    def spilled_bytes(self) -> int:
+        """Bytes that are spilled."""
+        return 0 if self._parking is None else self._parking.bytes
+
+    def _release(self, slot: Slot) -> tuple[int, list[Holding]]:
+        if slot.parked is not None and self._parking is not None:
+            self._parking.leave(slot.key, slot.parked)
+        freed = self.accounts.remove(slot.key, slot.storages) if slot.storages else (0, [])
+        slot.storages = ()
+        return freed
+
+    def _replace(self, slot: Slot, value: Any) -> None:
+        self.accounts.remove(slot.key, slot.storages)
+        slot.holder[slot.name] = value
+        slot.storages = self.accounts.add(slot.key, value)
+
+    def _possible(self, keep: Key | None) -> int:
+        return sum(
+            holding.nbytes
+            for holding in self.accounts.holdings.values()
+            if self._may_go(holding, keep)
+        )
+
+    def _may_go(self, holding: Holding, keep: Key | None) -> bool:
+        def evictable(key: Any) -> bool:
+            slot = self.find(key)
+            return key != keep and slot is not None and slot.lifetime.evictable
+
+        return all(map(evictable, holding.keys))
+
+    def _frees(self, slot: Slot, keep: Key | None) -> bool:
+        if self._compact and self._parking is None:
+            return True
+        holdings = self.accounts.holdings
+        return any(self._may_go(holdings[one], keep) for one in slot.storages)
+
+    def _spill(self, slot: Slot, keep: Key | None) -> None:
+        assert self._parking is not None
+        for storage in set(slot.storages):
+            holding = self.accounts.holdings[storage]
+            if not self._may_go(holding, keep):
+                continue
+            first = self._value(slot)
+            number = self._parking.put(tensor_on(first, storage))
+            for key in list(holding.keys):
+                other = self.find(key)
+                assert other is not None
+                parked = self._parking.park(number, storage, key, self._value(other))
+                other.parked = parked
+                other.holder.pop(other.name, None)
+                other.storages = tuple(one for one in other.storages if one != storage)
+                self.accounts.remove(key, (storage,))
+
+    @staticmethod
+    def _value(slot: Slot) -> Any:
+        return slot.holder[slot.name] if slot.parked is None else slot.parked
+
+
+def sorted_keys(holding: Holding) -> Iterator[Key]:
+    """The entries of a storage in an order that is always the same."""
+    return iter(sorted(holding.keys, key=lambda key: name_of(key)))
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone() if is_partial(tensor) else tensor

@@ -1,0 +1,106 @@
+"""Bytes as the allocator sees them: each storage once, however many tensors, views and entries share it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from torchtrim.stream.tombstones import Key
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """The strided tensors in a value: itself, or in lists, tuples and dicts at any depth."""
+    if isinstance(value, torch.Tensor):
+        if value.layout is torch.strided:
+            yield value
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from tensors_of(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from tensors_of(one)
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """The same value with each strided tensor changed; containers are new, other things the same."""
+    if isinstance(value, torch.Tensor):
+        return change(value) if value.layout is torch.strided else value
+    if isinstance(value, dict):
+        return {name: map_tensors(one, change) for name, one in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(one, change) for one in value))
+    if isinstance(value, list | tuple):
+        return type(value)(map_tensors(one, change) for one in value)
+    return value
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """What two tensors have in common exactly when they share a storage, while either is alive."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def held_bytes(values: Iterable[Any]) -> int:
+    """Bytes of the storages of all tensors in the values, each once."""
+    seen = {
+        storage_id(tensor): tensor.untyped_storage().nbytes()
+        for value in values
+        for tensor in tensors_of(value)
+    }
+    return sum(seen.values())
+
+
+def is_partial(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds more bytes alive than it shows."""
+    return tensor.nbytes < tensor.untyped_storage().nbytes()
+
+
+@dataclass(slots=True)
+class Holding:
+    """A storage, its bytes, and the entries that hold it."""
+
+    nbytes: int
+    keys: set[Key] = field(default_factory=set)
+
+
+class Accounts:
+    """Which entries hold which storages, kept as entries come and go."""
+
+    def __init__(self) -> None:
+        self.holdings: dict[int, Holding] = {}
+        self.bytes = 0
+
+    def add(self, key: Key, value: Any) -> tuple[int, ...]:
+        """An entry came. Returns the ids of its storages."""
+        ids = []
+        for tensor in tensors_of(value):
+            storage = tensor.untyped_storage()
+            number = storage._cdata
+            holding = self.holdings.get(number)
+            if holding is None:
+                holding = self.holdings[number] = Holding(storage.nbytes())
+                self.bytes += holding.nbytes
+            holding.keys.add(key)
+            ids.append(number)
+        return tuple(ids)
+
+    def remove(self, key: Key, ids: tuple[int, ...]) -> tuple[int, list[Holding]]:
+        """An entry went. Returns the bytes this freed, and the storages that others still hold."""
+        freed, shared = 0, []
+        for number in set(ids) if len(ids) > 1 else ids:
+            holding = self.holdings[number]
+            holding.keys.discard(key)
+            if holding.keys:
+                shared.append(holding)
+                continue
+            del self.holdings[number]
+            freed += holding.nbytes
+        self.bytes -= freed
+        return freed, shared
+
+    def clear(self) -> None:
+        """Nothing is held."""
+        self.holdings.clear()
+        self.bytes = 0

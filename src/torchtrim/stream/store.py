@@ -1,0 +1,404 @@
+"""A stream's state: a mapping whose fields say how long their entries live."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchtrim.errors import UsageError
+from torchtrim.stream.frames import Heads
+from torchtrim.stream.lifetimes import Lifetime
+from torchtrim.stream.policies import Oldest, Policy
+from torchtrim.stream.slots import Slot, Slots
+from torchtrim.stream.spill import Spill
+from torchtrim.stream.storages import Accounts, map_tensors
+from torchtrim.stream.tombstones import Evicted, Key, Tombstone, split
+
+_REMEMBERED = 256
+
+
+class _Shared:
+    """The persistent entries of all streams of one model."""
+
+    def __init__(self) -> None:
+        self.values: dict[Key, Any] = {}
+        self.accounts = Accounts()
+        self.ids: dict[Key, tuple[int, ...]] = {}
+
+    def put(self, key: Key, value: Any) -> None:
+        self.drop(key)
+        self.values[key] = value
+        self.ids[key] = self.accounts.add(key, value)
+
+    def drop(self, key: Key) -> None:
+        if key in self.values:
+            self.accounts.remove(key, self.ids.pop(key))
+            del self.values[key]
+
+
+class StateStore(MutableMapping[Any, Any]):
+    """State of one stream, bounded by the lifetimes of its fields.
+
+    `store["pointer", 7] = value` writes frame 7's entry of a field, `store["pointer", (2, 7)]` that of
+    object 2: the frame is the last part. `store["rope"]` is for what has no frame. Values are anything;
+    bytes are those of the storages of tensors in them, at any depth of lists, tuples and dicts, each
+    storage once; sparse tensors count as none.
+
+    Inside `step(frame)`, or after `advance(frame)`, the stream is at a frame. When the frame ends, what
+    outlived its lifetime goes: `every` says after how many frames, 0 leaves it to `retire()`. Reading
+    what went raises `Evicted`, a `KeyError` with its `Tombstone`; `get` and `in` behave as for an absent
+    key. The newest `remember` tombstones are kept in full, older ones as ranges.
+
+    `budget` is a limit in bytes for entries that are not persistent. Above it entries go in the order
+    of `policy`: to `spill` where one is given, out of the state where not. If what may not be evicted
+    is above it alone, writing raises `OverBudget` and changes nothing. `compact` copies what survives
+    when another entry of the same storage goes, so that the storage can go too.
+
+    Methods may be called from several threads; a stream is at one frame at a time.
+    """
+
+    def __init__(
+        self,
+        fields: Mapping[str, Lifetime],
+        *,
+        budget: int | None = None,
+        policy: Policy | None = None,
+        spill: Spill | None = None,
+        follow: nn.Module | None = None,
+        every: int = 1,
+        remember: int = _REMEMBERED,
+        compact: bool = True,
+        shared: StateStore | None = None,
+    ) -> None:
+        _check(fields, budget, every)
+        self.fields = dict(fields)
+        self.every = every
+        self._follow = follow
+        self._lock = threading.RLock()
+        self._values: dict[Key, Any] = {}
+        self._heads = Heads(max((one.frames or 0 for one in fields.values()), default=0))
+        self._slots = Slots(
+            self.fields, budget, policy or Oldest(), spill, remember=remember, compact=compact
+        )
+        self._shared: _Shared = _Shared() if shared is None else shared._shared
+        self._volatile = [name for name, one in fields.items() if one.kind == "volatile"]
+        self._limited = [(n, one.frames) for n, one in fields.items() if one.frames is not None]
+        self._open = False
+        self._serial = 0
+        self._ended = 0
+
+    def stream(self, **options: Any) -> StateStore:
+        """A store for another stream: the same fields and persistent entries, nothing else shared.
+
+        Takes the options of the constructor.
+        """
+        return StateStore(self.fields, shared=self, **{"follow": self._follow, **options})
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        key = _normal(key)
+        lifetime = self._lifetime(key)
+        with self._lock:
+            if lifetime.kind == "persistent":
+                self._shared.put(key, value)
+                return
+            old = self._values.get(key)
+            was = key in self._values or self._slots.find(key) is not None
+            if was and old is None:
+                self.recall(key)
+                old = self._values.get(key)
+            self._values[key] = value
+            self._adopt(key, self._values, key, value)
+            try:
+                self._slots.fit(self.now, keep=key)
+            except BaseException:
+                self._slots.discard(key)
+                if was:
+                    self._values[key] = old
+                    self._adopt(key, self._values, key, old)
+                raise
+
+    def __getitem__(self, key: Any) -> Any:
+        key = _normal(key)
+        with self._lock:
+            if self._lifetime(key).kind == "persistent":
+                return self._persistent(key)
+            slot = self._slots.find(key)
+            if slot is None:
+                raise self._missing(key)
+            if slot.parked is not None:
+                self._slots.recall(slot)
+            value = slot.holder[slot.name]
+            self._slots.policy.on_read(key)
+            reads = slot.lifetime.reads
+            if reads is not None:
+                slot.reads += 1
+                if slot.reads >= reads:
+                    self._slots.evict([slot], self.now, f"its {reads} reads were over")
+            return value
+
+    def __delitem__(self, key: Any) -> None:
+        key = _normal(key)
+        with self._lock:
+            if self._lifetime(key).kind == "persistent":
+                if key not in self._shared.values:
+                    raise KeyError(key)
+                self._shared.drop(key)
+                return
+            slot = self._slots.find(key)
+            if slot is None:
+                raise self._missing(key)
+            self._slots.evict([slot], self.now, "it was deleted")
+
+    def __contains__(self, key: object) -> bool:
+        key = _normal(key)
+        if key in self._shared.values:
+            return True
+        return self._slots.find(key) is not None
+
+    def __iter__(self) -> Iterator[Any]:
+        with self._lock:
+            keys = [*self._shared.values, *self._slots.keys()]
+        return iter([key[0] if key[1] is None else key for key in keys])
+
+    def __len__(self) -> int:
+        return len(self._shared.values) + len(self._slots)
+
+    def adopt(self, key: Any, holder: dict[Any, Any], name: Hashable) -> None:
+        """Look after `holder[name]`, a value in somebody else's dict, as the entry `key`.
+
+        When its lifetime is over it is deleted from that dict. A budget is applied at the frame's end.
+        A `holder` that is to work with `spill` calls `recall(key)` for what it misses.
+        """
+        key = _normal(key)
+        self._lifetime(key)
+        with self._lock:
+            self._adopt(key, holder, name, holder[name])
+
+    def recall(self, key: Any) -> bool:
+        """Bring a spilled entry back into its holder; false if it is not spilled."""
+        with self._lock:
+            slot = self._slots.find(_normal(key))
+            if slot is None or slot.parked is None:
+                return False
+            self._slots.recall(slot)
+            return True
+
+    @contextmanager
+    def step(self, frame: int) -> Iterator[StateStore]:
+        """The stream is at `frame` until the block ends, in any way.
+
+        Raises `UsageError` inside another step: a stream is at one frame at a time.
+        """
+        with self._lock:
+            if self._open:
+                raise UsageError(
+                    f"frame {frame} was begun while this stream is still in frame {self.now}. One store "
+                    "is one stream: give each stream its own with store.stream()."
+                )
+            self._begin(frame)
+        try:
+            yield self
+        except BaseException:
+            self._close()
+            raise
+        self.end()
+
+    def advance(self, frame: int) -> None:
+        """End the frame that the stream is at, if any, and begin another. For loops without `with`."""
+        with self._lock:
+            if self._open:
+                self.end()
+            self._begin(frame)
+
+    def end(self) -> None:
+        """End the frame: what is due goes, and the budget is applied."""
+        with self._lock:
+            self._close()
+            self._slots.fit(self.now)
+
+    def retire(self) -> int:
+        """Let everything go whose lifetime is over. Returns the bytes that this freed."""
+        with self._lock:
+            before = self._slots.accounts.bytes
+            for name, reason, due in self._due():
+                self._slots.evict(due, self.now, f"{name} is {reason}", compact=False)
+            self._slots.compact()
+            return before - self._slots.accounts.bytes
+
+    def relieve(self, nbytes: int) -> int:
+        """Free at least `nbytes` if possible: what is due, then by the policy. Returns what was freed.
+
+        Without `spill` entries that may still be read are evicted: use it where that is better than to
+        stop.
+        """
+        with self._lock:
+            freed = self.retire()
+            if freed < nbytes:
+                freed += self._slots.free(nbytes - freed, self.now)
+            return freed
+
+    def reset(self) -> None:
+        """Forget everything but the persistent entries, tombstones too."""
+        with self._lock:
+            self._slots.clear()
+            frame = self.now
+            self._heads.clear()
+            if self._open and frame is not None:
+                self._heads.move(frame)
+
+    def to(self, device: torch.device | str) -> None:
+        """Move all entries to a device; those that share a storage share it there too."""
+        with self._lock:
+            moved: dict[int, torch.UntypedStorage] = {}
+            follow = _mover(torch.device(device), moved)
+            for key in list(self._shared.values):
+                self._shared.put(key, map_tensors(self._shared.values[key], follow))
+            self._slots.change(follow)
+
+    def tombstone(self, key: Any) -> Tombstone | None:
+        """What is known of an entry that went."""
+        return self._slots.graves.find(_normal(key))
+
+    def tombstones(self) -> list[Tombstone]:
+        """The newest tombstones, oldest first, at most `remember`."""
+        return self._slots.graves.recent()
+
+    @property
+    def now(self) -> int | None:
+        """The frame that the stream is at, `None` before its first."""
+        return self._heads.now
+
+    @property
+    def bytes(self) -> int:
+        """Bytes in memory that this stream's own entries hold alive, each storage once."""
+        return self._slots.accounts.bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of the persistent entries. A storage that an own entry shares is in `bytes` too."""
+        return self._shared.accounts.bytes
+
+    @property
+    def spilled_bytes(self) -> int:
+        """Bytes that are spilled."""
+        return self._slots.spilled_bytes
+
+    @property
+    def bookkeeping(self) -> int:
+        """Records kept beside the entries: tombstones and ranges of them. Bounded."""
+        return len(self._slots.graves)
+
+    def _close(self) -> None:
+        with self._lock:
+            self._open = False
+            self._ended += 1
+            if self.every and self._ended % self.every == 0:
+                self.retire()
+
+    def _begin(self, frame: int) -> None:
+        self._heads.move(frame)
+        self._open = True
+        self._serial += 1
+
+    def _due(self) -> Iterator[tuple[str, str, list[Slot]]]:
+        for name in self._volatile:
+            table = self._slots.table(name)
+            due = [slot for slot in table if not self._open or slot.born < self._serial]
+            if due:
+                yield name, "volatile and its frame ended", due
+        distance = self._heads.distance
+        for name, frames in self._limited:
+            due = [slot for slot in self._slots.table(name) if distance(slot.frame) > frames]
+            if due:
+                yield name, f"{self.fields[name]} and the stream was further away", due
+
+    def _adopt(self, key: Key, holder: dict[Any, Any], name: Hashable, value: Any) -> None:
+        lifetime = self.fields[key[0]]
+        frame = split(key[1])[1]
+        if frame is None and lifetime.kind == "window":
+            raise UsageError(
+                f"{key!r} has no frame, and {key[0]!r} is {lifetime}, which counts frames. Write "
+                f"store[{key[0]!r}, 7], or store[{key[0]!r}, (name, 7)]."
+            )
+        self._slots.put(Slot(key, lifetime, frame or 0, holder, name, self._serial), value)
+
+    def _persistent(self, key: Key) -> Any:
+        if key not in self._shared.values:
+            raise KeyError(key)
+        value = self._shared.values[key]
+        where = next(self._follow.parameters(), None) if self._follow is not None else None
+        if where is None:
+            return value
+        moved = map_tensors(value, _mover(where.device, {}))
+        self._shared.put(key, moved)
+        return moved
+
+    def _lifetime(self, key: Key) -> Lifetime:
+        lifetime = self.fields.get(key[0])
+        if lifetime is None:
+            raise UsageError(
+                f"this store has no field {key[0]!r}; it has {', '.join(map(repr, self.fields))}. "
+                f"Declare it: StateStore({{{key[0]!r}: window(15), ...}})."
+            )
+        return lifetime
+
+    def _missing(self, key: Key) -> KeyError:
+        tombstone = self._slots.graves.find(key)
+        if tombstone is not None:
+            return Evicted(tombstone)
+        return KeyError(key if key[1] is not None else key[0])
+
+
+def _normal(key: Any) -> Key:
+    if isinstance(key, str):
+        return key, None
+    if isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], str):
+        return key
+    raise UsageError(
+        f"{key!r} is no key of a state store: write store['field', frame] or store['field']."
+    )
+
+
+def _check(fields: Mapping[str, Lifetime], budget: int | None, every: int) -> None:
+    for name, lifetime in fields.items():
+        if not isinstance(lifetime, Lifetime):
+            raise UsageError(
+                f"field {name!r} is declared as {lifetime!r}; use window(15), volatile(), pinned(), "
+                "until_read(1) or persistent()."
+            )
+    if budget is not None and budget <= 0:
+        raise UsageError(
+            f"a budget of {budget} bytes holds nothing; give bytes above zero, or None."
+        )
+    if every < 0:
+        raise UsageError(f"every={every}: give after how many frames to clean, or 0 for never.")
+
+
+def _mover(
+    device: torch.device, moved: dict[int, torch.UntypedStorage]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device == device:
+            return tensor
+        storage = tensor.untyped_storage()
+        there = moved.get(storage._cdata)
+        if there is None:
+            there = moved[storage._cdata] = _copied(tensor, device)
+        with torch.no_grad():
+            empty = torch.empty(0, dtype=tensor.dtype, device=device)
+            return empty.set_(there, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    return move
+
+
+def _copied(tensor: torch.Tensor, device: torch.device) -> torch.UntypedStorage:
+    storage = tensor.untyped_storage()
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    with torch.no_grad():
+        flat.set_(storage, 0, (storage.nbytes(),), (1,))
+    return flat.to(device).untyped_storage()

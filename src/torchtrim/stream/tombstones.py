@@ -1,0 +1,124 @@
+"""What is left of an evicted entry: what it was, when it went and why; bounded however long the stream."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from torchtrim.errors import TorchtrimError
+from torchtrim.stream.frames import FrameSet
+
+Key = tuple[str, Hashable]
+
+
+@dataclass(frozen=True, slots=True)
+class Tombstone:
+    """An entry that is gone.
+
+    `when` is the frame that the stream was at, `None` where it was forgotten. `freed` is the bytes
+    that going freed; 0 with `pinned_by` says which entries still hold the same storage. `certain` is
+    false where the bounded bookkeeping only knows that it may have been there.
+    """
+
+    field: str
+    entry: Hashable
+    when: int | None
+    why: str
+    freed: int = 0
+    pinned_by: tuple[Key, ...] = ()
+    certain: bool = True
+
+    def __str__(self) -> str:
+        at = "earlier" if self.when is None else f"at frame {self.when}"
+        may = "was evicted" if self.certain else "may have been evicted"
+        held = ""
+        if self.pinned_by:
+            names = ", ".join(name_of(key) for key in self.pinned_by[:3])
+            held = f" It freed nothing: {names} hold the same storage."
+        return f"{name_of((self.field, self.entry))} {may} {at}: {self.why}.{held}"
+
+
+class Evicted(TorchtrimError, KeyError):
+    """Reading what is no longer there. `tombstone` says what it was, when it went and why."""
+
+    def __init__(self, tombstone: Tombstone, cure: str = "") -> None:
+        self.tombstone = tombstone
+        advice = cure or (
+            "Whoever reads it needs a longer lifetime for this field; `learn_state` measures which."
+        )
+        super().__init__(f"{tombstone} {advice}")
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class Graveyard:
+    """The newest `most` tombstones in full, older ones as ranges of frames for each series of entries."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._recent: OrderedDict[Key, Tombstone] = OrderedDict()
+        self._older: dict[tuple[str, Hashable], FrameSet] = {}
+        self.buried = 0
+
+    def bury(self, tombstone: Tombstone) -> None:
+        """Remember an entry that went."""
+        key = (tombstone.field, tombstone.entry)
+        self.buried += 1
+        self._recent.pop(key, None)
+        self._recent[key] = tombstone
+        if len(self._recent) > self._most:
+            (field, entry), _ = self._recent.popitem(last=False)
+            series, frame = split(entry)
+            if frame is not None:
+                self._older.setdefault((field, series), FrameSet()).add(frame)
+
+    def find(self, key: Key) -> Tombstone | None:
+        """The tombstone of an entry, `None` if none is known."""
+        found = self._recent.get(key)
+        if found is not None:
+            return found
+        series, frame = split(key[1])
+        older = self._older.get((key[0], series))
+        if older is None or frame is None:
+            return None
+        known = older.knows(frame)
+        if known is False:
+            return None
+        return Tombstone(*key, None, "its lifetime was over", certain=known is True)
+
+    def recent(self) -> list[Tombstone]:
+        """The newest tombstones, oldest first."""
+        return list(self._recent.values())
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._recent.clear()
+        self._older.clear()
+
+    def __len__(self) -> int:
+        """How many records it keeps: full ones and ranges."""
+        return len(self._recent) + sum(older.ranges for older in self._older.values())
+
+
+def split(entry: Hashable) -> tuple[Hashable, int | None]:
+    """An entry's series and frame: `7` is frame 7, `(2, 7)` is frame 7 of series `(2,)`."""
+    if isinstance(entry, int):
+        return None, entry
+    if isinstance(entry, tuple) and entry and isinstance(entry[-1], int):
+        return entry[:-1], entry[-1]
+    return entry, None
+
+
+def name_of(key: Key) -> str:
+    """`("pointer", (2, 7))` -> `'pointer' of frame 7 of 2`, for messages."""
+    field, entry = key
+    series, frame = split(entry)
+    words = f"{field!r}"
+    if frame is not None:
+        words += f" of frame {frame}"
+    if series is not None:
+        inside = ", ".join(map(str, series)) if isinstance(series, tuple) else str(series)
+        words += f" of {inside}"
+    return words
