@@ -21,11 +21,6 @@ CORPUS = snippets()
 WAITING = [one for one in CORPUS if one.waits]
 MISSED = {
     "covariance": "what a composite operator reads is of the host, until it meets a tensor of the device",
-    "adjacency_of_unknown_size": "a composite operator copies to the host what is there already",
-    "checkpoint_loaded_onto_the_device": "storages are said to lie on the device, and not copied",
-    "rows_by_an_array_of_bools": "a list of bools becomes a mask of the host",
-    "rows_by_a_list_of_bools": "a list of bools becomes a mask of the host",
-    "tensor_pickled": "a storage that is written to a pickle is not seen",
 }
 
 

@@ -1,8 +1,9 @@
 """Loops over one row of scores, compiled by numba: what relative positions add and take.
 
-`t` is a row that is padded to whole chunks. Loops of a constant 8 run over image rows whose width is
-rounded up: what they write too much is overwritten by the next row, what they read too much is
-added to columns that nobody reads.
+`t` is a row that is padded to whole chunks. Loops run over image rows whose width is rounded up:
+what they write too much is overwritten by the next row, what they read too much is added to columns
+that nobody reads. They run over slices, since a computed index may be negative and an index of a
+slice may not, which lets LLVM use vectors.
 """
 
 from __future__ import annotations
@@ -35,20 +36,22 @@ SHIFT, OTHER_SHIFT, HALF_WORD = np.uint64(16), np.uint64(15), np.uint64(32)
 def slab_of(row: Any, pattern: Any, low: int, high: int, x: int, wide: int, slab: Any) -> None:
     """slab[g, xj]: what a lookup's row says of a key in column xj, for each pattern of rows."""
     for g in range(low, high):
+        buckets, to = pattern[g, x : x + wide], slab[g, :wide]
         for xj in range(wide):
-            slab[g, xj] = row[pattern[g, x - xj + wide - 1]]
+            to[xj] = row[buckets[wide - 1 - xj]]
 
 
 @jit
 def add_slab(scores: Any, offset: int, slab: Any, group: Any, y: int, geometry: Any, t: Any) -> None:
     """t = scores + what the slab says of each key of the grid."""
     height, wide, skip, padded = geometry[0], geometry[1], geometry[2], geometry[4]
+    groups = group[y : y + height]
     for yj in range(height):
-        g = group[y - yj + height - 1]
         base = skip + yj * wide
-        for c in range(0, padded, CHUNK):
-            for u in range(CHUNK):
-                t[base + c + u] = scores[offset + base + c + u] + slab[g, c + u]
+        to, one = t[base : base + padded], scores[offset + base : offset + base + padded]
+        other = slab[groups[height - 1 - yj]]
+        for j in range(padded):
+            to[j] = one[j] + other[j]
 
 
 @jit
@@ -56,20 +59,27 @@ def sum_slab(t: Any, group: Any, y: int, geometry: Any, low: int, high: int, sla
     """slab[g, xj] = the sum of t over the keys of column xj in rows of pattern g."""
     height, wide, skip, padded = geometry[0], geometry[1], geometry[2], geometry[4]
     slab[low:high] = ZERO
+    groups = group[y : y + height]
     for yj in range(height):
-        g = group[y - yj + height - 1]
         base = skip + yj * wide
-        for c in range(0, padded, CHUNK):
-            for u in range(CHUNK):
-                slab[g, c + u] += t[base + c + u]
+        one, to = t[base : base + padded], slab[groups[height - 1 - yj]]
+        for j in range(padded):
+            to[j] += one[j]
 
 
 @jit
 def spread_slab(slab: Any, pattern: Any, low: int, high: int, x: int, wide: int, row: Any) -> None:
     """Add a slab's sums to the buckets of a lookup's row."""
-    for xj in range(wide):
-        for g in range(low, high):
-            row[pattern[g, x - xj + wide - 1]] += slab[g, xj]
+    for g in range(low, high):
+        buckets, one = pattern[g, x : x + wide], slab[g]
+        last, total = buckets[wide - 1], ZERO
+        for xj in range(wide):
+            now = buckets[wide - 1 - xj]
+            if now != last:
+                row[last] += total
+                last, total = now, ZERO
+            total += one[xj]
+        row[last] += total
 
 
 @jit
@@ -77,10 +87,13 @@ def column_of(lookup: Any, pattern: Any, used: Any, x: int, geometry: Any, colum
     """column[g, j]: what key j says of a query in column x, for each pattern of rows."""
     height, wide, skip = geometry[0], geometry[1], geometry[2]
     for yj in range(height):
+        base = skip + yj * wide
+        rows = lookup[base : base + wide]
         for g in range(used[yj, 0], used[yj, 1]):
+            buckets = pattern[g, wide - 1 - x : 2 * wide - 1 - x]
+            to = column[g, yj * wide : yj * wide + wide]
             for xj in range(wide):
-                j = yj * wide + xj
-                column[g, j] = lookup[skip + j, pattern[g, xj - x + wide - 1]]
+                to[xj] = rows[xj, buckets[xj]]
 
 
 @jit
@@ -88,25 +101,30 @@ def spread_column(column: Any, pattern: Any, used: Any, x: int, geometry: Any, s
     """Add a column's sums to the buckets of each key, and empty it."""
     height, wide, skip = geometry[0], geometry[1], geometry[2]
     for yj in range(height):
-        for xj in range(wide):
-            j = yj * wide + xj
-            for g in range(used[yj, 0], used[yj, 1]):
-                sums[skip + j, pattern[g, xj - x + wide - 1]] += column[g, j]
-                column[g, j] = ZERO
+        base = skip + yj * wide
+        rows = sums[base : base + wide]
+        for g in range(used[yj, 0], used[yj, 1]):
+            buckets = pattern[g, wide - 1 - x : 2 * wide - 1 - x]
+            one = column[g, yj * wide : yj * wide + wide]
+            for xj in range(wide):
+                rows[xj, buckets[xj]] += one[xj]
+            one[:] = ZERO
 
 
 @jit
 def add_column(column: Any, group: Any, y: int, geometry: Any, t: Any) -> None:
     """t += what keys say of the query in row y."""
     height, wide, skip = geometry[0], geometry[1], geometry[2]
+    groups = group[height - 1 - y : 2 * height - 1 - y]
     yj = 0
     while yj < height:
-        g = group[yj - y + height - 1]
-        end = yj + 1
-        while end < height and group[end - y + height - 1] == g:
+        g, end = groups[yj], yj + 1
+        while end < height and groups[end] == g:
             end += 1
-        for j in range(yj * wide, end * wide):
-            t[skip + j] += column[g, j]
+        first, number = yj * wide, (end - yj) * wide
+        to, one = t[skip + first : skip + first + number], column[g, first : first + number]
+        for j in range(number):
+            to[j] += one[j]
         yj = end
 
 
@@ -114,14 +132,16 @@ def add_column(column: Any, group: Any, y: int, geometry: Any, t: Any) -> None:
 def sum_column(t: Any, group: Any, y: int, geometry: Any, column: Any) -> None:
     """column += t: what keys said of the query in row y."""
     height, wide, skip = geometry[0], geometry[1], geometry[2]
+    groups = group[height - 1 - y : 2 * height - 1 - y]
     yj = 0
     while yj < height:
-        g = group[yj - y + height - 1]
-        end = yj + 1
-        while end < height and group[end - y + height - 1] == g:
+        g, end = groups[yj], yj + 1
+        while end < height and groups[end] == g:
             end += 1
-        for j in range(yj * wide, end * wide):
-            column[g, j] += t[skip + j]
+        first, number = yj * wide, (end - yj) * wide
+        one, to = t[skip + first : skip + first + number], column[g, first : first + number]
+        for j in range(number):
+            to[j] += one[j]
         yj = end
 
 
@@ -130,8 +150,9 @@ def largest(t: Any, count: int, lanes: Any) -> Any:
     """The largest of the first `count` of t, a multiple of 16."""
     lanes[:] = NOTHING
     for j in range(0, count, LANES):
+        chunk = t[j : j + LANES]
         for u in range(LANES):
-            lanes[u] = t[j + u] if t[j + u] > lanes[u] else lanes[u]
+            lanes[u] = chunk[u] if chunk[u] > lanes[u] else lanes[u]
     top = lanes[0]
     for u in range(1, LANES):
         top = lanes[u] if lanes[u] > top else top

@@ -27,7 +27,7 @@ from torchtrim.observe.emulated.device import current
 from torchtrim.observe.modes import enter_below, is_composite, leave
 from torchtrim.observe.places import ENGINE, Places, Spot, is_in_function, line_of
 from torchtrim.observe.storages import PLAIN, Storages, parts_of, reachable_tensors
-from torchtrim.observe.waiting import NOTHING, Asking, Ran, waiting_here
+from torchtrim.observe.waiting import NOTHING, Asking, Origin, Ran, waiting_here
 from torchtrim.observe.waits import RawSync
 from torchtrim.records.profile import Phase
 
@@ -253,17 +253,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._own_nodes(index)
         if self._waiting is not None:
             ran = Ran(index, func, args, kwargs, result, known.written)
-            self._waiting.ran(ran, known.asking, node, self._is_temporary)
+            self._waiting.ran(ran, known.asking, node, self._origin)
         return result
 
-    def _is_temporary(self, index: int) -> bool:
-        """Whether what an operator reads last was made by the same line, on the host."""
-        copy = self.operators[index]
-        birth = self.storages.lives[copy.inputs[-1][0]].birth if copy.inputs else -1
-        if not 0 <= birth < index or copy.spot is None:
-            return False
+    def _origin(self, index: int, tensor: torch.Tensor) -> Origin:
+        """What made a tensor that an operator reads."""
+        number = self.storages.number(tensor)
+        birth = self.storages.lives[number].birth if number >= 0 else -1
+        here = self.operators[index].spot
+        if not 0 <= birth < index or here is None:
+            return Origin.ELSEWHERE
         made = self.operators[birth].spot
-        return made is not None and made[0] is copy.spot[0] and line_of(made) == line_of(copy.spot)
+        if made == here and self.operators[birth].func is torch.ops.aten.lift_fresh.default:
+            return Origin.CALL
+        if made is None or made[0] is not here[0] or line_of(made) != line_of(here):
+            return Origin.ELSEWHERE
+        return Origin.LINE
 
     def _cause(self, node: Any, frame: FrameType | None) -> Cause:
         """Phase, module, innermost line, the user's line, and the forward operator that is its own."""

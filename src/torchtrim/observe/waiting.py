@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -31,9 +32,23 @@ class Asking(NamedTuple):
 
     rows: tuple[Row, ...]
     copies: bool
+    indexes: bool
 
 
-NOTHING = Asking((), False)
+NOTHING = Asking((), False, False)
+_INDEXING = ("aten::index", "aten::index_put", "aten::index_put_")
+
+
+class Origin(Enum):
+    """What made a tensor of the host that an operator reads: the very call, its line, or another."""
+
+    CALL = 1
+    LINE = 2
+    ELSEWHERE = 3
+
+
+FindsOrigin = Callable[[int, torch.Tensor], Origin]
+"""By the number of an operator and a tensor that it reads."""
 
 
 class Waiting:
@@ -65,27 +80,40 @@ class Waiting:
 
     def asking(self, func: Any) -> Asking:
         """What to ask an operator each time."""
-        return Asking(rows_of(func), is_copy(func))
+        indexes = func.name().partition(".")[0] in _INDEXING
+        return Asking(rows_of(func), is_copy(func), indexes)
 
-    def ran(self, ran: Ran, asking: Asking, node: Any, is_temporary: Callable[[int], bool]) -> None:
-        """An operator has run, in backward for a node of autograd.
-
-        `is_temporary`: whether what a copy reads was made for it alone.
-        """
+    def ran(self, ran: Ran, asking: Asking, node: Any, origin: FindsOrigin) -> None:
+        """An operator has run, in backward for a node of autograd."""
         waits = self._waits
         if waits.in_flight() and not asking.copies:
             written = (ran.args[at] for at, _ in ran.written if at < len(ran.args))
             waits.touched(ran.func, tensors_among(ran.args), tensors_among(written), ran.number)
         operands = (ran.func, ran.args, ran.kwargs, ran.result, ran.number)
-        told = waits.ask(asking.rows, *operands) if asking.rows else 0
+        told = 0
+        if asking.rows:
+            lists = tuple(self._lists(ran, origin)) if asking.indexes else ()
+            told = waits.ask(asking.rows, *operands, uploaded=lists)
         if asking.copies:
-            waits.copied(*operands, temporary=is_temporary(ran.number))
+            source = ran.args[0] if len(ran.args) == 1 else ran.args[1]
+            temporary = origin(ran.number, source) is not Origin.ELSEWHERE
+            waits.copied(*operands, temporary=temporary)
         if self._counter is not None:
             waits.seen(self._counter.count - self._counted, told, ran.number)
             self._counted = self._counter.count
         if node is not None and node is not self._node:
             self._node = node
             waits.differentiated(node, tensors_among(ran.args), ran.number)
+
+    def _lists(self, ran: Ran, origin: FindsOrigin) -> Iterator[torch.Tensor]:
+        """Indices that the call made of a list: on a device torch makes them there."""
+        is_on_device = self._waits.is_on_device
+        if not is_on_device(ran.args[0]):
+            return
+        for index in ran.args[1]:
+            made_here = index is not None and index.numel() and not is_on_device(index)
+            if made_here and origin(ran.number, index) is Origin.CALL:
+                yield index
 
 
 def waiting_here(emulation: Emulation | None, note: Callable[[RawSync], None]) -> Waiting | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torchtrim.sync.row import Row
 from torchtrim.sync.table import rows_for
 
 UNLISTED = "unlisted"
+NEW_TENSOR = "new-tensor"
 ASYNC_READ = "async-read"
 ASYNC_SOURCE = "async-source"
 _VERSION = str(torch.__version__)
@@ -70,7 +72,7 @@ class Waits:
         note: Note,
     ) -> None:
         self._clock = 0
-        self._is_on_device = is_on_device
+        self.is_on_device = is_on_device
         self._is_pinned = is_pinned
         self._note = note
         self._downloads: dict[int, _Flight] = {}
@@ -79,11 +81,23 @@ class Waits:
         self._events: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
 
     def ask(
-        self, rows: tuple[Row, ...], func: Any, args: Any, kwargs: Any, result: Any, operator: int
+        self,
+        rows: tuple[Row, ...],
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        result: Any,
+        operator: int,
+        *,
+        uploaded: Sequence[Any] = (),
     ) -> int:
-        """Note the operator as often as the rows say that it waits; how often that is."""
-        asked = self._asked(func, args, kwargs, result)
-        noted = [RawSync(row.name, operator) for row in rows for _ in range(row.waits(asked))]
+        """Note the operator as often as the rows say that it waits; how often that is.
+
+        `uploaded` are tensors that torch makes of a list on the device, and here were made on the host.
+        """
+        asked = self._asked(func, args, kwargs, result, uploaded)
+        noted = [RawSync(NEW_TENSOR, operator)] * len(uploaded)
+        noted += [RawSync(row.name, operator) for row in rows for _ in range(row.waits(asked))]
         for sync in noted:
             self._note(sync)
         if noted:
@@ -103,7 +117,7 @@ class Waits:
         new = asked.name == _COPIES[0]
         source = asked.args["self" if new else "src"]
         target = result if new else asked.args["self"]
-        down, up = self._is_on_device(source), self._is_on_device(target)
+        down, up = self.is_on_device(source), self.is_on_device(target)
         if not down and not up:
             self.touched(func, (source,), () if new else (target,), operator)
         elif not asked.args.get("non_blocking"):
@@ -118,7 +132,7 @@ class Waits:
     def differentiated(self, node: Any, tensors: Iterable[Any], operator: int) -> None:
         """The first operator of a node of autograd has run."""
         row = BACKWARD.get(node.name())
-        if row is not None and any(map(self._is_on_device, tensors)):
+        if row is not None and any(map(self.is_on_device, tensors)):
             self._note(RawSync(row.name, operator))
 
     def touched(
@@ -168,12 +182,20 @@ class Waits:
         """Whether a copy to the host may be late: what is not pinned the driver waits for."""
         return self._is_pinned(target) and bool(target.is_contiguous())
 
-    def _asked(self, func: Any, args: Any, kwargs: Any, result: Any) -> Asked:
+    def _asked(
+        self, func: Any, args: Any, kwargs: Any, result: Any, uploaded: Sequence[Any] = ()
+    ) -> Asked:
         bound = _bound(func, args, kwargs)
         name = _full_name(func)
         if name == _COPIES[0]:
             bound["device"] = result.device
-        return Asked(name, bound, result, self._is_on_device, self._is_pinned)
+        is_on_device = self.is_on_device
+        if uploaded:
+
+            def is_on_device(tensor: Any) -> bool:
+                return any(tensor is one for one in uploaded) or self.is_on_device(tensor)
+
+        return Asked(name, bound, result, is_on_device, self._is_pinned)
 
     def _leave(self, flights: dict[int, _Flight], tensor: Any) -> None:
         """A copy into or out of a tensor of the host begins."""
@@ -222,13 +244,17 @@ def _full_name(func: Any) -> str:
 
 def _bound(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     """Arguments by the names of the schema, with its defaults."""
-    bound = dict(kwargs)
-    for argument, value in zip(func._schema.arguments, args, strict=False):
-        bound[argument.name] = value
-    for argument in func._schema.arguments:
-        if argument.name not in bound:
-            bound[argument.name] = argument.default_value if argument.has_default_value() else None
-    return bound
+    names, defaults = _signature(func)
+    return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+
+
+@cache
+def _signature(func: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    arguments = func._schema.arguments
+    return tuple(argument.name for argument in arguments), {
+        argument.name: argument.default_value if argument.has_default_value() else None
+        for argument in arguments
+    }
 
 
 def _key(tensor: torch.Tensor) -> int | None:

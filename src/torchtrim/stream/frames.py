@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 _MOST_RANGES = 64
@@ -65,6 +66,13 @@ class FrameSet:
                 blurred = True
         return None if blurred else False
 
+    def frames(self) -> Iterator[int]:
+        """The frames that are surely in it, range by range."""
+        for one in self._ranges:
+            if not one.blurred:
+                toward = 1 if one.step >= 0 else -1
+                yield from range(one.first, one.last + toward, one.step or 1)
+
     def clear(self) -> None:
         """Make it empty."""
         self._ranges.clear()
@@ -89,14 +97,16 @@ class Heads:
 
     A move of at most `reach` frames carries the nearest head along. A longer one opens a second head,
     and a third closes the one that was left longest ago; so what an interrupted stream needs survives
-    one excursion, and state stays within twice the windows.
+    one excursion, and state stays within twice the windows. `anchors` are frames that the stream may
+    return to at any time, and near which nothing is far.
     """
 
-    __slots__ = ("_heads", "_reach")
+    __slots__ = ("_heads", "_reach", "anchors")
 
     def __init__(self, reach: int) -> None:
         self._reach = max(reach, 1)
         self._heads: list[int] = []
+        self.anchors: set[int] = set()
 
     @property
     def now(self) -> int | None:
@@ -118,9 +128,13 @@ class Heads:
         heads.append(frame)
 
     def distance(self, frame: int) -> int:
-        """Frames from the nearest head; 0 before the first move."""
-        return min((abs(head - frame) for head in self._heads), default=0)
+        """Frames from the nearest head or anchor; 0 before the first move."""
+        heads = self._heads
+        if len(heads) == 1 and not self.anchors:
+            return abs(heads[0] - frame)
+        return min((abs(head - frame) for head in (*heads, *self.anchors)), default=0)
 
     def clear(self) -> None:
         """As before the first move."""
         self._heads.clear()
+        self.anchors.clear()

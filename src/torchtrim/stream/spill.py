@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
+import weakref
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -55,7 +57,7 @@ class FileSpill:
     """Spills to memory-mapped files in a new directory under `directory`, at most `most_bytes` of them.
 
     The space is taken before a byte is written, so a full disk is a `SpillFailed` and not a crash.
-    `close()` removes the directory; so does the end of the process in an orderly way.
+    `close()` removes the directory; so does the end of this object, or an orderly end of the process.
     """
 
     def __init__(self, directory: str | Path, most_bytes: int | None = None) -> None:
@@ -63,9 +65,8 @@ class FileSpill:
             raise UsageError(
                 f"{directory} is no directory to spill to. Make it, or name one that is there and has room."
             )
-        self._home = tempfile.TemporaryDirectory(
-            prefix="torchtrim-spill-", dir=directory, ignore_cleanup_errors=True
-        )
+        self._home = Path(tempfile.mkdtemp(prefix="torchtrim-spill-", dir=directory))
+        self._close = weakref.finalize(self, shutil.rmtree, self._home, ignore_errors=True)
         self._most = most_bytes
         self._number = 0
         self.bytes = 0
@@ -73,8 +74,8 @@ class FileSpill:
     def put(self, data: torch.Tensor) -> tuple[Path, int]:
         """Write the bytes to a file of their own. Raises `SpillFailed` where there is no room."""
         size = data.numel()
-        _check_room(self.bytes + size, self._most, self._home.name)
-        path = Path(self._home.name) / str(self._number)
+        _check_room(self.bytes + size, self._most, str(self._home))
+        path = self._home / str(self._number)
         self._number += 1
         try:
             with path.open("wb") as file:
@@ -106,7 +107,7 @@ class FileSpill:
 
     def close(self) -> None:
         """Remove everything that was spilled."""
-        self._home.cleanup()
+        self._close()
 
 
 def _check_room(wanted: int, most: int | None, where: str) -> None:

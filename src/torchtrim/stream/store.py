@@ -242,6 +242,11 @@ class StateStore(MutableMapping[Any, Any]):
                 freed += self._slots.free(nbytes - freed, self.now)
             return freed
 
+    def anchor(self, frame: int) -> None:
+        """The stream may return to this frame at any time: what is within a window of it stays."""
+        with self._lock:
+            self._heads.anchors.add(frame)
+
     def reset(self) -> None:
         """Forget everything but the persistent entries, tombstones too."""
         with self._lock:

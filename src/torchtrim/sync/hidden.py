@@ -53,9 +53,18 @@ SMOOTHED = _hidden(
     native("LossNLL.cpp", 612, "selects the targets that are not ignored"),
 )
 
+SPARSE_SIZE = _hidden(
+    "sparse-size",
+    "TT102",
+    "`torch.sparse_coo_tensor(indices, values)` without a size",
+    "the indices are on the device: the largest of each dimension is copied to the host",
+    "Give the size.",
+    native("sparse/SparseTensor.cpp", 332, "copies the sizes that the indices need to the host"),
+)
+
 BACKWARD = {
     "ProdBackward0": PRODUCT,
     "ProdBackward1": PRODUCT,
     "CumprodBackward0": CUMULATIVE,
 }
-ROWS = (PRODUCT, CUMULATIVE, SMOOTHED)
+ROWS = (PRODUCT, CUMULATIVE, SMOOTHED, SPARSE_SIZE)

@@ -113,6 +113,15 @@ def test_a_model_moves_with_its_parameters_in_place() -> None:
     assert model.weight.dtype == torch.bfloat16
 
 
+@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
+def test_lazy_modules_come_to_be_where_they_were_moved() -> None:
+    model = nn.Sequential(nn.LazyConv2d(4, 3), nn.Flatten(), nn.LazyLinear(2)).cuda()
+    y = model(torch.randn(2, 3, 5, 5, device="cuda"))
+    y.sum().backward()
+    assert y.is_cuda
+    assert all(parameter.is_cuda for parameter in model.parameters())
+
+
 def test_loading_a_state_keeps_the_place() -> None:
     model = nn.Linear(2, 2).cuda()
     model.load_state_dict({name: tensor.cpu() for name, tensor in model.state_dict().items()})

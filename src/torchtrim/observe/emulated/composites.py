@@ -42,6 +42,7 @@ class Composites:
             ("ctc_loss.IntList", self._ctc_loss, _KEYS),
             ("ctc_loss.Tensor", self._ctc_loss, _KEYS),
             ("cross_entropy_loss", self._cross_entropy, _KEYS),
+            ("sparse_coo_tensor.indices", self._sparse, _KEYS),
             ("scaled_dot_product_attention", self._attention, _KEYS),
             ("native_dropout", fused_dropout, ("CPU",)),
             ("native_dropout_backward", fused_dropout_backward, ("CPU",)),
@@ -53,9 +54,7 @@ class Composites:
             ),
         ):
             if len(keys) > 1:
-                packet, _, overload = name.partition(".")
-                func = getattr(getattr(_aten, packet), overload or "default")
-                self._accelerator.composites[func] = kernel
+                self._accelerator.composites[_overload(name)] = kernel
             for key in keys:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
@@ -76,6 +75,13 @@ class Composites:
         shape = (*tensor.shape, num_classes)
         zeros = torch.zeros(shape, dtype=torch.int64, device=tensor.device)
         return zeros.scatter_(-1, tensor.unsqueeze(-1), 1)
+
+    def _sparse(self, indices: torch.Tensor, values: torch.Tensor, **options: Any) -> Any:
+        """Without a size, the largest index of each dimension is read; on a GPU that is two copies."""
+        if self._tags.on_device(indices):
+            for _ in range(2):
+                tell_synchronized("sparse-size", current_stream())
+        return _aten.sparse_coo_tensor.indices.decompose(indices, values, **options)
 
     def _cross_entropy(
         self,
@@ -170,6 +176,11 @@ def fused_dropout_backward(
 ) -> torch.Tensor:
     """The gradient of `fused_dropout`; `scale` is the inverse of `1 - p`."""
     return gradient * mask.to(gradient.dtype).div_(1 / scale)
+
+
+def _overload(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(_aten, packet), overload or "default")
 
 
 def fused_attention(

@@ -11,9 +11,11 @@ from torch.optim import optimizer as optimizers
 from torch.optim import swa_utils
 from torch.utils import _foreach_utils
 
+from torchtrim.observe.calls import tell_synchronized
 from torchtrim.observe.emulated.mode import Accelerator
 from torchtrim.observe.emulated.moves import Mover, is_cuda
 from torchtrim.observe.emulated.patches import Patches
+from torchtrim.observe.emulated.streams import current_stream
 from torchtrim.observe.emulated.tags import DEVICE, Tags
 
 _BEFORE_CPU = 5
@@ -86,6 +88,7 @@ def patch_files(patches: Patches, tags: Tags) -> None:
         if not where.startswith("cuda"):
             return None
         tags.put_storage(_untyped(storage))
+        tell_synchronized("upload", current_stream())
         return storage
 
     def load_script(file: Any, map_location: Any = None, **options: Any) -> Any:

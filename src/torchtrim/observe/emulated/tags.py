@@ -45,6 +45,9 @@ class Tags:
             return tensor.untyped_storage()._cdata in self._device
         except _NO_STORAGE:
             return any(part is not tensor and self.on_device(part) for part in parts_of(tensor))
+        except ValueError:  # of a lazy module's parameter, which lets itself not be asked
+            with torch._C.DisableTorchFunctionSubclass():
+                return tensor.untyped_storage()._cdata in self._device
 
     def holds(self, storage: Any) -> bool:
         """Whether an untyped storage lies on the emulated device."""

@@ -6,13 +6,15 @@ import functools
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.utils.dlpack import DLDeviceType
 
-from torchtrim.observe.calls import tell_read
+from torchtrim.observe.calls import tell_read, tell_synchronized
 from torchtrim.observe.emulated.mode import Accelerator
 from torchtrim.observe.emulated.moves import Mover, is_cuda
 from torchtrim.observe.emulated.patches import Patches
+from torchtrim.observe.emulated.streams import current_stream
 from torchtrim.observe.emulated.tags import DEVICE, Tags
 
 Tensor: Any = torch.Tensor
@@ -196,6 +198,12 @@ def patch_storages(patches: Patches, tags: Tags) -> None:
         on = is_cuda(device)
         return self if tags.holds(self) == on else copied(self, on, non_blocking)
 
+    def write(self: Any, *args: Any) -> Any:
+        if tags.holds(self):
+            tell_synchronized("copy-to-host", current_stream())
+        return own_write(self, *args)
+
+    own_write = patches.replace(storage, "_write_file", write)
     patches.replace(storage, "clone", lambda self: copied(self, tags.holds(self)))
     patches.replace(storage, "cpu", lambda self: to(self, device="cpu"))
     patches.replace(storage, "to", to)
@@ -234,6 +242,9 @@ def _overridable(method: Any, name: str | None = None) -> Any:
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_lazy(self):
+            with torch._C.DisableTorchFunctionSubclass():
+                return method(self, *args, **kwargs)
         if has_torch_function_unary(self):
             return handle_torch_function(call, (self,), self, *args, **kwargs)
         return method(self, *args, **kwargs)

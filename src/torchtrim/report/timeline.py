@@ -1,0 +1,234 @@
+"""The timeline of a step: a picture that needs no script, and the data for the script that zooms."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from markupsafe import Markup
+
+from torchtrim.memory.names import base_name
+from torchtrim.records import Profile
+from torchtrim.report import facts
+from torchtrim.report.lanes import Lanes, Span
+from torchtrim.report.safe import clean, keep_right
+from torchtrim.units import format_bytes, format_seconds
+
+_WIDTH = 1000
+_HEIGHT = 100
+_NAME = 48
+_US = 1e6
+_LEVELS = 3
+_SHADES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lane:
+    """A lane of the picture: its name and what is drawn in it."""
+
+    name: str
+    markup: Markup
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimelineView:
+    """The timeline with its words. `data` is JSON for the script, empty where there is no room."""
+
+    lanes: Sequence[Lane]
+    data: Markup
+    ends: str
+    said: str
+    dropped: str
+
+
+def timeline_view(profile: Profile, lanes: Lanes, most: int, *, source: bool) -> TimelineView | None:
+    """The timeline with at most `most` operators for the script; None for a step that took no time."""
+    if not lanes.seconds:
+        return None
+    shown = _longest(lanes.host, most)
+    return TimelineView(
+        lanes=_lanes(profile, lanes),
+        data=_data(profile, lanes, shown, source) if shown else Markup(),
+        ends=format_seconds(lanes.seconds),
+        said=_said(lanes),
+        dropped=_dropped(lanes.host, shown),
+    )
+
+
+def _longest(spans: Sequence[Span], most: int) -> list[Span]:
+    if len(spans) <= most:
+        return list(spans)
+    return sorted(
+        heapq.nlargest(most, spans, key=lambda span: span.seconds), key=lambda span: span.start
+    )
+
+
+def _said(lanes: Lanes) -> str:
+    if lanes.source == "measured":
+        return "Measured while it was recorded, which makes the gaps between operators longer."
+    return (
+        f"Modelled: host and device as an {lanes.device_name.upper()} would take at least, "
+        "from operators' work and bytes."
+    )
+
+
+def _dropped(spans: Sequence[Span], shown: Sequence[Span]) -> str:
+    if not shown or len(shown) == len(spans):
+        return ""
+    whole = sum(span.seconds for span in spans) or 1.0
+    share = 100 * sum(span.seconds for span in shown) / whole
+    return (
+        f"Zoomed in, the {len(shown)} longest of {len(spans)} operators are shown, {share:.1f} % of "
+        "their time; profile.json has all."
+    )
+
+
+def _lanes(profile: Profile, lanes: Lanes) -> list[Lane]:
+    operators = profile.operators
+
+    def phase(span: Span) -> str:
+        return f"p-{operators[span.index].phase}"
+
+    drawn = [Lane(name="memory", markup=_area(lanes))]
+    drawn += [
+        Lane(name="modules" if level == 0 else "", markup=_strip(lane, lanes.seconds, _shade))
+        for level, lane in enumerate(lanes.modules[:_LEVELS])
+    ]
+    drawn.append(Lane(name="host", markup=_strip(lanes.host, lanes.seconds, phase)))
+    if lanes.device:
+        drawn.append(Lane(name="device", markup=_strip(lanes.device, lanes.seconds, phase)))
+    if lanes.waits:
+        drawn.append(
+            Lane(name="waits", markup=_strip(lanes.waits, lanes.seconds, lambda _: "p-waiting"))
+        )
+    return drawn
+
+
+def _shade(span: Span) -> str:
+    return f"m-{span.index % _SHADES}"
+
+
+def _strip(spans: Iterable[Span], whole: float, style: Callable[[Span], str]) -> Markup:
+    """The spans on columns: the one that fills most of a column gives it its colour."""
+    fills: list[dict[str, float]] = [{} for _ in range(_WIDTH)]
+    for span in spans:
+        first, last = (_WIDTH * t / whole for t in (span.start, span.start + span.seconds))
+        name = style(span)
+        for column in range(int(first), min(int(last) + 1, _WIDTH)):
+            part = max(min(last, column + 1) - max(first, column), 1e-3)
+            fills[column][name] = fills[column].get(name, 0.0) + part
+    paths: dict[str, list[str]] = {}
+    for name, start, end in _runs([max(fill, key=fill.__getitem__) if fill else "" for fill in fills]):
+        if name:
+            paths.setdefault(name, []).append(f"M{start} 0H{end}V{_HEIGHT}H{start}Z")
+    shapes = (
+        Markup('<path class="{}" d="{}"/>').format(name, "".join(parts))
+        for name, parts in paths.items()
+    )
+    return _svg(Markup().join(shapes))
+
+
+def _runs(columns: Sequence[str]) -> Iterable[tuple[str, int, int]]:
+    start = 0
+    for column in range(1, len(columns) + 1):
+        if column == len(columns) or columns[column] != columns[start]:
+            yield columns[start], start, column
+            start = column
+
+
+def _area(lanes: Lanes) -> Markup:
+    top = max((size for _, size, _ in lanes.memory), default=0) or 1
+    points = [f"M0 {_HEIGHT}"]
+    for time, size, _ in lanes.memory:
+        x, y = round(_WIDTH * time / lanes.seconds), round(_HEIGHT * (1 - size / top))
+        points.append(f"H{x}V{y}")
+    path = "".join([*points, f"H{_WIDTH}V{_HEIGHT}Z"])
+    return _svg(Markup('<path class="area" d="{}"/>').format(path))
+
+
+def _svg(shapes: Markup) -> Markup:
+    return Markup(
+        '<svg viewBox="0 0 {} {}" preserveAspectRatio="none" aria-hidden="true">{}</svg>'
+    ).format(_WIDTH, _HEIGHT, shapes)
+
+
+class _Words:
+    """Texts by number, each once."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, int] = {}
+
+    def number(self, text: str) -> int:
+        return self.known.setdefault(keep_right(clean(text), _NAME), len(self.known))
+
+
+def _data(profile: Profile, lanes: Lanes, shown: Sequence[Span], source: bool) -> Markup:
+    words = _Words()
+    made = _made(profile)
+    held = {span.index for span in shown}
+    largest = max((size for _, size, _ in lanes.memory), default=0)
+    data: dict[str, Any] = {
+        "end": _us(lanes.seconds),
+        "host": [_operator(profile, span, words, made, source) for span in shown],
+        "device": [
+            (_us(span.start), _us(span.seconds), _operator_name(profile, span.index, words))
+            for span in lanes.device
+            if span.index in held
+        ],
+        "modules": [_modules(profile, lane, len(shown), words) for lane in lanes.modules],
+        "waits": [
+            (_us(span.start), _us(span.seconds), words.number(span.name))
+            for span in _longest(lanes.waits, len(shown))
+        ],
+        "memory": [(_us(time), size) for time, size, _ in lanes.memory],
+        "top": [largest, format_bytes(largest)],
+    }
+    data["words"] = list(words.known)
+    encoded = msgspec.json.encode(data).decode().replace("<", "\\u003c").replace("&", "\\u0026")
+    return Markup(encoded)
+
+
+def _made(profile: Profile) -> dict[int, int]:
+    made: dict[int, int] = {}
+    for storage in profile.storages:
+        if storage.birth >= 0:
+            made[storage.birth] = made.get(storage.birth, 0) + storage.bytes
+    return made
+
+
+def _operator(
+    profile: Profile, span: Span, words: _Words, made: dict[int, int], source: bool
+) -> tuple[int, int, int, int, int, int, int]:
+    op = profile.operators[span.index]
+    place = profile.place_of(span.index) if source else None
+    where = facts.place(place.path, place.line, profile.script) if place else ""
+    return (
+        _us(span.start),
+        _us(span.seconds),
+        _operator_name(profile, span.index, words),
+        words.number(op.phase),
+        words.number(profile.module_of(span.index)),
+        words.number(where),
+        made.get(span.index, 0),
+    )
+
+
+def _operator_name(profile: Profile, index: int, words: _Words) -> int:
+    return words.number(base_name(profile.operators[index].name).removeprefix("aten::"))
+
+
+def _modules(
+    profile: Profile, lane: Sequence[Span], most: int, words: _Words
+) -> list[tuple[int, int, int]]:
+    return [
+        (_us(span.start), _us(span.seconds), words.number(profile.modules[span.index].path))
+        for span in _longest(lane, most)
+    ]
+
+
+def _us(seconds: float) -> int:
+    """Tenths of a microsecond, so that the data has no fractions."""
+    return round(seconds * _US * 10)
