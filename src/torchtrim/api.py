@@ -223,7 +223,7 @@ def optimize_report(
         memory_kind=memory_kind,
         plan=PlanSummary(techniques=found.plan.techniques, predicted=found.plan.predicted),
         certificate=found.certificate,
-        notes=found.notes,
+        notes=(*found.original.notes, *found.notes),
     )
     after = found.planned.profile if found.planned else None
     return Result(report, found.original.profile, after, found.plan)
@@ -299,6 +299,7 @@ def _report(verb: str, workload: Workload, trial: Trial) -> Report:
         findings=findings,
         waiting=waiting,
         holders=holders(profile) if profile is not None else (),
+        notes=trial.notes,
     )
 
 
@@ -314,7 +315,7 @@ def _infeasible(
         budget_bytes=parse_bytes(memory, whole=measured(original, kind)),
         smallest_bytes=error.smallest_bytes,
         memory_kind=kind,
-        notes=(str(error),),
+        notes=(str(error), *original.notes),
     )
 
 

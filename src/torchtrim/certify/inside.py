@@ -131,6 +131,7 @@ class Runner:
                     line=line,
                 )
         session.finish()
+        trial.notes = tuple(sorted(self._emulation.notes))
         if crash is None and not trial.steps:
             crash = Crash(kind="no step", message="the script ended, and no step was complete")
         trial.crash = crash

@@ -49,7 +49,10 @@ class Crash(Struct, frozen=True, kw_only=True):
 
 
 class Trial(Struct, kw_only=True):
-    """What one run left. `profile` is of the recorded step, or of the one that failed."""
+    """What one run left. `profile` is of the recorded step, or of the one that failed.
+
+    `notes` say what an emulated device did not do as a real one would.
+    """
 
     request: Request
     device: str = "cpu"
@@ -62,6 +65,7 @@ class Trial(Struct, kw_only=True):
     fingerprint: dict[str, str] = {}
     seeds: Literal["script", "torchtrim"] = "torchtrim"
     rss_bytes: int | None = None
+    notes: tuple[str, ...] = ()
     crash: Crash | None = None
 
     @property

@@ -131,8 +131,7 @@ class BoundSession:
             raise Evicted(tombstone, _ADVICE)
         self.missed += 1
         if self.first_missed is None:
-            last = self._images or [self.store.now]
-            self.first_missed = last[-1]
+            self.first_missed = self._images[-1] if self._images else self.store.now
 
     def lacks(self, record: Record, field: str) -> Any:
         """See `Owner`."""
@@ -225,14 +224,14 @@ def bound_session(
 
 def _fields(memories: int, pointers: int, corrections: int) -> dict[str, Lifetime]:
     fields = {"image": window(corrections) if corrections else volatile()}
-    for kept, names in ((pinned(), (*_MEMORY, *_POINTER, *_SCORES)), (volatile(), _NEVER)):
-        fields |= {f"{_CONDITIONING}.{name}": kept for name in names}
-    for kept, names in (
-        (window(memories), _MEMORY),
-        (window(pointers), _POINTER),
-        (volatile(), (*_SCORES, *_NEVER)),
+    for kind, kept, names in (
+        (_CONDITIONING, pinned(), [*_MEMORY, *_POINTER, *_SCORES]),
+        (_CONDITIONING, volatile(), [*_NEVER]),
+        (_OTHER, window(memories), [*_MEMORY]),
+        (_OTHER, window(pointers), [*_POINTER]),
+        (_OTHER, volatile(), [*_SCORES, *_NEVER]),
     ):
-        fields |= {f"{_OTHER}.{name}": kept for name in names}
+        fields |= {f"{kind}.{name}": kept for name in names}
     return fields
 
 
@@ -240,8 +239,8 @@ def _check_layout(session: Any, model: nn.Module, trust_version: bool) -> None:
     names = [one.__name__ for one in type(session).__mro__]
     if not set(SESSIONS).intersection(names):
         raise Unsupported(
-            f"{type(session).__name__} is no session that torchtrim can bound; it knows {', '.join(SESSIONS)} "
-            "of transformers. For other state declare its fields with StateStore."
+            f"{type(session).__name__} is no session that torchtrim can bound; it knows "
+            f"{', '.join(SESSIONS)} of transformers. For other state declare its fields with StateStore."
         )
     if isinstance(getattr(session, "output_dict_per_obj", None), Objects):
         raise UsageError("this session is bound already; release() the first before binding again.")
@@ -256,8 +255,8 @@ def _check_layout(session: Any, model: nn.Module, trust_version: bool) -> None:
     if not trust_version and not version.startswith(tuple(f"{known}." for known in VERSIONS)):
         raise Unsupported(
             f"{type(session).__module__.partition('.')[0]} {version or 'of no version'} is not one this "
-            f"adapter was read and measured with ({', '.join(VERSIONS)}). Compare a bounded with an unbounded "
-            "run over 40 frames, then pass trust_version=True."
+            f"adapter was read and measured with ({', '.join(VERSIONS)}). Compare a bounded with an "
+            "unbounded run over 40 frames, then pass trust_version=True."
         )
     for name in ("num_maskmem", "max_object_pointers_in_encoder"):
         if not isinstance(getattr(getattr(model, "config", None), name, None), int):

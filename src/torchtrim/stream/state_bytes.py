@@ -35,7 +35,7 @@ def _walk(
     if isinstance(value, torch.Tensor):
         yield path, value
         return
-    if isinstance(value, _LEAVES) or callable(value) and not isinstance(value, nn.Module):
+    if isinstance(value, _LEAVES) or (callable(value) and not isinstance(value, nn.Module)):
         return
     if id(value) in seen or (isinstance(value, nn.Module) and not top):
         return
