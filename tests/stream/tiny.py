@@ -29,10 +29,7 @@ def tracker(family: str = "Sam2Video", seed: int = 0) -> Any:
             if not name.startswith("vision_encoder") and parameter.dim() > 1:
                 noise = torch.randn(parameter.shape, generator=generator)
                 parameter.add_(noise * 0.7 / parameter.shape[-1] ** 0.5)
-        score = model.mask_decoder.pred_obj_score_head
-        for parameter in score.parameters():
-            parameter.zero_()
-        list(score.parameters())[-1].fill_(5.0)
+        model.mask_decoder.pred_obj_score_head.proj_out.bias.fill_(50.0)
     return model
 
 
@@ -40,19 +37,19 @@ def _settings(family: str, transformers: Any) -> dict[str, Any]:
     small = SIDE // 16
     sizes = [[small * 4, small * 4], [small * 2, small * 2], [small, small]]
     shared: dict[str, Any] = {
-        "prompt_encoder_config": {"image_size": SIDE, "patch_size": 16, "hidden_size": 32},
+        "prompt_encoder_config": {"image_size": SIDE, "patch_size": 16, "hidden_size": 128},
         "mask_decoder_config": {
-            **{"hidden_size": 32, "mlp_dim": 32, "num_hidden_layers": 2},
+            **{"hidden_size": 128, "mlp_dim": 32, "num_hidden_layers": 2},
             **{"num_attention_heads": 2, "iou_head_hidden_dim": 32},
         },
         "image_size": SIDE,
-        "memory_attention_hidden_size": 32,
+        "memory_attention_hidden_size": 128,
         "memory_attention_num_layers": 1,
         "memory_attention_rope_feat_sizes": [small, small],
-        "memory_encoder_hidden_size": 32,
-        "memory_encoder_output_channels": 16,
-        "mask_downsampler_embed_dim": 32,
-        "memory_fuser_embed_dim": 32,
+        "memory_encoder_hidden_size": 128,
+        "memory_encoder_output_channels": 64,
+        "mask_downsampler_embed_dim": 128,
+        "memory_fuser_embed_dim": 128,
         "memory_fuser_intermediate_dim": 32,
         "memory_fuser_num_layers": 1,
     }
@@ -76,7 +73,7 @@ class _Families:
             backbone_config=backbone,
             backbone_channel_list=[128, 64, 32, 16],
             backbone_feature_sizes=sizes,
-            fpn_hidden_size=32,
+            fpn_hidden_size=128,
         )
         return {
             "vision_config": vision,
@@ -93,20 +90,21 @@ class _Families:
             "memory_attention_rope_k_sizes": [4, 4],
             "perceiver_resampler_num_latents": 16,
             "perceiver_resampler_num_latents_2d": 16,
-            "perceiver_resampler_hidden_size": 16,
+            "perceiver_resampler_hidden_size": 64,
             "perceiver_resampler_mlp_intermediate_size": 32,
-            "perceiver_resampler_attention_head_dim": 16,
+            "perceiver_resampler_attention_head_dim": 64,
         }
 
     @staticmethod
     def Sam3TrackerVideo(transformers: Any, sizes: list[list[int]]) -> dict[str, Any]:  # noqa: N802
         backbone = {
+            "model_type": "sam3_vit_model",
             **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2},
             **{"num_attention_heads": 2, "image_size": SIDE, "patch_size": 16},
             **{"window_size": 4, "global_attn_indexes": [1], "pretrain_image_size": SIDE},
         }
         vision = transformers.Sam3VisionConfig(
-            backbone_config=backbone, backbone_feature_sizes=sizes, fpn_hidden_size=32
+            backbone_config=backbone, backbone_feature_sizes=sizes, fpn_hidden_size=128
         )
         return {"vision_config": vision, "memory_attention_feed_forward_hidden_size": 32}
 

@@ -89,6 +89,7 @@ def without_source(report: Report) -> Report:
     return msgspec.structs.replace(
         report,
         script="",
+        project="",
         findings=tuple(_bare_finding(f, known) for f in report.findings),
         holders=tuple(_bare_holder(h, known) for h in report.holders),
         certificate=report.certificate and _bare_certificate(report.certificate, known),

@@ -78,8 +78,8 @@ def _modelled(waiting: Waiting) -> Split:
     }
     said = (
         "Lower bounds, from operators' work and bytes. Waiting is what the step would gain without "
-        "waits; host is when the device has nothing to do because the host is slower. The loader is not "
-        "in it."
+        "waits; host is when the device has nothing to do because the host is slower, a loader in the "
+        "same process too."
     )
     return _split(f"{waiting.device.upper()}, modelled", waiting.source, seconds, said)
 
@@ -90,9 +90,7 @@ def _measured(report: Report, profile: Profile) -> Split:
     timed = report.original.step_seconds if report.original else 0.0
     whole = max(timed or profile.step_seconds, known)
     seconds["host"] = whole - known
-    recorded = (
-        f" Operators as recorded; the step took {format_seconds(profile.step_seconds)} with the recorder."
-    )
+    recorded = f" Operators as recorded; the step took {format_seconds(profile.step_seconds)} with the recorder."
     title, said = _about(profile.device)
     return _split(title, "measured", seconds, said + (recorded if timed else ""))
 

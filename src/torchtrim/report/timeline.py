@@ -44,7 +44,9 @@ class TimelineView:
     dropped: str
 
 
-def timeline_view(profile: Profile, lanes: Lanes, most: int, *, source: bool) -> TimelineView | None:
+def timeline_view(
+    profile: Profile, lanes: Lanes, most: int, *, source: bool
+) -> TimelineView | None:
     """The timeline with at most `most` operators for the script; None for a step that took no time."""
     if not lanes.seconds:
         return None
@@ -121,7 +123,9 @@ def _strip(spans: Iterable[Span], whole: float, style: Callable[[Span], str]) ->
             part = max(min(last, column + 1) - max(first, column), 1e-3)
             fills[column][name] = fills[column].get(name, 0.0) + part
     paths: dict[str, list[str]] = {}
-    for name, start, end in _runs([max(fill, key=fill.__getitem__) if fill else "" for fill in fills]):
+    for name, start, end in _runs(
+        [max(fill, key=fill.__getitem__) if fill else "" for fill in fills]
+    ):
         if name:
             paths.setdefault(name, []).append(f"M{start} 0H{end}V{_HEIGHT}H{start}Z")
     shapes = (
@@ -160,9 +164,14 @@ class _Words:
 
     def __init__(self) -> None:
         self.known: dict[str, int] = {}
+        self._seen: dict[str, int] = {}
 
     def number(self, text: str) -> int:
-        return self.known.setdefault(keep_right(clean(text), _NAME), len(self.known))
+        found = self._seen.get(text)
+        if found is None:
+            short = keep_right(clean(text), _NAME)
+            found = self._seen[text] = self.known.setdefault(short, len(self.known))
+        return found
 
 
 def _data(profile: Profile, lanes: Lanes, shown: Sequence[Span], source: bool) -> Markup:
@@ -174,7 +183,12 @@ def _data(profile: Profile, lanes: Lanes, shown: Sequence[Span], source: bool) -
         "end": _us(lanes.seconds),
         "host": [_operator(profile, span, words, made, source) for span in shown],
         "device": [
-            (_us(span.start), _us(span.seconds), _operator_name(profile, span.index, words))
+            (
+                _us(span.start),
+                _us(span.seconds),
+                _operator_name(profile, span.index, words),
+                words.number(profile.operators[span.index].phase),
+            )
             for span in lanes.device
             if span.index in held
         ],

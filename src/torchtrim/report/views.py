@@ -15,9 +15,13 @@ from torchtrim.records.report import FrontierPoint, Holder
 from torchtrim.report import facts, json
 from torchtrim.report.excerpt import SourceLine, excerpt
 from torchtrim.report.figures import Row, figure_rows
+from torchtrim.report.lanes import Lanes, lanes
+from torchtrim.report.operators import OperatorTable, operator_table
 from torchtrim.report.pictures import picture, unseen
 from torchtrim.report.safe import clean, keep_right
+from torchtrim.report.split import Split, splits
 from torchtrim.report.svg import Picture, stacked
+from torchtrim.report.timeline import TimelineView, timeline_view
 from torchtrim.units import format_bytes
 
 _HEADROOM = 1.18
@@ -36,13 +40,15 @@ class Caps:
     rows: int
     diff_lines: int
     json_bytes: int
+    spans: int
+    operators: int
 
 
 CAPS = (
-    Caps(findings=40, rows=30, diff_lines=60, json_bytes=60_000),
-    Caps(findings=20, rows=16, diff_lines=20, json_bytes=60_000),
-    Caps(findings=8, rows=8, diff_lines=8, json_bytes=0),
-    Caps(findings=3, rows=3, diff_lines=3, json_bytes=0),
+    Caps(findings=40, rows=30, diff_lines=60, json_bytes=60_000, spans=4000, operators=200),
+    Caps(findings=20, rows=16, diff_lines=20, json_bytes=60_000, spans=2000, operators=100),
+    Caps(findings=8, rows=8, diff_lines=8, json_bytes=0, spans=500, operators=40),
+    Caps(findings=3, rows=3, diff_lines=3, json_bytes=0, spans=0, operators=10),
 )
 
 
@@ -100,15 +106,32 @@ class View:
     frontier: Capped[FrontierPoint]
     notes: Capped[str]
     download: Markup
+    splits: Sequence[Split]
+    timeline: TimelineView | None
+    operators: OperatorTable | None
+    phases: frozenset[str]
+
+    @property
+    def scripted(self) -> bool:
+        """Whether anything on the page is better with the script."""
+        return self.timeline is not None or self.operators is not None
 
 
-def view(report: Report, before: Profile | None, after: Profile | None, caps: Caps) -> View:
+def view(
+    report: Report,
+    before: Profile | None,
+    after: Profile | None,
+    caps: Caps,
+    *,
+    source: bool = True,
+) -> View:
     """The report as the page shows it."""
     heads, rows = figure_rows(report)
     folders = _folders(report, before)
     findings = _capped(report.findings, caps.findings)
     holders = _capped(report.holders, caps.rows)
     kinds = [row for row in rows if row.kind][: caps.rows]
+    drawn = lanes(report, before) if before is not None and before.operators else None
     return View(
         script=report.script.replace("\\", "/").rpartition("/")[2],
         headline=facts.headline(report),
@@ -125,7 +148,20 @@ def view(report: Report, before: Profile | None, after: Profile | None, caps: Ca
         frontier=_capped(report.frontier, caps.rows),
         notes=_capped(report.notes, caps.rows),
         download=_download(report, caps.json_bytes),
+        splits=splits(report, before),
+        timeline=timeline_view(before, drawn, caps.spans, source=source)
+        if before is not None and drawn
+        else None,
+        operators=operator_table(before, drawn, caps.operators, source=source)
+        if before is not None and drawn
+        else None,
+        phases=_phases(before, drawn),
     )
+
+
+def _phases(profile: Profile | None, drawn: Lanes | None) -> frozenset[str]:
+    found = {op.phase for op in profile.operators} if profile is not None else set()
+    return frozenset(found) | ({"waiting"} if drawn is not None and drawn.waits else set())
 
 
 def _capped(every: Sequence[T], most: int) -> Capped[T]:
