@@ -11,6 +11,7 @@ OPTIONS = {
     "diagnose": (
         *RUNS,
         "--out",
+        "--no-source",
         "--fail-on",
         "--max-syncs",
         "--max-peak",
@@ -19,11 +20,11 @@ OPTIONS = {
     ),
     "doctor": ("--json",),
     "explain": ("--json",),
-    "optimize": (*RUNS, *FITS, "--out"),
-    "plan": (*RUNS, *FITS, "--out", "--frontier"),
+    "optimize": (*RUNS, *FITS, "--out", "--no-source"),
+    "plan": (*RUNS, *FITS, "--out", "--no-source", "--frontier"),
     "run": ("--module", "-m", "--plan"),
     "trace": ("--json", "--max-syncs", "--source", "--top"),
-    "verify": (*RUNS, "--out", "--plan"),
+    "verify": (*RUNS, "--out", "--no-source", "--plan"),
 }
 ARGUMENTS = {
     "diagnose": ("script", "args"),
@@ -35,7 +36,7 @@ ARGUMENTS = {
     "trace": ("paths",),
     "verify": ("script", "args"),
 }
-MOST_OPTIONS = 14
+MOST_OPTIONS = 15
 
 
 def verb(name: str) -> click.Command:

@@ -112,7 +112,9 @@ class _Families:
 def session(model: Any, video: torch.Tensor | None = None, **options: Any) -> Any:
     """A new session of a model, as its processor makes them."""
     family = type(model).__name__.removesuffix("Model")
-    module = importlib.import_module(_MODULES[family] + ".modeling_" + _MODULES[family].split(".")[-1])
+    module = importlib.import_module(
+        _MODULES[family] + ".modeling_" + _MODULES[family].split(".")[-1]
+    )
     made = getattr(module, f"{family}InferenceSession")
     return made(video, SIDE, SIDE, dtype=torch.float32, **options)
 
@@ -142,4 +144,6 @@ def digest(masks: torch.Tensor) -> str:
 def vary(outputs: list[torch.Tensor]) -> bool:
     """Whether masks say more than "no object", and differ from frame to frame."""
     seen = {digest(masks) for masks in outputs}
-    return len(seen) > len(outputs) // 2 and all(float(masks.max()) > -1000 for masks in outputs[:2])
+    return len(seen) > len(outputs) // 2 and all(
+        float(masks.max()) > -1000 for masks in outputs[:2]
+    )

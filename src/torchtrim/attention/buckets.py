@@ -41,6 +41,7 @@ class Maps(NamedTuple):
     `extra` has the buckets of pairs that touch a skip token: query only, key only, both.
     """
 
+    key: str
     height: int
     width: int
     skip: int
@@ -144,6 +145,7 @@ def maps_of(key: str, device: torch.device) -> Maps:
         group, pattern, number = _by_method(buckets)
     extra = (number, number + (buckets.extras == 3), number + (2 if buckets.extras == 3 else 0))
     return Maps(
+        key,
         buckets.height,
         buckets.width,
         buckets.skip,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,8 @@ import torch
 from torch import Tensor
 
 from torchtrim.attention import compiled_tiles as tiles
-from torchtrim.attention.buckets import Maps
-from torchtrim.attention.compiled_rows import CHUNK, LANES
+from torchtrim.attention.buckets import Maps, maps_of
+from torchtrim.attention.compiled_rows import CHUNK, LANES, MANY_LANES
 from torchtrim.attention.core import Gradients, Inputs, Outcome, blocks
 from torchtrim.attention.dropout import threshold
 
@@ -30,7 +31,7 @@ def forward(inputs: Inputs, *, with_sums: bool) -> Outcome:
     out = torch.empty_like(inputs.v)
     lse = inputs.q.new_empty(number, length)
     sums = _zeros(inputs) if with_sums else None
-    room, maps = _room(inputs.maps), _maps(inputs.maps)
+    room, maps = _room(inputs.maps), _maps(inputs.maps.key)
     lookups = (_array(inputs.k_lookup), _array(inputs.q_lookup))
     rest = (_masks(inputs), _drop(inputs), room, maps, (lse.numpy(), _array(sums)))
     buffer, flat = _buffer(number, length)
@@ -50,10 +51,11 @@ def backward(
     by_column = _Order(inputs.maps.height, inputs.maps.width, inputs.maps.skip)
     q, grad = by_column(inputs.q, inputs.scale), by_column(grad, 1.0)
     keys, values = inputs.k.transpose(1, 2), inputs.v.transpose(1, 2)
-    of_q, of_k, of_v = torch.empty_like(q), torch.zeros_like(q), torch.zeros_like(inputs.v)
+    of_q = torch.empty_like(q)
+    of_k, of_v = q.new_zeros(keys.shape), q.new_zeros(values.shape)
     asked = (inputs.k_lookup, inputs.q_lookup, v_lookup)
     of_k_lookup, of_q_lookup, sums = (_zeros(inputs) if x is not None else None for x in asked)
-    room, maps = _room(inputs.maps), _maps(inputs.maps)
+    room, maps = _room(inputs.maps), _maps(inputs.maps.key)
     lookups = tuple(map(_array, asked))
     results = (
         np.zeros_like(room[3]),
@@ -70,11 +72,14 @@ def backward(
         torch.bmm(grad[heads, rows], values[heads], out=slopes)
         tiles.backward_tile(flat, other_flat, _place(rows, heads), *rest)
         torch.bmm(slopes, inputs.k[heads], out=of_q[heads, rows])
-        of_v[heads].baddbmm_(weights.transpose(1, 2), grad[heads, rows])
-        of_k[heads].baddbmm_(slopes.transpose(1, 2), q[heads, rows])
-    return Gradients(
-        by_column.back(of_q).mul_(inputs.scale), of_k, of_v, of_k_lookup, of_q_lookup, sums
+        of_v[heads].baddbmm_(grad[heads, rows].transpose(1, 2), weights)
+        of_k[heads].baddbmm_(q[heads, rows].transpose(1, 2), slopes)
+    of_q, of_k, of_v = (
+        by_column.back(of_q).mul_(inputs.scale),
+        of_k.transpose(1, 2).contiguous(),
+        of_v.transpose(1, 2).contiguous(),
     )
+    return Gradients(of_q, of_k, of_v, of_k_lookup, of_q_lookup, sums)
 
 
 class _Order:
@@ -91,8 +96,8 @@ class _Order:
         return self._turned(x, self.wide, self.height).contiguous()
 
     def _turned(self, x: Tensor, first: int, second: int) -> Tensor:
-        turned = x[:, self.skip :].unflatten(1, (first, second)).transpose(1, 2)
-        turned = turned.reshape(x.shape[0], first * second, x.shape[2])
+        grid = x[:, self.skip :].reshape(len(x), first, second, x.shape[2])
+        turned = grid.transpose(1, 2).reshape(len(x), first * second, x.shape[2])
         return torch.cat([x[:, : self.skip], turned], 1) if self.skip else turned
 
 
@@ -149,26 +154,28 @@ def _padded(size: int, to: int) -> int:
 
 
 def _room(maps: Maps) -> tuple[Array, ...]:
-    """Where rows are worked on; see the names in `compiled_tiles.forward_tile`."""
-    length, groups = maps.tokens, len(maps.pattern)
-    wide, count = _padded(maps.width, CHUNK), _padded(maps.tokens, LANES) + 2 * LANES
-    row, other, keep = (np.zeros(count, np.float32) for _ in range(3))
-    slab, sums, values = (np.zeros((groups, wide), np.float32) for _ in range(3))
-    column = np.zeros((groups, length), np.float32)
-    exponents = np.zeros(count, np.int32)
-    lanes = np.zeros(LANES, np.float32)
-    powers = exponents.view(np.float32)
-    return row, slab, sums, column, lanes, exponents, powers, keep, values, other
+    """Where rows are worked on: a row, the slabs of keys and of sums, what keys say of a column,
+    lanes, exponents and the same as floats, what dropout keeps, the slab of values, another row."""
+    groups, wide = len(maps.pattern), _padded(maps.width, CHUNK)
+    row, slab = _padded(maps.tokens, MANY_LANES) + LANES, groups * wide
+    sizes = (row, slab, slab, groups * maps.tokens, MANY_LANES, row, row, slab, row)
+    ends = list(accumulate(_padded(size, LANES) for size in sizes))
+    space = np.zeros(ends[-1], np.float32)
+    parts = [space[end - _padded(n, LANES) : end][:n] for end, n in zip(ends, sizes, strict=True)]
+    t, of_keys, of_sums, column, lanes, powers, keep, of_values, other = parts
+    slabs = (of_keys, of_sums, of_values)
+    of_keys, of_sums, of_values = (one.reshape(groups, wide) for one in slabs)
+    column = column.reshape(groups, maps.tokens)
+    return t, of_keys, of_sums, column, lanes, powers.view(np.int32), powers, keep, of_values, other
 
 
 @lru_cache(maxsize=64)
-def _geometry(height: int, width: int, skip: int, extra: tuple[int, int, int]) -> tuple[int, ...]:
-    return (height, width, skip, skip + height * width, _padded(width, CHUNK), *extra)
-
-
-def _maps(maps: Maps) -> tuple[Any, Array, Array, Array]:
-    group = maps.group.numpy()
+def _maps(key: str) -> tuple[Any, ...]:
+    """Numbers of the grid, groups, patterns, the groups that each row uses, reversed patterns."""
+    maps = maps_of(key, torch.device("cpu"))
+    group, pattern = maps.group.numpy().view(np.uint32), maps.pattern.numpy().view(np.uint32)
     seen = [group[y : y + maps.height] for y in range(maps.height)]
     used = np.array([(one.min(), one.max() + 1) for one in seen], np.int64)
-    geometry = _geometry(maps.height, maps.width, maps.skip, maps.extra)
-    return geometry, group, maps.pattern.numpy(), used
+    padded = _padded(maps.width, CHUNK)
+    geometry = (maps.height, maps.width, maps.skip, maps.tokens, padded, *maps.extra)
+    return geometry, group, pattern, used, np.ascontiguousarray(pattern[:, ::-1])

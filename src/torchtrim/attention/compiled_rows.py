@@ -3,7 +3,8 @@
 `t` is a row that is padded to whole chunks. Loops run over image rows whose width is rounded up:
 what they write too much is overwritten by the next row, what they read too much is added to columns
 that nobody reads. They run over slices, since a computed index may be negative and an index of a
-slice may not, which lets LLVM use vectors.
+slice may not, which lets LLVM use vectors. Buckets are unsigned for the same reason. What queries see
+comes from a reversed pattern: `backward[g, wide - 1 - x + xj]` is the bucket of x and xj.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ jit: Callable[[F], F] = import_module("numba").njit(
     cache=True, nogil=True, fastmath={"reassoc", "contract", "nsz"}, error_model="numpy"
 )
 CHUNK = 8
-LANES = 16
+LANES, MANY_LANES = 16, 64
 LOG2E, HALF, ONE, ZERO = (np.float32(x) for x in (1.44269504088896341, 0.5, 1.0, 0.0))
 LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
 LOWEST = np.float32(-127 * 0.6931471805599453)
@@ -36,9 +37,9 @@ SHIFT, OTHER_SHIFT, HALF_WORD = np.uint64(16), np.uint64(15), np.uint64(32)
 def slab_of(row: Any, pattern: Any, low: int, high: int, x: int, wide: int, slab: Any) -> None:
     """slab[g, xj]: what a lookup's row says of a key in column xj, for each pattern of rows."""
     for g in range(low, high):
-        buckets, to = pattern[g, x : x + wide], slab[g, :wide]
+        buckets, to = pattern[g, wide - 1 - x : 2 * wide - 1 - x], slab[g, :wide]
         for xj in range(wide):
-            to[xj] = row[buckets[wide - 1 - xj]]
+            to[xj] = row[buckets[xj]]
 
 
 @jit
@@ -71,10 +72,10 @@ def sum_slab(t: Any, group: Any, y: int, geometry: Any, low: int, high: int, sla
 def spread_slab(slab: Any, pattern: Any, low: int, high: int, x: int, wide: int, row: Any) -> None:
     """Add a slab's sums to the buckets of a lookup's row."""
     for g in range(low, high):
-        buckets, one = pattern[g, x : x + wide], slab[g]
-        last, total = buckets[wide - 1], ZERO
+        buckets, one = pattern[g, wide - 1 - x : 2 * wide - 1 - x], slab[g]
+        last, total = buckets[0], ZERO
         for xj in range(wide):
-            now = buckets[wide - 1 - xj]
+            now = buckets[xj]
             if now != last:
                 row[last] += total
                 last, total = now, ZERO
@@ -147,14 +148,14 @@ def sum_column(t: Any, group: Any, y: int, geometry: Any, column: Any) -> None:
 
 @jit
 def largest(t: Any, count: int, lanes: Any) -> Any:
-    """The largest of the first `count` of t, a multiple of 16."""
+    """The largest of the first `count` of t, a multiple of 64."""
     lanes[:] = NOTHING
-    for j in range(0, count, LANES):
-        chunk = t[j : j + LANES]
-        for u in range(LANES):
+    for j in range(0, count, MANY_LANES):
+        chunk = t[j : j + MANY_LANES]
+        for u in range(MANY_LANES):
             lanes[u] = chunk[u] if chunk[u] > lanes[u] else lanes[u]
     top = lanes[0]
-    for u in range(1, LANES):
+    for u in range(1, MANY_LANES):
         top = lanes[u] if lanes[u] > top else top
     return top
 

@@ -13,6 +13,7 @@ import numpy as np
 from torchtrim.attention.compiled_rows import (
     EVERYTHING,
     LANES,
+    MANY_LANES,
     NOTHING,
     ONE,
     ZERO,
@@ -37,7 +38,7 @@ def biased_row(
     scores: Any, offset: int, n: int, i: int, k_lookup: Any, q_lookup: Any, room: Any, maps: Any
 ) -> None:
     """room.t = a query's scores with all that positions add to them."""
-    geometry, group, pattern, used = maps
+    geometry, group, seen, used = maps[0], maps[1], maps[4], maps[3]
     t, slab, column = room[0], room[1], room[3]
     wide, skip, length = geometry[1], geometry[2], geometry[3]
     query_only, key_only, both = geometry[5], geometry[6], geometry[7]
@@ -45,7 +46,7 @@ def biased_row(
     if i >= skip:
         y, x = (i - skip) // wide, (i - skip) % wide
         if has_k:
-            slab_of(k_lookup[n, i], pattern, used[y, 0], used[y, 1], x, wide, slab)
+            slab_of(k_lookup[n, i], seen, used[y, 0], used[y, 1], x, wide, slab)
         add_slab(scores, offset, slab, group, y, geometry, t)
         if has_q:
             add_column(column, group, y, geometry, t)
@@ -65,13 +66,13 @@ def biased_row(
 @jit
 def sum_row(t: Any, n: int, i: int, sums: Any, slab: Any, maps: Any) -> None:
     """Add a row to the buckets of its query."""
-    geometry, group, pattern, used = maps
+    geometry, group, seen, used = maps[0], maps[1], maps[4], maps[3]
     wide, skip, length = geometry[1], geometry[2], geometry[3]
     row = sums[n, i]
     if i >= skip:
         y, x = (i - skip) // wide, (i - skip) % wide
         sum_slab(t, group, y, geometry, used[y, 0], used[y, 1], slab)
-        spread_slab(slab, pattern, used[y, 0], used[y, 1], x, wide, row)
+        spread_slab(slab, seen, used[y, 0], used[y, 1], x, wide, row)
         first, rest = geometry[6], ZERO
     else:
         first, rest = geometry[7], ZERO
@@ -119,18 +120,37 @@ def mask_row(t: Any, n: int, i: int, allowed: Any, added: Any, length: int) -> N
 
 
 @jit
+def softmax_row(t: Any, length: int, room: Any) -> Any:
+    """The softmax of t in place, and the logarithm of its sum."""
+    count = (length + LANES - 1) // LANES * LANES
+    many = (length + MANY_LANES - 1) // MANY_LANES * MANY_LANES
+    t[length:many] = NOTHING
+    top = largest(t, many, room[4])
+    if top == NOTHING:
+        for j in range(length):
+            if t[j] != t[j]:
+                top = t[j]
+        if top == NOTHING:
+            t[:length] = ZERO
+            return EVERYTHING
+    total = exponentials(t, count, top, room[5], room[6])
+    share = ONE / total
+    for j in range(length):
+        t[j] *= share
+    return top + np.log(total)
+
+
+@jit
 def forward_tile(
     scores: Any, place: Any, lookups: Any, masks: Any, drop: Any, room: Any, maps: Any, results: Any
 ) -> None:
     """Turn a block of scores into probabilities, in place; note lse and sums by bucket."""
     first_head, heads, first_row, rows = place
     k_lookup, q_lookup = lookups
-    t, sums_slab, column, lanes = room[0], room[2], room[3], room[4]
-    exponents, powers, keep = room[5], room[6], room[7]
-    geometry, group, pattern, used = maps
+    t, sums_slab, column = room[0], room[2], room[3]
+    geometry, pattern, used = maps[0], maps[2], maps[3]
     lse, sums = results
     skip, length = geometry[2], geometry[3]
-    count = (length + LANES - 1) // LANES * LANES
     for head in range(heads):
         n, now = first_head + head, -1
         for row in range(rows):
@@ -142,18 +162,10 @@ def forward_tile(
             offset = (head * rows + row) * length
             biased_row(scores, offset, n, i, k_lookup, q_lookup, room, maps)
             mask_row(t, n, i, masks[0], masks[1], length)
-            t[length:count] = NOTHING
-            top = largest(t, count, lanes)
-            if top == NOTHING:
-                t[:count] = ZERO
-                lse[n, i] = EVERYTHING
-            else:
-                total = exponentials(t, count, top, exponents, powers)
-                lse[n, i] = top + np.log(total)
-                t[:count] *= ONE / total
+            lse[n, i] = softmax_row(t, length, room)
             if drop[1] > 0:
-                keep_row(drop[0], n * length + i, drop[1], drop[2], length, keep)
-                t[:length] *= keep[:length]
+                keep_row(drop[0], n * length + i, drop[1], drop[2], length, room[7])
+                t[:length] *= room[7][:length]
             scores[offset : offset + length] = t[:length]
             if sums.size:
                 sum_row(t, n, i, sums, sums_slab, maps)
@@ -173,7 +185,7 @@ def backward_tile(
 ) -> None:
     """Scores become probabilities and slopes of probabilities become slopes of scores, in place."""
     first_head, heads, first_row, rows = place
-    geometry, group, pattern, used = maps
+    geometry, pattern, used = maps[0], maps[2], maps[3]
     skip, length = geometry[2], geometry[3]
     back_column, of_q_lookup = results[0], results[1]
     for head in range(heads):
@@ -258,7 +270,7 @@ def biased_slopes(
     slopes: Any, offset: int, n: int, i: int, v_lookup: Any, slab: Any, d: Any, maps: Any
 ) -> None:
     """d = the slopes of a query's probabilities with what the values' table adds."""
-    geometry, group, pattern, used = maps
+    geometry, group, seen, used = maps[0], maps[1], maps[4], maps[3]
     wide, skip, length = geometry[1], geometry[2], geometry[3]
     if v_lookup.size == 0:
         d[:length] = slopes[offset : offset + length]
@@ -266,7 +278,7 @@ def biased_slopes(
     row = v_lookup[n, i]
     if i >= skip:
         y, x = (i - skip) // wide, (i - skip) % wide
-        slab_of(row, pattern, used[y, 0], used[y, 1], x, wide, slab)
+        slab_of(row, seen, used[y, 0], used[y, 1], x, wide, slab)
         add_slab(slopes, offset, slab, group, y, geometry, d)
         first = row[geometry[6]] if skip else ZERO
     else:

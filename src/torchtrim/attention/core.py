@@ -73,14 +73,18 @@ class Path(Protocol):
 
 
 def blocks(number: int, length: int, most: int) -> Iterator[tuple[slice, slice]]:
-    """Slices of queries, and for each of them slices of heads, each at most a quarter of all scores
+    """Slices of queries, and for each of them slices of heads, each less than half of all scores
     and about `most` scores."""
-    budget = max(length, min(most, number * length * length // 4))
-    rows = max(1, min(length, budget // length))
-    heads = max(1, min(number, budget // (rows * length)))
+    budget = max(length, min(most, (number * length * length - 1) // 2))
+    rows = _evenly(length, max(1, min(length, budget // length)))
+    heads = _evenly(number, max(1, min(number, budget // (rows * length))))
     for row in range(0, length, rows):
         for head in range(0, number, heads):
             yield slice(row, min(length, row + rows)), slice(head, min(number, head + heads))
+
+
+def _evenly(number: int, most: int) -> int:
+    return -(-number // -(-number // most)) if number else 1
 
 
 def masked(scores: Tensor, inputs: Inputs, heads: slice, rows: slice) -> None:

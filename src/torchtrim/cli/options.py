@@ -94,7 +94,12 @@ def fits(function: F) -> F:
 
 
 def writes(function: F) -> F:
-    """Where files go."""
+    """Where files go, and what the page shows."""
+    function = click.option(
+        "--no-source",
+        is_flag=True,
+        help="No lines of source, paths or diffs on the page.",
+    )(function)
     return click.option(
         "--out",
         type=click.Path(path_type=Path, file_okay=False),

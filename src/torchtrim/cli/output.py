@@ -38,14 +38,20 @@ def folder_for(options: dict[str, Any]) -> Path:
 
 
 def write_files(result: Result, folder: Path) -> dict[str, Path]:
-    """Write the page, the report, the plan and the profile; their paths by what they are."""
+    """Write the page, the report, the plan and the profile; their paths by what they are.
+
+    `--no-source` of the running verb is about the page.
+    """
+    import click
+
     from torchtrim.records.files import save_plan, save_profile, write_atomically
     from torchtrim.report import html, json
 
     paths = {"page": folder / "report.html", "report": folder / "report.json"}
-    write_atomically(
-        paths["page"], html.render(result.report, result.before, result.after).encode()
-    )
+    context = click.get_current_context(silent=True)
+    source = context is None or not context.params.get("no_source")
+    page = html.render(result.report, result.before, result.after, source=source)
+    write_atomically(paths["page"], page.encode())
     write_atomically(paths["report"], json.render(result.report))
     if result.plan is not None:
         paths["plan"] = folder / "plan.toml"

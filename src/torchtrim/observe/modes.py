@@ -6,6 +6,7 @@ popped by the end of such a block in place of the script's own.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -32,6 +33,26 @@ def is_composite(func: Any) -> bool:
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     name: str = func.name()  # type: ignore[no-untyped-call]
     return has(name, COMPOSITE) and not has(name, "CPU")
+
+
+def run_parts(func: Any, args: Any, kwargs: Any, whole: Callable[..., Any]) -> Any:
+    """Run what a composite operator is made of, by C++'s composite and not by a decomposition of Python's.
+
+    Composite operators have kernels of their own for nested tensors: those `whole` runs.
+    """
+    if any(tensor.is_nested for tensor in tensors_among(args)):
+        with torch._C._DisableTorchDispatch():
+            return whole(func, args, kwargs)
+    return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
+def tensors_among(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Tensors in nested tuples and lists."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_among(value)
 
 
 def enter_below(mode: TorchDispatchMode) -> None:

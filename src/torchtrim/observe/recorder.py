@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtrim.observe.emulated.device import current
-from torchtrim.observe.modes import enter_below, is_composite, leave
+from torchtrim.observe.modes import enter_below, is_composite, leave, run_parts
 from torchtrim.observe.places import ENGINE, Places, Spot, is_in_function, line_of
 from torchtrim.observe.storages import PLAIN, Storages, parts_of, reachable_tensors
 from torchtrim.observe.waiting import NOTHING, Asking, Origin, Ran, waiting_here
@@ -355,7 +355,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """What runs the operators that a composite one is made of, None for another."""
         if self._emulation is not None:
             return self._emulation.accelerator.parts_of(func)
-        return func.decompose if is_composite(func) else None
+        if not is_composite(func):
+            return None
+        return lambda *args, **kwargs: run_parts(func, args, kwargs, _plainly)
 
     def _mutated(self, known: _Known, args: Any, kwargs: Any) -> tuple[int, ...]:
         """Storages that an operator has written to, and maybe resized."""

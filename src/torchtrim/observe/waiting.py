@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ import torch
 from torchtrim.observe.calls import heard_by, watch_device, watch_prints
 from torchtrim.observe.debug_mode import SyncCounter
 from torchtrim.observe.emulated.device import Emulation
+from torchtrim.observe.modes import tensors_among
 from torchtrim.observe.waits import RawSync, Waits, is_copy, rows_of
 from torchtrim.sync.row import Row
 
@@ -120,12 +121,3 @@ def waiting_here(emulation: Emulation | None, note: Callable[[RawSync], None]) -
     """None where there is no device to wait for."""
     there = emulation is not None or torch.cuda.is_available()
     return Waiting(emulation, note) if there else None
-
-
-def tensors_among(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Tensors in nested tuples and lists."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from tensors_among(value)

@@ -13,7 +13,7 @@ from markupsafe import Markup
 from torchtrim.records import Profile, Report
 from torchtrim.report import facts
 from torchtrim.report.safe import clean, without_source
-from torchtrim.report.views import CAPS, view
+from torchtrim.report.views import CAPS, draw, view
 from torchtrim.units import format_bytes, format_seconds
 
 _HERE = Path(__file__).parent
@@ -30,9 +30,10 @@ def render(
     """
     shown = report if source else without_source(report)
     template = _environment().get_template("page.html.jinja")
+    drawn = draw(shown, before, after)
     page = ""
     for caps in CAPS:
-        page = template.render(view=view(shown, before, after, caps, source=source), report=shown)
+        page = template.render(view=view(shown, drawn, caps, source=source), report=shown)
         if len(page.encode()) <= _MOST_BYTES:
             break
     return page

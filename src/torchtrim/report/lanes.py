@@ -73,7 +73,9 @@ def _modelled(profile: Profile, device: Device) -> Lanes:
     """The model of `sync.modelled`, which tells how long, with when."""
     times = estimate(profile, device)
     waiting = _after(profile)
-    host, work, waits = [], [], []
+    host: list[Span] = []
+    work: list[Span] = []
+    waits: list[Span] = []
     now = free = 0.0
     for i, (busy, cost) in enumerate(zip(times.device_seconds, times.host_seconds, strict=True)):
         host.append(Span(start=now, seconds=cost, index=i))

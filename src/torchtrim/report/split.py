@@ -90,7 +90,8 @@ def _measured(report: Report, profile: Profile) -> Split:
     timed = report.original.step_seconds if report.original else 0.0
     whole = max(timed or profile.step_seconds, known)
     seconds["host"] = whole - known
-    recorded = f" Operators as recorded; the step took {format_seconds(profile.step_seconds)} with the recorder."
+    whole_step = format_seconds(profile.step_seconds)
+    recorded = f" Operators as recorded; the step took {whole_step} with the recorder."
     title, said = _about(profile.device)
     return _split(title, "measured", seconds, said + (recorded if timed else ""))
 

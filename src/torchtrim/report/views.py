@@ -117,21 +117,35 @@ class View:
         return self.timeline is not None or self.operators is not None
 
 
-def view(
-    report: Report,
-    before: Profile | None,
-    after: Profile | None,
-    caps: Caps,
-    *,
-    source: bool = True,
-) -> View:
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """What takes long to draw of a large profile, and does not depend on how much the page holds."""
+
+    profile: Profile | None
+    lanes: Lanes | None
+    charts: Sequence[ChartView]
+    splits: Sequence[Split]
+
+
+def draw(report: Report, before: Profile | None, after: Profile | None) -> Drawn:
+    """The pictures of a report."""
+    known = before is not None and bool(before.operators)
+    return Drawn(
+        profile=before if known else None,
+        lanes=lanes(report, before) if before is not None and known else None,
+        charts=_charts(report, before, after),
+        splits=splits(report, before),
+    )
+
+
+def view(report: Report, drawn: Drawn, caps: Caps, *, source: bool = True) -> View:
     """The report as the page shows it."""
     heads, rows = figure_rows(report)
-    folders = _folders(report, before)
+    folders = _folders(report, drawn.profile)
     findings = _capped(report.findings, caps.findings)
     holders = _capped(report.holders, caps.rows)
     kinds = [row for row in rows if row.kind][: caps.rows]
-    drawn = lanes(report, before) if before is not None and before.operators else None
+    timeline, operators = _step(drawn, caps, source)
     return View(
         script=report.script.replace("\\", "/").rpartition("/")[2],
         headline=facts.headline(report),
@@ -139,7 +153,7 @@ def view(
         figures=[row for row in rows if not row.kind],
         kinds=kinds,
         longest=max((max(row.bar) for row in kinds), default=0) or 1,
-        charts=_charts(report, before, after),
+        charts=drawn.charts,
         findings=Capped(
             [_finding(report, f, folders, caps) for f in findings.shown], findings.dropped
         ),
@@ -148,20 +162,28 @@ def view(
         frontier=_capped(report.frontier, caps.rows),
         notes=_capped(report.notes, caps.rows),
         download=_download(report, caps.json_bytes),
-        splits=splits(report, before),
-        timeline=timeline_view(before, drawn, caps.spans, source=source)
-        if before is not None and drawn
-        else None,
-        operators=operator_table(before, drawn, caps.operators, source=source)
-        if before is not None and drawn
-        else None,
-        phases=_phases(before, drawn),
+        splits=drawn.splits,
+        timeline=timeline,
+        operators=operators,
+        phases=_phases(drawn),
     )
 
 
-def _phases(profile: Profile | None, drawn: Lanes | None) -> frozenset[str]:
-    found = {op.phase for op in profile.operators} if profile is not None else set()
-    return frozenset(found) | ({"waiting"} if drawn is not None and drawn.waits else set())
+def _step(
+    drawn: Drawn, caps: Caps, source: bool
+) -> tuple[TimelineView | None, OperatorTable | None]:
+    if drawn.profile is None or drawn.lanes is None:
+        return None, None
+    return (
+        timeline_view(drawn.profile, drawn.lanes, caps.spans, source=source),
+        operator_table(drawn.profile, drawn.lanes, caps.operators, source=source),
+    )
+
+
+def _phases(drawn: Drawn) -> frozenset[str]:
+    found = {op.phase for op in drawn.profile.operators} if drawn.profile is not None else set()
+    waits = drawn.lanes is not None and drawn.lanes.waits
+    return frozenset(found) | ({"waiting"} if waits else set())
 
 
 def _capped(every: Sequence[T], most: int) -> Capped[T]:

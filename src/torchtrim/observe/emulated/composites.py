@@ -81,7 +81,7 @@ class Composites:
         if self._tags.on_device(indices):
             for _ in range(2):
                 tell_synchronized("sparse-size", current_stream())
-        return _aten.sparse_coo_tensor.indices.decompose(indices, values, **options)
+        return _as_on_cpu(_aten.sparse_coo_tensor.indices, indices, values, **options)
 
     def _cross_entropy(
         self,
@@ -96,8 +96,14 @@ class Composites:
         mean = reduction == 1 and weight is not None and label_smoothing > 0
         if mean and target.dtype == torch.int64 and self._tags.on_device(scores):
             tell_synchronized("smoothed-weights", current_stream())
-        return _aten.cross_entropy_loss.default.decompose(
-            scores, target, weight, reduction, ignore_index, label_smoothing
+        return _as_on_cpu(
+            _aten.cross_entropy_loss.default,
+            scores,
+            target,
+            weight,
+            reduction,
+            ignore_index,
+            label_smoothing,
         )
 
     def _ctc_loss(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtrim.errors import Unsupported
 from torchtrim.observe.emulated.tags import HOST, Tags
-from torchtrim.observe.modes import is_composite
+from torchtrim.observe.modes import is_composite, run_parts, tensors_among
 from torchtrim.observe.storages import PLAIN
 
 _MEETS_HOST = frozenset(
@@ -119,14 +118,9 @@ class Accelerator(TorchDispatchMode):
         """What runs the operators that a composite one is made of on this device; None for another."""
         if func in self.composites:
             return self.composites[func]
-        return functools.partial(self._decomposed, func) if is_composite(func) else None
-
-    def _decomposed(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """For nested tensors composite operators have kernels of their own."""
-        if any(tensor.is_nested for tensor in _tensors(args)):
-            with torch._C._DisableTorchDispatch():
-                return self.call(func, args, kwargs)
-        return func.decompose(*args, **kwargs)
+        if not is_composite(func):
+            return None
+        return lambda *args, **kwargs: run_parts(func, args, kwargs, self.call)
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator and tag its results."""
@@ -148,8 +142,8 @@ class Accelerator(TorchDispatchMode):
         result = self._run(func, args, kwargs)
         if on:
             self._put(self._made(known, result))
-        elif self.tags.any_open() and any(map(self.tags.is_open, _tensors(args))):
-            for made in _tensors((result,)):
+        elif self.tags.any_open() and any(map(self.tags.is_open, tensors_among(args))):
+            for made in tensors_among((result,)):
                 self.tags.leave_open(made)
         self._was_on = on
         return result
@@ -266,14 +260,6 @@ class Accelerator(TorchDispatchMode):
             self.parts_of(func),
         )
         return known
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
 
 
 def _is_indexed(known: _Known, tensor: torch.Tensor, args: Any) -> bool:

@@ -1,0 +1,148 @@
+"""The pages in a real browser: no error, no network, both themes, a phone and a screen, every section."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from report import samples
+from report.browser import Tab, browser, opened
+from torchtrim.report import html
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SMALL = {
+    "charlm": ("--batch-size", "2", "--accumulate", "1"),
+    "gan": ("--batch-size", "2"),
+    "resnet": ("--batch-size", "2"),
+    "segmentation": ("--batch-size", "1"),
+    "vit": ("--batch-size", "2"),
+}
+DEVICES = ("emulated", "cpu")
+MEASURED = ("time", "memory", "holders", "timeline-section", "operators", "machine")
+WHOLE = (*MEASURED, "findings", "plan", "certificate", "notes")
+LOOKS = [(width, dark) for width in (360, 1440) for dark in (False, True)]
+
+pytestmark = pytest.mark.skipif(
+    browser() is None and not os.environ.get("CI"), reason="there is no Chromium"
+)
+
+
+def test_every_example_is_tried() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(SMALL)
+
+
+@pytest.fixture(scope="module")
+def tab() -> Iterator[Tab]:
+    with opened() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
+    folder = tmp_path_factory.mktemp("pages")
+    wanted = [(name, device) for device in DEVICES for name in SMALL]
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda one: _page(folder, *one), wanted))
+    return dict(zip(wanted, found, strict=True))
+
+
+def _page(folder: Path, name: str, device: str) -> Path:
+    out = folder / f"{name}-{device}"
+    words = ["diagnose", str(EXAMPLES / f"{name}.py"), "--device", device, "--out", str(out)]
+    quick = ("--steps", "1", "--warmup", "0", "--", *SMALL[name])
+    subprocess.run(
+        [sys.executable, "-m", "torchtrim", *words, *quick],
+        check=True,
+        capture_output=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    return out / "report.html"
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("sample"), "optimize")
+
+
+def write(folder: Path, name: str) -> Path:
+    report = samples.ALL[name]
+    planned = samples.profile(236) if report.planned else None
+    path = folder / "report.html"
+    path.write_text(html.render(report, samples.profile(412), planned), encoding="utf-8")
+    return path
+
+
+def check(tab: Tab, page: Path, width: int, dark: bool, sections: tuple[str, ...]) -> None:
+    seen = tab.look(page, width=width, dark=dark)
+    assert seen.errors == []
+    assert seen.requests == []
+    found = tab.evaluate("[...document.querySelectorAll('[id]')].map(e => e.id)")
+    assert set(sections) <= set(found)
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    paper = tab.evaluate("getComputedStyle(document.body).backgroundColor")
+    light = sum(int(part) for part in paper.strip("rgb()").split(",")) / 3 > 127
+    assert light is not dark
+    assert tab.evaluate("document.querySelector('#timeline canvas').width") > 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", SMALL)
+def test_the_page_of_an_example(
+    pages: dict[tuple[str, str], Path], tab: Tab, name: str, device: str
+) -> None:
+    page = pages[name, device]
+    assert page.stat().st_size < 500_000
+    for width, dark in LOOKS:
+        check(tab, page, width, dark, MEASURED)
+
+
+@pytest.mark.parametrize(("width", "dark"), LOOKS)
+def test_a_page_with_every_section(sample: Path, tab: Tab, width: int, dark: bool) -> None:
+    check(tab, sample, width, dark, WHOLE)
+
+
+def test_a_hostile_page_runs_nothing(tmp_path: Path, tab: Tab) -> None:
+    check(tab, write(tmp_path, "hostile"), 360, True, MEASURED)
+
+
+def test_the_page_reads_without_script(sample: Path, tab: Tab) -> None:
+    seen = tab.look(sample, width=360, dark=False, script=False)
+    assert seen.errors == []
+    tab.send("Emulation.setScriptExecutionDisabled", value=False)
+    assert tab.evaluate("document.querySelectorAll('#timeline .lane svg').length") > 3
+    assert tab.evaluate("document.querySelectorAll('#operators tbody tr').length") > 1
+    assert tab.evaluate("document.querySelector('#timeline canvas')") is None
+
+
+def test_the_timeline_answers_to_the_keyboard(sample: Path, tab: Tab) -> None:
+    tab.look(sample, width=1440, dark=False)
+    tab.evaluate("document.querySelector('#timeline canvas').focus()")
+    whole = tab.evaluate("document.querySelector('#timeline .tools .n').textContent")
+    tab.key("+")
+    tab.key("n")
+    near = tab.evaluate("document.querySelector('#timeline .tools .n').textContent")
+    assert near != whole
+    assert "relu" in tab.evaluate("document.querySelector('.readout').textContent")
+    tab.key("0")
+    assert tab.evaluate("document.querySelector('#timeline .tools .n').textContent") == whole
+
+
+def test_operators_are_sorted_and_filtered(sample: Path, tab: Tab) -> None:
+    tab.look(sample, width=1440, dark=False)
+    first = "document.querySelector('#operators tbody tr').cells[0].textContent"
+    count = "document.querySelectorAll('#operators tbody tr:not([hidden])').length"
+    tab.evaluate("document.querySelectorAll('#operators th button')[4].click()")
+    most = tab.evaluate(first)
+    tab.evaluate("document.querySelectorAll('#operators th button')[4].click()")
+    assert tab.evaluate(first) != most
+    tab.evaluate(
+        "(() => { const i = document.querySelector('#operators input'); i.value = 'adam';"
+        " i.dispatchEvent(new Event('input')); })()"
+    )
+    assert tab.evaluate(count) == 1

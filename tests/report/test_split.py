@@ -1,0 +1,79 @@
+import pytest
+from msgspec.structs import replace
+
+from profiles import Step, training_step
+from report import samples
+from torchtrim.records.report import Waiting
+from torchtrim.report.lanes import lanes
+from torchtrim.report.operators import operator_table
+from torchtrim.report.split import splits
+from torchtrim.sync.devices import DEVICES
+from torchtrim.sync.modelled import price_syncs
+
+REPORT = replace(samples.DIAGNOSE, original=None)
+
+
+def waiting(step: float, busy: float, saves: float) -> Waiting:
+    return Waiting(
+        device="a100",
+        source="modelled",
+        step_ms=step,
+        device_busy_ms=busy,
+        bound="waits",
+        all_saves_ms=saves,
+    )
+
+
+def test_loader_operators_inside_a_wait_are_counted_once() -> None:
+    step = Step()
+    step.op("aten::stack", phase="loader", seconds=0.2)
+    step.op("aten::mm", seconds=0.3)
+    step.op("c10d::allreduce_", seconds=0.1)
+    step.wait(0.25)
+    profile = step.profile(seconds=1.0)
+    (found,) = splits(REPORT, profile)
+    parts = {part.kind: part.seconds for part in found.parts}
+    assert parts == pytest.approx(
+        {"loader": 0.25, "forward": 0.3, "communication": 0.1, "host": 0.35}
+    )
+    assert found.seconds == pytest.approx(1.0)
+
+
+def test_what_a_model_says_adds_up_and_comes_first() -> None:
+    report = replace(REPORT, waiting=waiting(10, 6, 9))
+    found = splits(report, training_step(device="emulated"))
+    assert [one.source for one in found] == ["modelled", "measured"]
+    assert {p.kind: p.share for p in found[0].parts} == pytest.approx({"device": 60, "waiting": 40})
+
+
+def test_without_a_profile_and_without_waits_there_is_nothing() -> None:
+    assert splits(REPORT, None) == []
+
+
+def test_the_modelled_lanes_take_as_long_as_the_model_says() -> None:
+    step = Step("emulated")
+    weight = step.alive("parameter", 4 * 2**20)
+    for number in range(12):
+        made = step.op("aten::mul", weight, makes=4 * 2**20)
+        if number % 4 == 3:
+            step.sync("item", made)
+    profile = step.profile()
+    model = price_syncs(profile, DEVICES["a100"])
+    report = replace(REPORT, waiting=waiting(model.step_ms, model.device_busy_ms, 0.0))
+    drawn = lanes(report, profile)
+    assert drawn.source == "modelled"
+    assert 1e3 * drawn.seconds == pytest.approx(model.step_ms, rel=0.01)
+    assert 1e3 * sum(s.seconds for s in drawn.device) == pytest.approx(model.device_busy_ms)
+    assert len(drawn.waits) == 3
+
+
+def test_modules_lie_in_each_other_and_operators_of_a_line_are_one_row() -> None:
+    profile = training_step(blocks=3)
+    drawn = lanes(REPORT, profile)
+    assert [profile.modules[span.index].path for span in drawn.modules[0]][:1] == ["net"]
+    assert [profile.modules[s.index].path for s in drawn.modules[1]] == ["net.0", "net.1", "net.2"]
+    table = operator_table(profile, drawn, 2, source=True)
+    assert sum(row.count for row in table.rows) <= len(profile.operators)
+    assert table.dropped > 0
+    assert table.dropped_share + sum(row.share for row in table.rows) == pytest.approx(100)
+    assert all(not r.place for r in operator_table(profile, drawn, 9, source=False).rows)
