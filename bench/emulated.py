@@ -3,8 +3,8 @@
     python -m bench.emulated
 
 The step is that of `bench.recorder`, without dropout and with the optimizer that takes all parameters at
-once, since a GPU runs both otherwise than the CPU does. Times are those of the processor in the thread that trains; each
-round takes the ways in another order, with a model of their own.
+once, since a GPU runs both otherwise than the CPU does. Times are those of the processor in the thread
+that trains; each round takes the ways in another order, with a model of their own.
 """
 
 from __future__ import annotations

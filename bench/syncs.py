@@ -31,7 +31,7 @@ from bench.corpus.snippet import Body
 from bench.machine import save
 from torchtrim.observe.emulated import emulate
 from torchtrim.observe.one_call import record_call
-from torchtrim.sync.table import row
+from torchtrim.sync.table.lookup import row
 
 _CORPUS = Path(__file__).parent / "corpus"
 _PLAIN = "plain_corpus"

@@ -24,8 +24,8 @@ from typing import Any
 
 from bench.machine import save
 from torchtrim.observe.trace import read_trace
-from torchtrim.sync.analysis import analyse
-from torchtrim.sync.build import build
+from torchtrim.sync.traces.analysis import analyse
+from torchtrim.sync.traces.build import build
 
 _ROOT = Path(__file__).parents[1]
 _FOLDERS = (_ROOT.parent / "shared" / "data" / "traces", _ROOT / "tests" / "data" / "traces")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torchtrim.sync.row import Evidence
+from torchtrim.sync.table.base import Evidence
 
 Body = Callable[[], object]
 Setup = Callable[[], Body]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bench.corpus.snippet import Thread
-from torchtrim.sync.row import Evidence
+from torchtrim.sync.table.base import Evidence
 
 _REF = "v2.12.1"
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from torchtrim.errors import Unsupported as Unsupported
     from torchtrim.errors import UsageError as UsageError
     from torchtrim.observe.emulated import emulate as emulate
-    from torchtrim.observe.trace import diagnose_traces as diagnose_traces
     from torchtrim.observe.script import Script as Script
+    from torchtrim.observe.trace import diagnose_traces as diagnose_traces
     from torchtrim.observe.workload import Inference as Inference
     from torchtrim.observe.workload import TrainStep as TrainStep
     from torchtrim.records import Certificate as Certificate

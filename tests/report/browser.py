@@ -7,12 +7,13 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 OPTIONS = (
@@ -24,6 +25,14 @@ OPTIONS = (
     "--no-first-run",
     "--remote-debugging-pipe",
 )
+
+_START = """
+import os, sys
+reads, writes = (os.dup(os.dup(int(word))) for word in sys.argv[1:3])
+os.dup2(reads, 3)
+os.dup2(writes, 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 
 
 def browser() -> str | None:
@@ -42,8 +51,8 @@ class Seen:
 class Tab:
     """One tab. Commands are of the DevTools protocol; events are kept as they come."""
 
-    def __init__(self, reads: int, writes: int) -> None:
-        self._reads, self._writes = os.fdopen(reads, "rb"), os.fdopen(writes, "wb")
+    def __init__(self, reads: BinaryIO, writes: BinaryIO) -> None:
+        self._reads, self._writes = reads, writes
         self._buffer, self._number, self._session = b"", 0, ""
         self.events: list[dict[str, Any]] = []
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
@@ -140,10 +149,11 @@ def opened() -> Iterator[Tab]:
     read_here, write_there = os.pipe()
     read_there, write_here = os.pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        command = f'exec "$@" 3<&{read_there} 4>&{write_there}'
-        options = (*OPTIONS, f"--user-data-dir={folder}")
         process = subprocess.Popen(
-            ["sh", "-c", command, "sh", path, *options],
+            [
+                *(sys.executable, "-c", _START, str(read_there), str(write_there)),
+                *(path, *OPTIONS, f"--user-data-dir={folder}"),
+            ],
             pass_fds=(read_there, write_there),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -151,11 +161,9 @@ def opened() -> Iterator[Tab]:
         )
         os.close(read_there)
         os.close(write_there)
-        tab = Tab(read_here, write_here)
-        try:
-            yield tab
-        finally:
-            process.terminate()
-            process.wait(10)
-            tab._reads.close()
-            tab._writes.close()
+        with os.fdopen(read_here, "rb") as reads, os.fdopen(write_here, "wb") as writes:
+            try:
+                yield Tab(reads, writes)
+            finally:
+                process.terminate()
+                process.wait(10)

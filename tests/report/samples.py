@@ -271,11 +271,11 @@ ALL = {
 def profile(peak_mib: int, layers: int = 24, name: str = "model") -> Profile:
     """A step of a chain of layers, each of which keeps its output until its backward."""
     kept = (peak_mib * MIB - 9 * MIB - 86 * MIB - 2 * MIB) // layers
-    operators = [_operator("aten.relu.default", "forward", i) for i in range(layers)]
+    operators = [_operator("aten::relu.default", "forward", i) for i in range(layers)]
     operators += [
-        _operator("aten.relu_backward.default", "backward", layers + i) for i in range(layers)
+        _operator("aten::relu_backward.default", "backward", layers + i) for i in range(layers)
     ]
-    operators += [_operator("aten.adam_.default", "optimizer", 2 * layers)]
+    operators += [_operator("aten::adam_.default", "optimizer", 2 * layers)]
     end = len(operators)
     storages = [
         Storage(22 * MIB, "parameter", -1, end, "cpu", "weight"),

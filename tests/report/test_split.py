@@ -7,8 +7,8 @@ from torchtrim.records.report import Waiting
 from torchtrim.report.lanes import lanes
 from torchtrim.report.operators import operator_table
 from torchtrim.report.split import splits
-from torchtrim.sync.devices import DEVICES
-from torchtrim.sync.modelled import price_syncs
+from torchtrim.sync.model.devices import DEVICES
+from torchtrim.sync.model.modelled import price_syncs
 
 REPORT = replace(samples.DIAGNOSE, original=None)
 

@@ -19,6 +19,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 jit: Callable[[F], F] = import_module("numba").njit(
     cache=True, nogil=True, fastmath={"reassoc", "contract", "nsz"}, error_model="numpy"
 )
+inlined: Callable[[F], F] = import_module("numba").njit(
+    nogil=True,
+    fastmath={"reassoc", "contract", "nsz"},
+    error_model="numpy",
+    inline="always",
+)
 CHUNK = 8
 LANES, MANY_LANES = 16, 64
 LOG2E, HALF, ONE, ZERO = (np.float32(x) for x in (1.44269504088896341, 0.5, 1.0, 0.0))

@@ -21,6 +21,7 @@ from torchtrim.attention.compiled_rows import (
     add_slab,
     column_of,
     exponentials,
+    inlined,
     jit,
     keep_row,
     largest,
@@ -33,7 +34,7 @@ from torchtrim.attention.compiled_rows import (
 )
 
 
-@jit
+@inlined
 def biased_row(
     scores: Any, offset: int, n: int, i: int, k_lookup: Any, q_lookup: Any, room: Any, maps: Any
 ) -> None:
@@ -63,7 +64,7 @@ def biased_row(
         t[j] += q_lookup[n, j, of_q] if has_q else ZERO
 
 
-@jit
+@inlined
 def sum_row(t: Any, n: int, i: int, sums: Any, slab: Any, maps: Any) -> None:
     """Add a row to the buckets of its query."""
     geometry, group, seen, used = maps[0], maps[1], maps[4], maps[3]
@@ -83,7 +84,7 @@ def sum_row(t: Any, n: int, i: int, sums: Any, slab: Any, maps: Any) -> None:
         row[first] += t[j]
 
 
-@jit
+@inlined
 def sum_back(t: Any, n: int, i: int, sums: Any, column: Any, maps: Any) -> None:
     """Add a row to the buckets of its keys; those of the grid wait in `column`."""
     geometry, group = maps[0], maps[1]
@@ -99,7 +100,7 @@ def sum_back(t: Any, n: int, i: int, sums: Any, column: Any, maps: Any) -> None:
         sums[n, j, first] += t[j]
 
 
-@jit
+@inlined
 def token_of(row: int, geometry: Any) -> Any:
     """The token of a query when queries come column by column."""
     height, wide, skip = geometry[0], geometry[1], geometry[2]
@@ -108,7 +109,7 @@ def token_of(row: int, geometry: Any) -> Any:
     return skip + (row - skip) % height * wide + (row - skip) // height
 
 
-@jit
+@inlined
 def mask_row(t: Any, n: int, i: int, allowed: Any, added: Any, length: int) -> None:
     """Apply the mask of a query, (B, H, L, L) or empty."""
     if allowed.size:
@@ -119,7 +120,7 @@ def mask_row(t: Any, n: int, i: int, allowed: Any, added: Any, length: int) -> N
         masked(t, allowed[0, 0, 0], added[n // heads, n % heads, i], length)
 
 
-@jit
+@inlined
 def softmax_row(t: Any, length: int, room: Any) -> Any:
     """The softmax of t in place, and the logarithm of its sum."""
     count = (length + LANES - 1) // LANES * LANES
@@ -205,7 +206,7 @@ def backward_tile(
             spread_column(back_column, pattern, used, now, geometry, of_q_lookup[n])
 
 
-@jit
+@inlined
 def weights_row(
     scores: Any,
     offset: int,
@@ -226,7 +227,7 @@ def weights_row(
     exponentials(t, count, results[4][n, i], room[5], room[6])
 
 
-@jit
+@inlined
 def slopes_row(
     scores: Any,
     slopes: Any,
@@ -265,7 +266,7 @@ def slopes_row(
         sum_back(d, n, i, of_q_lookup, results[0], maps)
 
 
-@jit
+@inlined
 def biased_slopes(
     slopes: Any, offset: int, n: int, i: int, v_lookup: Any, slab: Any, d: Any, maps: Any
 ) -> None:

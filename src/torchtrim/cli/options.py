@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from torchtrim.errors import UsageError
-from torchtrim.sync.devices import DEVICES
+from torchtrim.sync.model.devices import DEVICES
 
 if TYPE_CHECKING:
     from torchtrim.certify.trial import Request

@@ -14,7 +14,7 @@ from torchtrim.observe.debug_mode import SyncCounter
 from torchtrim.observe.emulated.device import Emulation
 from torchtrim.observe.modes import tensors_among
 from torchtrim.observe.waits import RawSync, Waits, is_copy, rows_of
-from torchtrim.sync.row import Row
+from torchtrim.sync.table.base import Row
 
 
 class Ran(NamedTuple):

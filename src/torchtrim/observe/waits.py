@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from torchtrim.observe.calls import stream_number
-from torchtrim.sync.hidden import BACKWARD
-from torchtrim.sync.row import Row
-from torchtrim.sync.table import rows_for
+from torchtrim.sync.table.base import Row
+from torchtrim.sync.table.hidden import BACKWARD
+from torchtrim.sync.table.lookup import rows_for
 
 UNLISTED = "unlisted"
 NEW_TENSOR = "new-tensor"

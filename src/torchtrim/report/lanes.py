@@ -9,8 +9,8 @@ from torchtrim.memory.timeline import timeline
 from torchtrim.records import Profile, Report
 from torchtrim.records.finding import Source
 from torchtrim.records.profile import Sync, is_emulated
-from torchtrim.sync.devices import DEVICES, Device
-from torchtrim.sync.roofline import estimate
+from torchtrim.sync.model.devices import DEVICES, Device
+from torchtrim.sync.model.roofline import estimate
 
 _RACES = "async-"
 _BACK = 5e-6

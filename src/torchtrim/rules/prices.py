@@ -10,8 +10,8 @@ from torchtrim.records.finding import Finding
 from torchtrim.records.profile import Profile, is_emulated
 from torchtrim.records.report import Waiting, WaitSet
 from torchtrim.rules.waits import CODES, sync_numbers
-from torchtrim.sync.devices import Device, device_named
-from torchtrim.sync.modelled import Modelled, price_syncs
+from torchtrim.sync.model.devices import Device, device_named
+from torchtrim.sync.model.modelled import Modelled, price_syncs
 
 _DEFAULT = "a100"
 _NOTHING = 0.003

@@ -56,7 +56,7 @@ from torchtrim.records.finding import Cure, Finding
 from torchtrim.records.profile import Profile
 from torchtrim.rules.base import Rule
 from torchtrim.rules.waits import advice, times, waits_by_line
-from torchtrim.sync.table import row
+from torchtrim.sync.table.lookup import row
 
 
 def check(profile: Profile) -> Iterator[Finding]:

@@ -9,8 +9,7 @@ from torchtrim.memory.names import base_name
 from torchtrim.records.finding import Cure, Finding
 from torchtrim.records.profile import Place, Profile, Sync
 from torchtrim.rules.places import Line, line_of
-from torchtrim.sync.table import row
-
+from torchtrim.sync.table.lookup import row
 
 CODES = ("TT101", "TT102", "TT103", "TT104")
 """The codes of waits. TT105 is about races, which wait for nothing."""

@@ -203,7 +203,7 @@ def bound_session(
     where the whole video was given at the start. Frames of such a video stay: they are the input.
     Whatever would read something evicted raises `Evicted` and does not go on with another result.
 
-    `keep=n` keeps fewer frames than are read. Results may then differ; `missed` and `first_missed` tell
+    `keep=n` keeps n frames, fewer than are read. Results may then differ; `missed` and `first_missed` tell
     whether and from where. `options` are those of `StateStore`: budget, policy, spill, every.
 
     Made for transformers 5.23; raises `Unsupported` for other versions, unless `trust_version`, and for
@@ -214,7 +214,9 @@ def bound_session(
     memories = config.num_maskmem - 1 + corrections
     pointers = config.max_object_pointers_in_encoder - 1 + corrections
     if keep is not None:
-        memories, pointers = min(memories, keep), min(pointers, keep)
+        if keep < 1:
+            raise UsageError(f"keep={keep}: give how many frames to keep, 1 or more.")
+        memories, pointers = min(memories, keep - 1), min(pointers, keep - 1)
     if turns is None:
         turns = session.processed_frames is not None
     fields = _fields(max(memories, 0), max(pointers, 0), corrections)

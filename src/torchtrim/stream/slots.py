@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from torchtrim.stream.lifetimes import Lifetime
 from torchtrim.stream.parking import Parking, blobs_of, tensor_on, unpark
 from torchtrim.stream.policies import Policy
 from torchtrim.stream.spill import Spill
-from torchtrim.stream.storages import Accounts, Holding, is_partial, map_tensors, tensors_of
+from torchtrim.stream.storages import Accounts, Copies, Holding, map_tensors, tensors_of
 from torchtrim.stream.tombstones import Graveyard, Key, Tombstone, name_of
 
 
@@ -119,17 +120,15 @@ class Slots:
         touched, self._touched = self._touched, []
         if not self._compact:
             return
-        for key in {key: None for holding in touched for key in holding.keys}:
-            slot = self.find(key)
-            if slot is None or slot.parked is not None:
+        for holding in {id(one): one for one in touched if one.worth_a_look()}.values():
+            slots = [slot for key in holding.keys if (slot := self.find(key)) is not None]
+            copies = Copies(slot.holder.get(slot.name) for slot in slots)
+            if any(slot.parked is not None for slot in slots) or not copies.gain():
+                holding.looked = len(slots)
                 continue
-            value = slot.holder[slot.name]
-            if any(map(is_partial, tensors_of(value))):
-                try:
-                    copied = map_tensors(value, _own)
-                except (RuntimeError, MemoryError):
-                    continue
-                self._replace(slot, copied)
+            with contextlib.suppress(RuntimeError, MemoryError):
+                for slot in slots:
+                    self._replace(slot, map_tensors(slot.holder[slot.name], copies.own))
 
     def fit(self, now: int | None, keep: Key | None = None) -> None:
         """Spill or evict until the budget holds. Raises `OverBudget` if it cannot, before anything goes."""
@@ -264,7 +263,3 @@ class Slots:
 def sorted_keys(holding: Holding) -> Iterator[Key]:
     """The entries of a storage in an order that is always the same."""
     return iter(sorted(holding.keys, key=lambda key: name_of(key)))
-
-
-def _own(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone() if is_partial(tensor) else tensor

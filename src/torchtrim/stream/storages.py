@@ -57,12 +57,53 @@ def is_partial(tensor: torch.Tensor) -> bool:
     return tensor.nbytes < tensor.untyped_storage().nbytes()
 
 
+class Copies:
+    """Copies of views that together show less than their storages; equal views get one copy."""
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self._views: dict[Any, torch.Tensor] = {}
+        self._made: dict[Any, torch.Tensor] = {}
+        for value in values:
+            for tensor in tensors_of(value):
+                self._views.setdefault(_view(tensor), tensor)
+
+    def gain(self) -> int:
+        """Bytes that copying all views would free; 0 or less where it would free none."""
+        shown = sum(tensor.nbytes for tensor in self._views.values())
+        return held_bytes(self._views.values()) - shown
+
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The copy of a view, or the tensor itself where it shows all of its storage."""
+        if not is_partial(tensor):
+            return tensor
+        view = _view(tensor)
+        if view not in self._made:
+            self._made[view] = tensor.detach().clone()
+        return self._made[view]
+
+
+def _view(tensor: torch.Tensor) -> tuple[Any, ...]:
+    shape = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    return storage_id(tensor), *shape
+
+
 @dataclass(slots=True)
 class Holding:
-    """A storage, its bytes, and the entries that hold it."""
+    """A storage, its bytes, the entries that hold it with the bytes of it that each shows, their sum.
+
+    `looked` is how many entries there were when it was last found that they show all of it.
+    """
 
     nbytes: int
-    keys: set[Key] = field(default_factory=set)
+    keys: dict[Key, int] = field(default_factory=dict)
+    shown: int = 0
+    looked: int | None = None
+
+    def worth_a_look(self) -> bool:
+        """Whether the entries may show less than all of the storage, and it was not just looked at."""
+        if not self.keys:
+            return False
+        return self.shown < self.nbytes or self.looked is None or len(self.keys) <= self.looked // 2
 
 
 class Accounts:
@@ -82,7 +123,9 @@ class Accounts:
             if holding is None:
                 holding = self.holdings[number] = Holding(storage.nbytes())
                 self.bytes += holding.nbytes
-            holding.keys.add(key)
+            shown = tensor.nbytes
+            holding.keys[key] = holding.keys.get(key, 0) + shown
+            holding.shown += shown
             ids.append(number)
         return tuple(ids)
 
@@ -91,7 +134,7 @@ class Accounts:
         freed, shared = 0, []
         for number in set(ids) if len(ids) > 1 else ids:
             holding = self.holdings[number]
-            holding.keys.discard(key)
+            holding.shown -= holding.keys.pop(key, 0)
             if holding.keys:
                 shared.append(holding)
                 continue

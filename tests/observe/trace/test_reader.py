@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from recordings import Recording, training
 from torchtrim.errors import TorchtrimError, UnreadableInput, Unsupported
 from torchtrim.observe.trace import read_trace
-from torchtrim.sync.analysis import analyse
+from torchtrim.sync.traces.analysis import analyse
 
 
 def test_events_are_sorted_into_host_and_device(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torchtrim.errors import TorchtrimError
 from torchtrim.observe.trace.folder import find_traces
 from torchtrim.observe.trace.reader import read_trace
 from torchtrim.records.trace import TraceReport
-from torchtrim.sync.analysis import analyse, joined
+from torchtrim.sync.traces.analysis import analyse, joined
 
 
 def diagnose_traces(

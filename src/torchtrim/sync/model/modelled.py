@@ -1,0 +1,124 @@
+"""What the waits of an emulated step would cost on a named device: the roofline's times, replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from msgspec import Struct
+
+from torchtrim.records.profile import Profile
+from torchtrim.sync.model.devices import Device
+from torchtrim.sync.model.roofline import Estimate, estimate
+from torchtrim.sync.replay.bound import bound
+from torchtrim.sync.replay.engine import replay
+from torchtrim.sync.replay.program import NO_SITE, Activity, Does, Program, Step
+from torchtrim.sync.replay.sets import price
+
+_RACES = "async-"
+_US = 1e6
+_BACK_US = 5.0
+_GAP_US = 1.5
+
+
+class ModelledWait(Struct, frozen=True, kw_only=True):
+    """A site that waits. `syncs` are the numbers of the profile's syncs there; times in milliseconds."""
+
+    syncs: tuple[int, ...]
+    wait_ms: float
+    saves_alone_ms: float | None
+
+
+class Modelled(Struct, frozen=True, kw_only=True):
+    """What the model gives for a step, in milliseconds. Sets are of numbers of `waits`."""
+
+    device: str
+    source: Literal["modelled"] = "modelled"
+    step_ms: float
+    device_busy_ms: float
+    waits: tuple[ModelledWait, ...]
+    sets: tuple[tuple[tuple[int, ...], float], ...]
+    all_saves_ms: float
+    bound: str
+
+
+def price_syncs(
+    profile: Profile, device: Device, sites: Sequence[Sequence[int]] | None = None
+) -> Modelled:
+    """Price every wait of the profile on the device, alone and in sets.
+
+    `sites` are the syncs that go together, by number; by default those of one line and row. One thread
+    gives out the operators in their order to one stream. Copies that race are no waits.
+    """
+    times = estimate(profile, device)
+    groups = _groups(profile) if sites is None else sites
+    program = _program(profile, device, times, groups)
+    base = replay(program)
+    order = sorted(range(len(groups)), key=lambda i: -base.waited.get(i, 0.0))
+    prices = price(program, order)
+    waits = tuple(
+        ModelledWait(
+            syncs=tuple(numbers),
+            wait_ms=base.waited.get(i, 0.0) / 1e3,
+            saves_alone_ms=prices.alone[i] / 1e3 if i in prices.alone else None,
+        )
+        for i, numbers in enumerate(groups)
+    )
+    return Modelled(
+        device=device.name,
+        step_ms=base.span / 1e3,
+        device_busy_ms=sum(times.device_seconds) * 1e3,
+        waits=waits,
+        sets=tuple((tuple(sorted(chosen)), gain / 1e3) for chosen, gain in prices.sets),
+        all_saves_ms=prices.together / 1e3,
+        bound=bound(program, gained=prices.together, span=base.span, loading=0.0),
+    )
+
+
+def _groups(profile: Profile) -> list[list[int]]:
+    """Syncs by the line that asked for them and the row that says why they wait."""
+    found: dict[tuple[int, str], list[int]] = {}
+    for number, sync in enumerate(profile.syncs):
+        if not sync.row.startswith(_RACES):
+            place = sync.caller if sync.caller >= 0 else sync.place
+            found.setdefault((place, sync.row), []).append(number)
+    return list(found.values())
+
+
+def _program(
+    profile: Profile, device: Device, times: Estimate, groups: Sequence[Sequence[int]]
+) -> Program:
+    site_of = {sync: site for site, numbers in enumerate(groups) for sync in numbers}
+    waiting = _after(profile)
+    program = Program(lanes=1, streams=1, activities=len(profile.operators), tails=[0.0])
+    last = -1
+    for number, (busy, host) in enumerate(
+        zip(times.device_seconds, times.host_seconds, strict=True)
+    ):
+        launches: tuple[Activity, ...] = ()
+        if busy:
+            last = number
+            launches = (Activity(number, 0, busy * _US, device.launch * _US, _GAP_US),)
+        program.steps.append(Step(Does.LAUNCH, 0, 0.0, host * _US, launches))
+        for sync in waiting.get(number, ()):
+            site = site_of.get(sync, NO_SITE)
+            awaits = (last,) if last >= 0 else ()
+            program.steps.append(
+                Step(Does.WAIT, 0, 0.0, 0.0, awaits=awaits, back=_BACK_US, site=site)
+            )
+    return program
+
+
+def _after(profile: Profile) -> dict[int, list[int]]:
+    """The syncs after each operator; one that is of no operator comes after what waited before it."""
+    found: dict[int, list[int]] = {}
+    first: dict[str, int] = {}
+    for number, op in enumerate(profile.operators):
+        first.setdefault(op.phase, number)
+    before = -1
+    for number, sync in enumerate(profile.syncs):
+        if sync.row.startswith(_RACES):
+            continue
+        before = sync.operator if sync.operator >= 0 else max(before, first.get(sync.phase, 0))
+        found.setdefault(before, []).append(number)
+    return found

@@ -1,0 +1,1 @@
+"""Runs a recorded program again, with waits left out, and prices them."""

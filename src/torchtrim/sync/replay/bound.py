@@ -1,0 +1,28 @@
+"""What a step depends on most: the host, the device, their waiting for each other, or the loader."""
+
+from __future__ import annotations
+
+from torchtrim.records.trace import Bound
+from torchtrim.sync.replay.engine import replay
+from torchtrim.sync.replay.program import Program
+
+_WAITS, _MOST, _LOADER = 0.10, 0.90, 0.25
+
+
+def bound(program: Program, *, gained: float, span: float, loading: float) -> Bound:
+    """The verdict, from replays. `gained` is what removing all waits gains; microseconds.
+
+    `waits` where that is a tenth of the span; `device` or `host` where it alone, the other infinitely
+    fast, takes nine tenths; `loader` where it is not the device and a quarter is spent in the data loader.
+    """
+    if span <= 0:
+        return "unknown"
+    host = replay(program, device=0.0).span / span
+    device = replay(program, host=0.0).span / span
+    if loading > _LOADER * span and host >= device:
+        return "loader"
+    if gained >= _WAITS * span:
+        return "waits"
+    if max(host, device) < _MOST:
+        return "mixed"
+    return "device" if device >= host else "host"

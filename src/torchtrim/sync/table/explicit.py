@@ -1,0 +1,112 @@
+"""Rows about calls that are no operators."""
+
+from __future__ import annotations
+
+from torchtrim.sync.table.asks import no_operator
+from torchtrim.sync.table.base import Evidence, Row
+from torchtrim.sync.table.sources import native, pytorch
+
+_ALLOCATOR = "c10/cuda/CUDACachingAllocator.cpp"
+
+
+def _call(name: str, what: str, when: str, advice: str, *evidence: Evidence) -> Row:
+    return Row(
+        name=name,
+        code="TT104",
+        what=what,
+        when=when,
+        operators=(),
+        waits=no_operator,
+        evidence=evidence,
+        advice=advice,
+    )
+
+
+SYNCHRONIZE = _call(
+    "synchronize",
+    "`torch.cuda.synchronize()`, `torch.accelerator.synchronize()`",
+    "always, for all streams of the device",
+    "Measure with CUDA events that are read later.",
+    pytorch("c10/cuda/CUDAFunctions.cpp", 153, "waits for the device"),
+)
+
+STREAM = _call(
+    "stream-synchronize",
+    "`Stream.synchronize()`",
+    "always, for what is queued on the stream",
+    "`wait_stream` makes a stream wait, not the host.",
+    pytorch("c10/cuda/CUDAStream.cpp", 292, "waits for the stream"),
+)
+
+EVENT = _call(
+    "event-synchronize",
+    "`Event.synchronize()`",
+    "always, for what was queued before the event was recorded",
+    "`Stream.wait_event`, or `Event.query()` later.",
+    pytorch("c10/cuda/CUDAEvent.h", 224, "waits for the event"),
+)
+
+EMPTY_CACHE = _call(
+    "empty-cache",
+    "`torch.cuda.empty_cache()`",
+    "blocks are cached; an allocation that finds no memory does the same before it fails",
+    "Not in a loop: the next step allocates the same again.",
+    pytorch(_ALLOCATOR, 3803, "returns memory to the driver, which waits for the device"),
+    pytorch(_ALLOCATOR, 3957, "waits for memory that other streams use"),
+)
+
+GRAPH = _call(
+    "graph-capture",
+    "`torch.cuda.graph(...)` as it begins",
+    "always",
+    "Capture once, replay often.",
+    pytorch("torch/cuda/graphs.py", 247, "waits for the device before it captures"),
+)
+
+BARRIER = _call(
+    "barrier",
+    "`torch.distributed.barrier()` with NCCL",
+    "always",
+    "Collectives order work on the device; a barrier is seldom needed.",
+    pytorch(
+        "torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp", 5394, "waits for the current stream"
+    ),
+)
+
+UNLISTED = _call(
+    "unlisted",
+    "An operator that CUDA saw waiting, and this table does not know",
+    "on a GPU only, where `torch.cuda.set_sync_debug_mode` warned of it",
+    "Look at the operator's arguments; a row for it would be welcome.",
+    pytorch("c10/cuda/CUDAFunctions.h", 106, "the copy that waits, and warns"),
+)
+
+ASYNC_READ = Row(
+    name="async-read",
+    code="TT105",
+    what="The result of a copy to the host with `non_blocking=True` is read too early",
+    when="no event, stream or device was waited for in between: a race, and no wait",
+    operators=(),
+    waits=no_operator,
+    evidence=(
+        native("TensorConversions.cpp", 346, "the result is pinned, so that the copy may be late"),
+        native("cuda/Copy.cu", 468, "the copy is only queued"),
+    ),
+    advice="Record an event after the copy and `synchronize()` it before reading.",
+)
+
+ASYNC_SOURCE = Row(
+    name="async-source",
+    code="TT105",
+    what="Memory of the host is written to while a copy from it with `non_blocking=True` may be late",
+    when="no event, stream or device was waited for in between: a race, and no wait",
+    operators=(),
+    waits=no_operator,
+    evidence=(
+        native("cuda/Copy.cu", 468, "the copy is only queued"),
+        native("cuda/Copy.cu", 486, "the memory is kept, not what stands in it"),
+    ),
+    advice="Use two buffers in turn, each with an event.",
+)
+
+ROWS = (SYNCHRONIZE, STREAM, EVENT, EMPTY_CACHE, GRAPH, BARRIER, UNLISTED, ASYNC_READ, ASYNC_SOURCE)

@@ -1,0 +1,67 @@
+"""What waits for a CUDA device in PyTorch, each row with its source.
+
+An operator that no row knows does not wait. The versions read are in `sources.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import cache
+
+from torchtrim.sync.table import algebra, copies, explicit, hidden, reads, shapes, uploads
+from torchtrim.sync.table.base import Row
+
+FAMILIES: dict[str, tuple[Row, ...]] = {
+    "Values read on the host": reads.ROWS,
+    "Linear algebra": algebra.ROWS,
+    "Shapes that depend on data": shapes.ROWS,
+    "Copies": copies.ROWS,
+    "Small uploads inside operators": uploads.ROWS,
+    "Where no operator shows it": hidden.ROWS,
+    "Calls and races": explicit.ROWS,
+}
+
+ROWS: tuple[Row, ...] = tuple(row for rows in FAMILIES.values() for row in rows)
+
+
+def row(name: str) -> Row:
+    """The row of that name."""
+    return _by_name()[name]
+
+
+@cache
+def rows_for(operator: str, torch_version: str) -> tuple[Row, ...]:
+    """The rows to ask about an operator, such as `aten::index.Tensor` or `aten::nonzero.default`."""
+    base, _, overload = operator.partition(".")
+    known = _by_operator()
+    found = known.get(base, ()) + known.get(f"{base}.{overload or 'default'}", ())
+    return tuple(one for one in found if holds(one, torch_version))
+
+
+def holds(row: Row, torch_version: str) -> bool:
+    """Whether a row is about a version of torch."""
+    version = _numbers(torch_version)
+    begun = not row.since or version >= _numbers(row.since)
+    return begun and (not row.until or version < _numbers(row.until))
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
+@cache
+def _by_name() -> dict[str, Row]:
+    return {one.name: one for one in ROWS}
+
+
+@cache
+def _by_operator() -> dict[str, tuple[Row, ...]]:
+    found: dict[str, tuple[Row, ...]] = {}
+    for operator, one in _pairs():
+        found[operator] = (*found.get(operator, ()), one)
+    return found
+
+
+def _pairs() -> Iterable[tuple[str, Row]]:
+    return ((operator, one) for one in ROWS for operator in one.operators)

@@ -1,0 +1,19 @@
+"""Short ways to name a line of PyTorch's source."""
+
+from __future__ import annotations
+
+from torchtrim.sync.table.base import Evidence
+
+REPOSITORY = "pytorch/pytorch"
+REF = "v2.12.1"
+_NATIVE = "aten/src/ATen/native/"
+
+
+def pytorch(path: str, line: int, note: str) -> Evidence:
+    """A line of PyTorch, read at `REF`."""
+    return Evidence(repository=REPOSITORY, ref=REF, path=path, line=line, note=note)
+
+
+def native(path: str, line: int, note: str) -> Evidence:
+    """A line of an operator's implementation, by its path in ATen's folder of them."""
+    return pytorch(_NATIVE + path, line, note)

@@ -1,0 +1,1 @@
+"""A profiler trace -> the calls in which the host waited, whose they are, and the program to replay."""
