@@ -66,20 +66,33 @@ def backward(
     rest = (lookups, _masks(inputs), _drop(inputs), room, maps, results)
     buffer, flat = _buffer(number, length)
     other, other_flat = _buffer(number, length)
+    rows = slice(0, length)
     for rows, heads in blocks(number, length, _SCORES):
         weights, slopes = (_view(one, rows, heads, length) for one in (buffer, other))
         torch.bmm(q[heads, rows], keys[heads], out=weights)
         torch.bmm(grad[heads, rows], values[heads], out=slopes)
         tiles.backward_tile(flat, other_flat, _place(rows, heads), *rest)
         torch.bmm(slopes, inputs.k[heads], out=of_q[heads, rows])
-        of_v[heads].baddbmm_(grad[heads, rows].transpose(1, 2), weights)
-        of_k[heads].baddbmm_(q[heads, rows].transpose(1, 2), slopes)
-    of_q, of_k, of_v = (
-        by_column.back(of_q).mul_(inputs.scale),
-        of_k.transpose(1, 2).contiguous(),
-        of_v.transpose(1, 2).contiguous(),
-    )
+        _add_product(of_v, heads, weights, grad[heads, rows])
+        _add_product(of_k, heads, slopes, q[heads, rows])
+    whole = rows.stop - rows.start == length
+    of_k, of_v = _straight(of_k, whole), _straight(of_v, whole)
+    of_q = by_column.back(of_q).mul_(inputs.scale)
     return Gradients(of_q, of_k, of_v, of_k_lookup, of_q_lookup, sums)
+
+
+def _add_product(total: Tensor, heads: slice, scores: Tensor, x: Tensor) -> None:
+    """Add scores' x to the transposed total; all queries at once need no sum before."""
+    if scores.shape[1] == scores.shape[2]:
+        torch.bmm(scores.transpose(1, 2), x, out=total.view(len(total), *x.shape[1:])[heads])
+    else:
+        total[heads].baddbmm_(x.transpose(1, 2), scores)
+
+
+def _straight(total: Tensor, tall: bool) -> Tensor:
+    return (
+        total.view(len(total), *total.shape[:0:-1]) if tall else total.transpose(1, 2).contiguous()
+    )
 
 
 class _Order:

@@ -49,7 +49,9 @@ def slab_of(row: Any, pattern: Any, low: int, high: int, x: int, wide: int, slab
 
 
 @jit
-def add_slab(scores: Any, offset: int, slab: Any, group: Any, y: int, geometry: Any, t: Any) -> None:
+def add_slab(
+    scores: Any, offset: int, slab: Any, group: Any, y: int, geometry: Any, t: Any
+) -> None:
     """t = scores + what the slab says of each key of the grid."""
     height, wide, skip, padded = geometry[0], geometry[1], geometry[2], geometry[4]
     groups = group[y : y + height]
