@@ -251,9 +251,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
             )
             self._own_nodes(index)
-        if self._waiting is not None:
+        waiting, asking = self._waiting, known.asking
+        if waiting is not None and (asking.rows or asking.copies or waiting.listens(node)):
             ran = Ran(index, func, args, kwargs, result, known.written)
-            self._waiting.ran(ran, known.asking, node, self._origin)
+            waiting.ran(ran, asking, node, self._origin)
         return result
 
     def _origin(self, index: int, tensor: torch.Tensor) -> Origin:

@@ -84,6 +84,11 @@ class Waiting:
         indexes = func.name().partition(".")[0] in _INDEXING
         return Asking(rows_of(func), is_copy(func), indexes)
 
+    def listens(self, node: Any) -> bool:
+        """Whether it wants to hear of an operator of which there is nothing to ask."""
+        new = node is not None and node is not self._node
+        return new or self._counter is not None or self._waits.in_flight()
+
     def ran(self, ran: Ran, asking: Asking, node: Any, origin: FindsOrigin) -> None:
         """An operator has run, in backward for a node of autograd."""
         waits = self._waits

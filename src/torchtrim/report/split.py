@@ -25,6 +25,7 @@ _NAMES = {
     "waiting": "waiting",
     "host": "host",
 }
+_SLOWED = 1.05
 _COMMUNICATION = ("c10d::", "_c10d_functional::", "c10d_functional::")
 _CPU = "A CPU waits for no device. Host is Python between operators."
 _STANDS_IN = (
@@ -93,6 +94,8 @@ def _measured(report: Report, profile: Profile) -> Split:
     whole_step = format_seconds(profile.step_seconds)
     recorded = f" Operators as recorded; the step took {whole_step} with the recorder."
     title, said = _about(profile.device)
+    if timed and known > _SLOWED * timed:
+        title += " with the recorder"
     return _split(title, "measured", seconds, said + (recorded if timed else ""))
 
 

@@ -25,6 +25,14 @@ class _Range:
         self.last = frame
         return True
 
+    def is_sound(self, whole: _Range) -> bool:
+        """Whether it is a part of a range that it was cut from, and not empty."""
+        if whole.step == 0 or (self.last - self.first) * whole.step < 0:
+            return False
+        if self.first == self.last:
+            self.step = 0
+        return True
+
     def has(self, frame: int) -> bool:
         low, high = sorted((self.first, self.last))
         return low <= frame <= high and (
@@ -65,6 +73,19 @@ class FrameSet:
                     return True
                 blurred = True
         return None if blurred else False
+
+    def discard(self, frame: int) -> None:
+        """Take a frame out, if it is surely in."""
+        for place, one in enumerate(self._ranges):
+            if not one.blurred and one.has(frame):
+                before = _Range(one.first, frame - one.step, one.step)
+                after = _Range(frame + one.step, one.last, one.step)
+                kept = [part for part in (before, after) if part.is_sound(one)]
+                self._ranges[place : place + 1] = kept
+                self._count -= 1
+                break
+        if len(self._ranges) > self._most:
+            self._blur()
 
     def frames(self) -> Iterator[int]:
         """The frames that are surely in it, range by range."""

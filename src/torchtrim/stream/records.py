@@ -1,4 +1,4 @@
-"""Dicts that stand in a tracking session where its own were, and know what left them."""
+"""Dicts that stand in a tracker's state where its own were, and know what left them."""
 
 from __future__ import annotations
 
@@ -10,22 +10,28 @@ from torchtrim.stream.tombstones import Evicted, Tombstone
 
 
 class Owner(Protocol):
-    """Whoever bounds the session that the dicts are in."""
+    """Whoever bounds the state that the dicts are in."""
+
+    def series(self, number: Hashable) -> tuple[Hashable, ...]:
+        """A name for the records of an object that no other has."""
 
     def wrote(self, records: Records, frame: int) -> None:
         """A frame's record was written."""
 
-    def absent(self, records: Records, frame: int) -> Any:
+    def absent(self, records: Records, frame: int, *, must: bool) -> Any:
         """A frame that is not there was asked for. Raises `Evicted`, or returns what stands for it."""
 
     def lacks(self, record: Record, field: str) -> Any:
         """A field that is not there was read. Returns its value if it was spilled."""
 
-    def cleared(self) -> None:
-        """The session was reset."""
+    def took(self, records: Records, record: Record) -> None:
+        """Somebody took a record out."""
 
-    def new_frame(self, frames: Frames, frame: int) -> None:
-        """An image was given."""
+    def cleared(self) -> None:
+        """The state was reset."""
+
+    def tracked(self, number: Hashable, frame: int) -> None:
+        """An object was tracked in a frame."""
 
 
 class Record(dict[Any, Any]):
@@ -58,6 +64,7 @@ class Records(dict[Any, Any]):
             self[frame] = fields
 
     def __setitem__(self, frame: int, fields: dict[Any, Any]) -> None:
+        self.pop(frame, None)
         super().__setitem__(frame, Record(fields, self, frame))
         self.owner.wrote(self, frame)
 
@@ -65,18 +72,36 @@ class Records(dict[Any, Any]):
         """The record of a frame, `default` if there never was one. Raises `Evicted` if it went."""
         if frame in self:
             return self[frame]
-        found = self.owner.absent(self, frame)
+        found = self.owner.absent(self, frame, must=False)
         return default if found is None else found
 
     def __missing__(self, frame: int) -> Any:
-        found = self.owner.absent(self, frame)
+        found = self.owner.absent(self, frame, must=True)
         if found is None:
             raise KeyError(frame)
         return found
 
+    def pop(self, frame: Any, *default: Any) -> Any:
+        """Take a record out, whole."""
+        if frame in self:
+            self.owner.took(self, self[frame])
+        return super().pop(frame, *default)
+
+    def __delitem__(self, frame: Any) -> None:
+        self.pop(frame)
+
+    def clear(self) -> None:
+        """Take all out."""
+        for frame in list(self):
+            del self[frame]
+
+    def plain(self) -> dict[Any, Any]:
+        """The same in plain dicts."""
+        return {frame: dict(record) for frame, record in self.items()}
+
 
 class Objects(dict[Any, Any]):
-    """The records of all objects of a session: object -> kind -> frame -> field."""
+    """The records of all objects of a state: object -> kind -> frame -> field."""
 
     __slots__ = ("owner",)
 
@@ -87,70 +112,65 @@ class Objects(dict[Any, Any]):
             self[number] = kinds
 
     def __setitem__(self, number: Hashable, kinds: dict[str, Any]) -> None:
-        made = {
-            kind: Records(frames, self.owner, (number, kind), kind)
-            for kind, frames in kinds.items()
-        }
-        super().__setitem__(number, made)
+        super().__setitem__(number, wrapped(kinds, self.owner, number))
 
     def clear(self) -> None:
         """Forget all objects."""
         super().clear()
         self.owner.cleared()
 
+    def plain(self) -> dict[Any, Any]:
+        """The same in plain dicts."""
+        return {
+            number: {kind: records.plain() for kind, records in kinds.items()}
+            for number, kinds in self.items()
+        }
 
-class Frames(dict[Any, Any]):
-    """Images by frame. Its length is how many there ever were, for frames are numbered by it."""
 
-    __slots__ = ("kept", "owner", "seen")
-
-    def __init__(self, images: dict[int, Any] | None, owner: Owner) -> None:
-        super().__init__(images or {})
-        self.owner = owner
-        self.kept = frozenset(images or {})
-        self.seen = FrameSet()
-        for frame in self.kept:
-            self.seen.add(frame)
-
-    def __len__(self) -> int:
-        return len(self.seen)
-
-    def __setitem__(self, frame: int, image: Any) -> None:
-        super().__setitem__(frame, image)
-        self.seen.add(frame)
-        self.owner.new_frame(self, frame)
-
-    def __missing__(self, frame: int) -> Any:
-        known = self.seen.knows(frame)
-        if known is False:
-            raise KeyError(frame)
-        raise Evicted(
-            Tombstone(
-                "image", frame, None, "an image goes when its frame ends", certain=bool(known)
-            ),
-            "Give the image again (frame=..., frame_idx=...), or allow corrections that far back with "
-            "corrections=.",
-        )
+def wrapped(kinds: dict[str, Any], owner: Owner, number: Hashable) -> dict[str, Records]:
+    """The records of an object by kind, in dicts that know what left them."""
+    series = owner.series(number)
+    return {
+        kind: frames if isinstance(frames, Records) else Records(frames, owner, series, kind)
+        for kind, frames in kinds.items()
+    }
 
 
 class TrackedObjects(dict[Any, Any]):
     """Which frames each object was tracked in."""
 
-    def __init__(self, objects: dict[Any, Any]) -> None:
+    __slots__ = ("owner",)
+
+    def __init__(self, objects: dict[Any, Any], owner: Owner) -> None:
         super().__init__()
+        self.owner = owner
         for number, frames in objects.items():
             self[number] = frames
 
     def __setitem__(self, number: Hashable, frames: Any) -> None:
-        super().__setitem__(number, Tracked(frames))
+        made = frames if isinstance(frames, Tracked) else Tracked(frames, self.owner, number)
+        super().__setitem__(number, made)
+
+    def plain(self) -> dict[Any, Any]:
+        """The same in plain dicts."""
+        return {number: dict(frames) for number, frames in self.items()}
 
 
 class Tracked(MutableMapping[int, dict[str, bool]]):
-    """Frames that were tracked and in which direction, as ranges: what a session only asks `in` of."""
+    """Frames that were tracked, and in which direction last, as ranges."""
 
-    def __init__(self, frames: MutableMapping[int, dict[str, bool]]) -> None:
+    def __init__(self, frames: Any, owner: Owner, number: Hashable) -> None:
         self._all, self._reverse = FrameSet(), FrameSet()
-        self.update(frames)
+        self._owner, self._number = owner, number
+        for frame, how in frames.items():
+            self._add(frame, how)
+
+    def _add(self, frame: int, how: dict[str, bool]) -> None:
+        self._all.add(frame)
+        if how.get("reverse"):
+            self._reverse.add(frame)
+        elif len(self._reverse):
+            self._reverse.discard(frame)
 
     def __contains__(self, frame: object) -> bool:
         known = self._all.knows(frame) if isinstance(frame, int) else False
@@ -167,12 +187,19 @@ class Tracked(MutableMapping[int, dict[str, bool]]):
         return {"reverse": self._reverse.knows(frame) is True}
 
     def __setitem__(self, frame: int, how: dict[str, bool]) -> None:
-        self._all.add(frame)
-        if how.get("reverse"):
-            self._reverse.add(frame)
+        self._add(frame, how)
+        self._owner.tracked(self._number, frame)
 
     def __delitem__(self, frame: int) -> None:
-        raise TypeError("what was tracked stays tracked until the session is reset")
+        if frame not in self:
+            raise KeyError(frame)
+        self._all.discard(frame)
+        self._reverse.discard(frame)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._all.clear()
+        self._reverse.clear()
 
     def __iter__(self) -> Iterator[int]:
         return self._all.frames()

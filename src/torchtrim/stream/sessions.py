@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from torchtrim.errors import Unsupported, UsageError
+from torchtrim.stream.bounding import CONDITIONING, OTHER, Bounding
+from torchtrim.stream.images import Frames
 from torchtrim.stream.lifetimes import Lifetime, pinned, volatile, window
-from torchtrim.stream.records import Frames, Objects, Record, Records, Tracked, TrackedObjects
+from torchtrim.stream.records import Objects, Records, TrackedObjects
 from torchtrim.stream.state_bytes import state_bytes
 from torchtrim.stream.store import StateStore
-from torchtrim.stream.tombstones import Evicted
 
 SESSIONS = (
     "Sam2VideoInferenceSession",
@@ -43,30 +45,22 @@ _MEMORY = ("maskmem_features", "maskmem_pos_enc")
 _POINTER = ("object_pointer",)
 _SCORES = ("pred_masks", "object_score_logits")
 _NEVER = ("high_res_masks",)
-_CONDITIONING, _OTHER = "cond_frame_outputs", "non_cond_frame_outputs"
 
 
-class BoundSession:
-    """A session whose state is bounded. Made by `bound_session`; `release()` takes it back.
+class BoundSession(Bounding):
+    """A session whose state is bounded. Made by `bound_session`; `release()` takes it back."""
 
-    `store` holds its entries and tombstones. `missed` counts reads of what was evicted, and
-    `first_missed` is the frame of the first: both stay 0 and `None` unless `keep` is below the live set.
-    """
+    live = (*_POINTER, *_MEMORY)
 
     def __init__(
         self, session: Any, model: nn.Module, store: StateStore, *, turns: bool, strict: bool
     ) -> None:
+        super().__init__(store, turns=turns, strict=strict)
         self.session = session
-        self.store = store
-        self.missed = 0
-        self.first_missed: int | None = None
-        self._turns = turns
-        self._strict = strict
-        self._touched: list[tuple[Records, int]] = []
         self._images: list[int] = []
-        session.processed_frames = Frames(session.processed_frames, self)
+        session.processed_frames = Frames(session.processed_frames, self._new_image)
         session.output_dict_per_obj = Objects(session.output_dict_per_obj, self)
-        session.frames_tracked_per_obj = TrackedObjects(session.frames_tracked_per_obj)
+        session.frames_tracked_per_obj = TrackedObjects(session.frames_tracked_per_obj, self)
         self._hook = model.register_forward_hook(_hook(weakref.ref(self)), with_kwargs=True)
         weakref.finalize(self, self._hook.remove)
 
@@ -74,26 +68,6 @@ class BoundSession:
     def bytes(self) -> int:
         """Bytes of all tensors that the session holds alive, images and features too, each storage once."""
         return state_bytes(self.session)
-
-    def end_frame(self, frame: int) -> None:
-        """A frame is done: let go what nothing will read. Called after each forward of the model.
-
-        Raises `Unsupported` where the session holds a field that this adapter does not know.
-        """
-        store = self.store
-        store.advance(frame)
-        touched, self._touched = self._touched, []
-        for records, written in touched:
-            record = dict.get(records, written)
-            if record is not None:
-                self._adopt(records, record)
-        images, self._images = self._images, []
-        for image in images:
-            if image in self.session.processed_frames:
-                store.adopt(("image", image), self.session.processed_frames, image)
-        _drop_unread_positions(self.session.cache)
-        store.end()
-        self._drop_empty()
 
     def release(self) -> None:
         """Take the bounds off: what is left stays, in plain dicts, and grows again.
@@ -103,84 +77,25 @@ class BoundSession:
         self._hook.remove()
         for key in list(self.store):
             self.store.recall(key)
-        session = self.session
-        session.output_dict_per_obj = {
-            number: {
-                kind: {f: dict(r) for f, r in records.items()} for kind, records in kinds.items()
-            }
-            for number, kinds in session.output_dict_per_obj.items()
-        }
-        session.frames_tracked_per_obj = {
-            number: dict(frames) for number, frames in session.frames_tracked_per_obj.items()
-        }
-        self._strict = True
+        self.session.output_dict_per_obj = self.session.output_dict_per_obj.plain()
+        self.session.frames_tracked_per_obj = self.session.frames_tracked_per_obj.plain()
 
-    def wrote(self, records: Records, frame: int) -> None:
-        """See `Owner`."""
-        self._touched.append((records, frame))
-        if records.kind == _CONDITIONING and self._turns:
-            self.store.anchor(frame)
+    def tables(self) -> Iterator[Records]:
+        """See `Bounding`."""
+        return (kinds[OTHER] for kinds in self.session.output_dict_per_obj.values())
 
-    def absent(self, records: Records, frame: int) -> None:
-        """See `Owner`."""
-        field = f"{records.kind}.object_pointer"
-        tombstone = self.store.tombstone((field, (*records.series, frame)))
-        if tombstone is None:
-            return
-        if self._strict:
-            raise Evicted(tombstone, _ADVICE)
-        self.missed += 1
-        if self.first_missed is None:
-            self.first_missed = self._images[-1] if self._images else self.store.now
+    def before_end(self, frame: int, touched: list[tuple[Records, int]]) -> None:
+        """See `Bounding`."""
+        images, self._images = self._images, []
+        frames = self.session.processed_frames
+        for image in images:
+            if image in frames:
+                self.store.adopt(("image", image), frames, image)
+        _drop_unread_positions(self.session.cache)
 
-    def lacks(self, record: Record, field: str) -> Any:
-        """See `Owner`."""
-        key = (f"{record.records.kind}.{field}", (*record.records.series, record.frame))
-        if key[0] not in self.store.fields:
-            raise KeyError(field)
-        if self.store.recall(key):
-            return record[field]
-        tombstone = self.store.tombstone(key)
-        if tombstone is None:
-            raise KeyError(field)
-        raise Evicted(tombstone, _ADVICE)
-
-    def cleared(self) -> None:
-        """See `Owner`."""
-        self._touched.clear()
-        self.store.reset()
-
-    def new_frame(self, frames: Frames, frame: int) -> None:
-        """See `Owner`."""
-        if frame not in frames.kept:
-            self._images.append(frame)
-
-    def _adopt(self, records: Records, record: Record) -> None:
-        kind, entry = records.kind, (*records.series, record.frame)
-        for field in record:
-            name = f"{kind}.{field}"
-            if name not in self.store.fields:
-                raise Unsupported(
-                    f"the session's record of frame {record.frame} has a field {field!r} that this adapter "
-                    "does not know, so it cannot tell when it is read. Nothing was evicted of this frame. "
-                    f"It knows transformers {', '.join(VERSIONS)}; release() lets the session run unbounded."
-                )
-            self.store.adopt((name, entry), record, field)
-
-    def _drop_empty(self) -> None:
-        for kinds in self.session.output_dict_per_obj.values():
-            records = kinds[_OTHER]
-            for frame in [frame for frame, record in records.items() if not record]:
-                entry = (*records.series, frame)
-                if not any((f"{_OTHER}.{f}", entry) in self.store for f in (*_POINTER, *_MEMORY)):
-                    del records[frame]
-
-
-_ADVICE = (
-    "The unbounded session would have read it, so going on would change the result. To come back to "
-    "frames that far, bind the session with corrections=N, N frames back, or turns=True for turning "
-    "round at prompts."
-)
+    def _new_image(self, frame: int) -> None:
+        self._images.append(frame)
+        self._reading = frame
 
 
 def bound_session(
@@ -227,11 +142,11 @@ def bound_session(
 def _fields(memories: int, pointers: int, corrections: int) -> dict[str, Lifetime]:
     fields = {"image": window(corrections) if corrections else volatile()}
     for kind, kept, names in (
-        (_CONDITIONING, pinned(), [*_MEMORY, *_POINTER, *_SCORES]),
-        (_CONDITIONING, volatile(), [*_NEVER]),
-        (_OTHER, window(memories), [*_MEMORY]),
-        (_OTHER, window(pointers), [*_POINTER]),
-        (_OTHER, volatile(), [*_SCORES, *_NEVER]),
+        (CONDITIONING, pinned(), [*_MEMORY, *_POINTER, *_SCORES]),
+        (CONDITIONING, volatile(), [*_NEVER]),
+        (OTHER, window(memories), [*_MEMORY]),
+        (OTHER, window(pointers), [*_POINTER]),
+        (OTHER, volatile(), [*_SCORES, *_NEVER]),
     ):
         fields |= {f"{kind}.{name}": kept for name in names}
     return fields
@@ -290,6 +205,3 @@ def _drop_unread_positions(cache: Any) -> None:
             for number, one in enumerate(maps[:-1]):
                 if one.numel():
                     maps[number] = torch.empty(0, dtype=one.dtype, device=one.device)
-
-
-__all__ = ["SESSIONS", "VERSIONS", "BoundSession", "Tracked", "bound_session"]

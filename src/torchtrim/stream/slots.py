@@ -94,6 +94,12 @@ class Slots:
             slot.holder.pop(slot.name, None)
             self.policy.on_evict(key)
 
+    def forget(self, slot: Slot) -> None:
+        """An entry is not looked after any more; its value stays in its holder."""
+        del self._tables[slot.key[0]][slot.key[1]]
+        self._release(slot)
+        self.policy.on_evict(slot.key)
+
     def evict(self, slots: list[Slot], now: int | None, why: str, *, compact: bool = True) -> None:
         """Entries go, each with a tombstone; what shares their storages is copied if `compact`."""
         for slot in slots:

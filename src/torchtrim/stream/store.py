@@ -179,6 +179,15 @@ class StateStore(MutableMapping[Any, Any]):
         with self._lock:
             self._adopt(key, holder, name, holder[name])
 
+    def forget(self, key: Any) -> None:
+        """Stop looking after an adopted entry; its value stays where it is, brought back if spilled."""
+        with self._lock:
+            slot = self._slots.find(_normal(key))
+            if slot is not None:
+                if slot.parked is not None:
+                    self._slots.recall(slot)
+                self._slots.forget(slot)
+
     def recall(self, key: Any) -> bool:
         """Bring a spilled entry back into its holder; false if it is not spilled."""
         with self._lock:

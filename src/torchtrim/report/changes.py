@@ -1,0 +1,222 @@
+"""What changed between two reports or profiles, judged by their spread."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import PurePath
+from typing import NamedTuple
+
+from torchtrim import __version__
+from torchtrim.memory.timeline import by_kind, peak_operator
+from torchtrim.records import Figures, Finding, Profile, Report
+from torchtrim.records.comparison import (
+    Change,
+    Comparison,
+    FindingChange,
+    Judged,
+    Side,
+    Unit,
+)
+from torchtrim.records.profile import is_emulated
+from torchtrim.rules.prices import priced
+from torchtrim.rules.registry import diagnose
+
+_RSS_VARIES = 0.05
+
+
+class _Facts(NamedTuple):
+    """What one side says. A figure: its unit, its value, and its spread where it varies."""
+
+    side: Side
+    project: str
+    figures: dict[str, tuple[Unit, float, float | None]]
+    kinds: dict[str, int]
+    findings: Sequence[Finding]
+
+
+def compare(
+    before: Report | Profile, after: Report | Profile, before_path: str, after_path: str
+) -> Comparison:
+    """What changed from one to the other."""
+    one, other = _facts(before, before_path), _facts(after, after_path)
+    names = list(dict.fromkeys((*one.figures, *other.figures)))
+    kinds = sorted({*one.kinds, *other.kinds}, key=lambda k: -max(_both(one, other, k)))
+    return Comparison(
+        torchtrim=__version__,
+        before=one.side,
+        after=other.side,
+        changes=tuple(_change(name, one, other) for name in names),
+        by_kind=tuple(_kind(kind, one, other) for kind in kinds if any(_both(one, other, kind))),
+        findings=tuple(_findings(one, other)),
+        notes=tuple(_notes(one, other)),
+    )
+
+
+def _both(one: _Facts, other: _Facts, kind: str) -> tuple[int, int]:
+    return one.kinds.get(kind, 0), other.kinds.get(kind, 0)
+
+
+def _facts(found: Report | Profile, path: str) -> _Facts:
+    if isinstance(found, Report):
+        return _report_facts(found, path)
+    findings, waiting = priced(found, diagnose(found))
+    figures: dict[str, tuple[Unit, float, float | None]] = {
+        "peak": ("bytes", found.peak_bytes, 0.0),
+        "tracked peak": ("bytes", found.tracked_peak_bytes, 0.0),
+        "step with the recorder": ("seconds", found.step_seconds, None),
+        "operators": ("count", len(found.operators), 0.0),
+        "waits": ("count", len(found.syncs), 0.0),
+    }
+    if waiting is not None:
+        figures[f"step, modelled for {waiting.device}"] = ("seconds", waiting.step_ms / 1e3, 0.0)
+    at = peak_operator(found)
+    return _Facts(
+        side=_side(found, path, "profile", 1),
+        project=found.project,
+        figures=figures,
+        kinds=by_kind(found, at) if at >= 0 else {},
+        findings=findings,
+    )
+
+
+def _report_facts(report: Report, path: str) -> _Facts:
+    figures: dict[str, tuple[Unit, float, float | None]] = {}
+    for prefix, found in (("", report.original), ("planned ", report.planned)):
+        if found is not None:
+            figures |= _measured(prefix, found, report)
+    if report.waiting is not None:
+        name = f"step, modelled for {report.waiting.device}"
+        figures[name] = ("seconds", report.waiting.step_ms / 1e3, 0.0)
+    return _Facts(
+        side=_side(report, path, "report", report.steps),
+        project=report.project,
+        figures=figures,
+        kinds=report.original.by_kind if report.original else {},
+        findings=report.findings,
+    )
+
+
+def _measured(
+    prefix: str, figures: Figures, report: Report
+) -> dict[str, tuple[Unit, float, float | None]]:
+    spread = figures.spread_seconds if report.steps > 1 else None
+    found: dict[str, tuple[Unit, float, float | None]] = {
+        f"{prefix}peak": ("bytes", figures.peak_bytes, 0.0),
+        f"{prefix}tracked peak": ("bytes", figures.tracked_peak_bytes, 0.0),
+    }
+    if figures.reserved_bytes is not None:
+        found[f"{prefix}reserved peak"] = ("bytes", figures.reserved_bytes, 0.0)
+    if figures.rss_bytes is not None:
+        noise = _RSS_VARIES * figures.rss_bytes
+        found[f"{prefix}process peak"] = ("bytes", figures.rss_bytes, noise)
+    if figures.step_seconds:
+        name = f"{prefix}step on this CPU" if is_emulated(report.device) else f"{prefix}step"
+        found[name] = ("seconds", figures.step_seconds, spread)
+    return found
+
+
+def _side(found: Report | Profile, path: str, kind: str, steps: int) -> Side:
+    return Side(
+        path=path,
+        kind="report" if kind == "report" else "profile",
+        script=found.script,
+        device=found.device,
+        torch=found.torch,
+        torchtrim=found.torchtrim,
+        steps=steps,
+    )
+
+
+def _change(name: str, one: _Facts, other: _Facts) -> Change:
+    was, now = one.figures.get(name), other.figures.get(name)
+    unit = (was or now or ("count",))[0]
+    if was is None or now is None:
+        return Change(
+            name=name,
+            unit=unit,
+            before=was[1] if was else None,
+            after=now[1] if now else None,
+            spread=None,
+            judged="unknown",
+        )
+    spread = None if was[2] is None or now[2] is None else (was[2] + now[2]) / 2
+    return Change(
+        name=name,
+        unit=unit,
+        before=was[1],
+        after=now[1],
+        spread=spread,
+        judged=_judged(now[1] - was[1], spread),
+    )
+
+
+def _judged(by: float, spread: float | None) -> Judged:
+    if spread is None:
+        return "unknown"
+    if abs(by) <= spread:
+        return "no significant change"
+    return "less" if by < 0 else "more"
+
+
+def _kind(kind: str, one: _Facts, other: _Facts) -> Change:
+    was, now = _both(one, other, kind)
+    return Change(
+        name=kind.replace("_", " "),
+        unit="bytes",
+        before=was,
+        after=now,
+        spread=0.0,
+        judged=_judged(now - was, 0.0),
+    )
+
+
+def _findings(one: _Facts, other: _Facts) -> Iterator[FindingChange]:
+    """By code and file: first those of the same line, then the rest in the order of their lines."""
+    gone: list[Finding] = []
+    new: list[Finding] = []
+    before, after = _grouped(one), _grouped(other)
+    for key in dict.fromkeys((*after, *before)):
+        kept, lost, found = _matched(before.get(key, []), after.get(key, []))
+        gone, new = gone + lost, new + found
+        for was, now in kept:
+            yield FindingChange(change="kept", finding=now, before=was)
+    yield from (FindingChange(change="new", finding=finding) for finding in new)
+    yield from (FindingChange(change="gone", finding=finding, before=finding) for finding in gone)
+
+
+def _grouped(side: _Facts) -> dict[tuple[str, str], list[Finding]]:
+    groups: dict[tuple[str, str], list[Finding]] = defaultdict(list)
+    for finding in side.findings:
+        path = finding.path.replace("\\", "/")
+        near = path.removeprefix(f"{side.project}/") if side.project else PurePath(path).name
+        groups[finding.code, near].append(finding)
+    return groups
+
+
+def _matched(
+    before: Sequence[Finding], after: Sequence[Finding]
+) -> tuple[list[tuple[Finding, Finding]], list[Finding], list[Finding]]:
+    was, kept, left = {f.line: f for f in before}, [], []
+    for finding in after:
+        same = was.pop(finding.line, None)
+        if same is not None:
+            kept.append((same, finding))
+        else:
+            left.append(finding)
+    gone = sorted(was.values(), key=lambda f: f.line)
+    left.sort(key=lambda f: f.line)
+    moved = min(len(gone), len(left))
+    kept += zip(gone[:moved], left[:moved], strict=True)
+    return kept, gone[moved:], left[moved:]
+
+
+def _notes(one: _Facts, other: _Facts) -> Iterator[str]:
+    for name in ("device", "torch", "kind"):
+        was, now = getattr(one.side, name), getattr(other.side, name)
+        if was != now:
+            yield f"the {name} differs, {was} and {now}: figures may differ for that reason alone"
+    if PurePath(one.side.script).name != PurePath(other.side.script).name:
+        yield f"the scripts differ, {one.side.script} and {other.side.script}"
+    if any(f[0] == "seconds" and f[2] is None for s in (one, other) for f in s.figures.values()):
+        yield "a time was measured once, so its spread is not known: give --steps 5 or more"

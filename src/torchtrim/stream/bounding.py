@@ -1,0 +1,132 @@
+"""What bounded sessions and predictors have in common: records in, records out, reads of what went."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+from torchtrim.errors import Unsupported
+from torchtrim.stream.records import Record, Records
+from torchtrim.stream.store import StateStore
+from torchtrim.stream.tombstones import Evicted
+
+CONDITIONING, OTHER = "cond_frame_outputs", "non_cond_frame_outputs"
+_ADVICE = (
+    "The unbounded state would have had it, so going on would change the result. To come back to frames "
+    "that far, bind with corrections=N, N frames back, or turns=True for turning round at prompts."
+)
+
+
+class Bounding:
+    """Records of a tracker, bounded by a store.
+
+    `store` holds the entries and tombstones. `missed` counts reads of what was evicted, and
+    `first_missed` is the frame of the first: both stay 0 and `None` unless `keep` is below the live set.
+    """
+
+    pointer = "object_pointer"
+    live: tuple[str, ...] = ()
+
+    def __init__(self, store: StateStore, *, turns: bool, strict: bool) -> None:
+        self.store = store
+        self.missed = 0
+        self.first_missed: int | None = None
+        self._turns = turns
+        self._strict = strict
+        self._reading: int | None = None
+        self._touched: list[tuple[Records, int]] = []
+        self._serial = itertools.count()
+
+    def end_frame(self, frame: int) -> None:
+        """A frame is done: let go what nothing will read.
+
+        Raises `Unsupported` where a record holds a field that this adapter does not know.
+        """
+        self.store.advance(frame)
+        touched, self._touched = self._touched, []
+        for records, written in touched:
+            record = dict.get(records, written)
+            if record is not None:
+                self._adopt(records, record)
+        self.before_end(frame, touched)
+        self.store.end()
+        self._reading = None
+        self._drop_empty()
+
+    def before_end(self, frame: int, touched: list[tuple[Records, int]]) -> None:
+        """What else goes when a frame ends, and which records were written in it."""
+
+    def tables(self) -> Iterator[Records]:
+        """All records of frames that are not conditioning frames."""
+        return iter(())
+
+    def series(self, number: Hashable) -> tuple[Hashable, ...]:
+        """See `Owner`."""
+        return (f"object {number}", next(self._serial))
+
+    def wrote(self, records: Records, frame: int) -> None:
+        """See `Owner`."""
+        self._touched.append((records, frame))
+        if records.kind == CONDITIONING and self._turns:
+            self.store.anchor(frame)
+
+    def absent(self, records: Records, frame: int, *, must: bool) -> Any:
+        """See `Owner`."""
+        tombstone = self.store.tombstone(
+            (f"{records.kind}.{self.pointer}", (*records.series, frame))
+        )
+        if tombstone is None:
+            return
+        if self._strict:
+            raise Evicted(tombstone, _ADVICE)
+        self.missed += 1
+        if self.first_missed is None:
+            self.first_missed = self.store.now if self._reading is None else self._reading
+
+    def lacks(self, record: Record, field: str) -> Any:
+        """See `Owner`."""
+        key = (f"{record.records.kind}.{field}", (*record.records.series, record.frame))
+        if key[0] not in self.store.fields:
+            raise KeyError(field)
+        if self.store.recall(key):
+            return record[field]
+        tombstone = self.store.tombstone(key)
+        if tombstone is None:
+            raise KeyError(field)
+        raise Evicted(tombstone, _ADVICE)
+
+    def took(self, records: Records, record: Record) -> None:
+        """See `Owner`."""
+        entry = (*records.series, record.frame)
+        for name in self.store.fields:
+            kind, _, _ = name.partition(".")
+            if kind == records.kind:
+                self.store.forget((name, entry))
+
+    def cleared(self) -> None:
+        """See `Owner`."""
+        self._touched.clear()
+        self.store.reset()
+
+    def tracked(self, number: Hashable, frame: int) -> None:
+        """See `Owner`."""
+
+    def _adopt(self, records: Records, record: Record) -> None:
+        kind, entry = records.kind, (*records.series, record.frame)
+        for field in record:
+            name = f"{kind}.{field}"
+            if name not in self.store.fields:
+                raise Unsupported(
+                    f"the record of frame {record.frame} has a field {field!r} that this adapter does not "
+                    "know, so it cannot tell when it is read. Nothing was evicted of this frame. "
+                    "release() lets the state run unbounded."
+                )
+            self.store.adopt((name, entry), record, field)
+
+    def _drop_empty(self) -> None:
+        for records in self.tables():
+            for frame in [frame for frame, record in records.items() if not record]:
+                entry = (*records.series, frame)
+                if not any((f"{OTHER}.{field}", entry) in self.store for field in self.live):
+                    dict.pop(records, frame)
