@@ -8,6 +8,7 @@ from torchtrim.cli import main
 RUNS = ("--module", "-m", "--steps", "--warmup", "--timeout", "--device", "--json", "--format")
 FITS = ("--memory", "--memory-kind")
 OPTIONS = {
+    "compare": ("--fail-on", "--json", "--format"),
     "diagnose": (
         *RUNS,
         "--out",
@@ -27,6 +28,7 @@ OPTIONS = {
     "verify": (*RUNS, "--out", "--no-source", "--plan"),
 }
 ARGUMENTS = {
+    "compare": ("before", "after"),
     "diagnose": ("script", "args"),
     "doctor": (),
     "explain": ("code",),

@@ -197,15 +197,15 @@ def _grouped(side: _Facts) -> dict[tuple[str, str], list[Finding]]:
 def _matched(
     before: Sequence[Finding], after: Sequence[Finding]
 ) -> tuple[list[tuple[Finding, Finding]], list[Finding], list[Finding]]:
-    was, kept, left = {f.line: f for f in before}, [], []
-    for finding in after:
-        same = was.pop(finding.line, None)
-        if same is not None:
-            kept.append((same, finding))
-        else:
+    kept: list[tuple[Finding, Finding]] = []
+    gone, left = sorted(before, key=lambda f: f.line), []
+    for finding in sorted(after, key=lambda f: f.line):
+        same = next((f for f in gone if f.line == finding.line), None)
+        if same is None:
             left.append(finding)
-    gone = sorted(was.values(), key=lambda f: f.line)
-    left.sort(key=lambda f: f.line)
+        else:
+            gone.remove(same)
+            kept.append((same, finding))
     moved = min(len(gone), len(left))
     kept += zip(gone[:moved], left[:moved], strict=True)
     return kept, gone[moved:], left[moved:]

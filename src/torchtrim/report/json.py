@@ -7,9 +7,10 @@ from typing import Any
 import msgspec
 
 from torchtrim.records import Report
+from torchtrim.records.comparison import Comparison
 
 
-def render(report: Report) -> bytes:
+def render(report: Report | Comparison) -> bytes:
     """The report in UTF-8, indented, always in the same order."""
     plain = _encodable(msgspec.to_builtins(report, order="deterministic"))
     return msgspec.json.format(msgspec.json.encode(plain), indent=2) + b"\n"

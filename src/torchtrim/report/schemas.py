@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from torchtrim.records import Plan, Profile, Report
+from torchtrim.records.comparison import Comparison
 from torchtrim.records.trace import TraceReport
 
 _RECORDS: dict[str, type[msgspec.Struct]] = {
@@ -18,6 +19,7 @@ _RECORDS: dict[str, type[msgspec.Struct]] = {
     "profile": Profile,
     "plan": Plan,
     "trace": TraceReport,
+    "comparison": Comparison,
 }
 
 

@@ -1,0 +1,148 @@
+"""A comparison on a terminal and as Markdown: figures before and after, findings that came and went."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from torchtrim.records.comparison import Change, Comparison, FindingChange
+from torchtrim.report import facts
+from torchtrim.report.markdown import escape
+from torchtrim.report.safe import clean, keep_left, keep_right
+from torchtrim.units import format_bytes, format_seconds
+
+_WIDEST = 120
+_LABEL = 24
+_COLUMN = 11
+_MOST_KINDS = 5
+_MOST_FINDINGS = 8
+_MOST_ROWS = 50
+_STYLES = {"less": "green", "more": "red"}
+_MARKS = {"new": "+", "gone": "-", "kept": "="}
+
+
+def headline(comparison: Comparison) -> str:
+    """`"2 figures changed, 1 finding new, 3 gone"`, or that nothing did."""
+    moved = sum(change.judged in ("less", "more") for change in comparison.changes)
+    counts = Counter(found.change for found in comparison.findings)
+    parts = [f"{moved} figure{'' if moved == 1 else 's'} changed"] if moved else []
+    parts += [f"{counts[kind]} new finding{'' if counts[kind] == 1 else 's'}" for kind in ("new",)]
+    parts += [f"{counts['gone']} gone"]
+    if not moved and not counts["new"] and not counts["gone"]:
+        return "no significant change"
+    return ", ".join(part for part in parts if not part.startswith("0 "))
+
+
+def amount(change: Change, value: float | None) -> str:
+    """A figure as people read it, empty where it is not known."""
+    if value is None:
+        return ""
+    if change.unit == "bytes":
+        return format_bytes(value)
+    return format_seconds(value) if change.unit == "seconds" else f"{value:.0f}"
+
+
+def difference(change: Change) -> str:
+    """`"-4.70 MiB (-7 %)"`, `"no significant change, -1 % +- 4 %"`."""
+    if change.before is None or change.after is None:
+        return "only after" if change.before is None else "only before"
+    by = change.after - change.before
+    share = facts.percent(change.before, change.after)
+    if change.judged == "unknown":
+        return f"{share}, spread not known" if share else "spread not known"
+    around = ""
+    if change.spread and change.before:
+        around = f" +- {100 * change.spread / change.before:.0f} %"
+    if change.judged == "no significant change":
+        return f"{change.judged}, {share}{around}" if by else "the same"
+    sign = "+" if by > 0 else "-"
+    return f"{sign}{amount(change, abs(by))}" + (f" ({share}{around})" if share else "")
+
+
+def price_change(found: FindingChange) -> str:
+    """A finding's price; of one that stayed and costs something else now, both."""
+    now = facts.price(found.finding)
+    was = facts.price(found.before) if found.before is not None else now
+    return now if was == now else f"{was or 'no price'} -> {now or 'no price'}"
+
+
+def render(comparison: Comparison, console: Console) -> None:
+    """Print it."""
+    width = max(60, min(console.width, _WIDEST))
+    for line in _lines(comparison, width):
+        console.print(line, no_wrap=True, crop=False, overflow="ignore", soft_wrap=True)
+
+
+def _lines(comparison: Comparison, width: int) -> Iterator[Text]:
+    style = "bold red" if comparison.over else "bold"
+    yield Text(headline(comparison), style)
+    for name, side in (("before", comparison.before), ("after", comparison.after)):
+        yield Text(f"{name:<8}").append(keep_right(clean(side.path), width - 8), "cyan")
+    kinds = [one for one in comparison.by_kind if one.judged != "no significant change"]
+    for change in (*comparison.changes, *kinds[:_MOST_KINDS]):
+        yield _figure(change, width)
+    changed = [found for found in comparison.findings if _is_told(found)]
+    for found in changed[:_MOST_FINDINGS]:
+        yield _finding(comparison, found, width)
+    if len(changed) > _MOST_FINDINGS:
+        yield Text(f"+{len(changed) - _MOST_FINDINGS} more, which --json has", "dim")
+    for label, texts in (("over", comparison.over), ("note", comparison.notes)):
+        for text in texts:
+            yield Text(f"{label:<8}", "bold").append(keep_left(clean(text), width - 8), "")
+
+
+def _is_told(found: FindingChange) -> bool:
+    return found.change != "kept" or "->" in price_change(found)
+
+
+def _figure(change: Change, width: int) -> Text:
+    line = Text(keep_left(clean(change.name), _LABEL - 1).ljust(_LABEL))
+    line.append(amount(change, change.before).rjust(_COLUMN))
+    line.append(amount(change, change.after).rjust(_COLUMN) + "  ")
+    room = width - _LABEL - 2 * _COLUMN - 2
+    return line.append(keep_left(difference(change), room), _STYLES.get(change.judged, "dim"))
+
+
+def _finding(comparison: Comparison, found: FindingChange, width: int) -> Text:
+    finding = found.finding
+    where = facts.place(finding.path, finding.line, comparison.after.script)
+    line = Text(f"{_MARKS[found.change]} {clean(finding.code):<6} ")
+    line.append(keep_right(clean(where), 28) + "  ", "cyan")
+    cost = price_change(found)
+    room = width - line.cell_len - len(cost) - 2
+    return line.append(keep_left(clean(finding.message), max(room, 8)) + "  " + cost)
+
+
+def markdown(comparison: Comparison) -> str:
+    """The comparison as Markdown for a pull request."""
+    rows = [
+        f"| {escape(change.name)} | {amount(change, change.before)} | "
+        f"{amount(change, change.after)} | {escape(difference(change))} |"
+        for change in (*comparison.changes, *comparison.by_kind)
+    ]
+    blocks = [
+        f"## torchtrim: {escape(headline(comparison))}",
+        "\n".join(["| | before | after | change |", "|---|--:|--:|---|", *rows]),
+        _finding_rows([found for found in comparison.findings if _is_told(found)]),
+        "\n".join(f"* over the limit: {escape(text)}" for text in comparison.over),
+        "\n".join(f"* {escape(text)}" for text in comparison.notes),
+    ]
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def _finding_rows(changed: Sequence[FindingChange]) -> str:
+    if not changed:
+        return ""
+    lines = ["| | code | place | price | what |", "|---|---|---|--:|---|"]
+    for found in changed[:_MOST_ROWS]:
+        one = found.finding
+        lines.append(
+            f"| {found.change} | {escape(one.code)} | {escape(facts.place(one.path, one.line))} | "
+            f"{escape(price_change(found))} | {escape(one.message)} |"
+        )
+    if len(changed) > _MOST_ROWS:
+        lines += ["", f"and {len(changed) - _MOST_ROWS} more, which `--json` has."]
+    return "\n".join(lines)
