@@ -78,7 +78,8 @@ def attention(
     if mask is not None:
         allowed = mask if mask.dtype == torch.bool else None
         scores = scores + mask if allowed is None else scores.masked_fill(~allowed, -INFINITY)
-    weights = torch.softmax(scores, -1).masked_fill((scores == -INFINITY).all(-1, True), 0.0)
+    blind = (scores == -INFINITY).all(-1, True)
+    weights = torch.softmax(scores.masked_fill(blind, 0.0), -1).masked_fill(blind, 0.0)
     if keep is not None:
         weights = weights * keep
     out = weights @ v

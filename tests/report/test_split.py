@@ -60,7 +60,7 @@ def test_the_modelled_lanes_take_as_long_as_the_model_says() -> None:
     profile = step.profile()
     model = price_syncs(profile, DEVICES["a100"])
     report = replace(REPORT, waiting=waiting(model.step_ms, model.device_busy_ms, 0.0))
-    drawn = lanes(report, profile)
+    drawn = lanes(report.waiting, profile)
     assert drawn.source == "modelled"
     assert 1e3 * drawn.seconds == pytest.approx(model.step_ms, rel=0.01)
     assert 1e3 * sum(s.seconds for s in drawn.device) == pytest.approx(model.device_busy_ms)
@@ -69,7 +69,7 @@ def test_the_modelled_lanes_take_as_long_as_the_model_says() -> None:
 
 def test_modules_lie_in_each_other_and_operators_of_a_line_are_one_row() -> None:
     profile = training_step(blocks=3)
-    drawn = lanes(REPORT, profile)
+    drawn = lanes(None, profile)
     assert [profile.modules[span.index].path for span in drawn.modules[0]][:1] == ["net"]
     assert [profile.modules[s.index].path for s in drawn.modules[1]] == ["net.0", "net.1", "net.2"]
     table = operator_table(profile, drawn, 2, source=True)

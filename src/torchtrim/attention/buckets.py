@@ -101,7 +101,14 @@ class Buckets:
     @property
     def number(self) -> int:
         """How many buckets there are, those of skip tokens included; for cross, of each table."""
-        return self.rows + self.has_extra if self.method == "cross" else self.maps().buckets
+        return self.rows + self.has_extra if self.method == "cross" else self.composed
+
+    @property
+    def composed(self) -> int:
+        """The same, of the one table that a cross method's two are composed to."""
+        if self.method in ("product", "cross"):
+            return self.rows * self.columns + self.has_extra
+        return 2 * int(self.parameters[1]) + 1 + self.has_extra
 
     @property
     def rows(self) -> int:

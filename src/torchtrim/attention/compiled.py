@@ -115,10 +115,8 @@ class _Order:
 
 
 def _buffer(number: int, length: int) -> tuple[Tensor, Array]:
-    size = max(
-        (rows.stop - rows.start) * (heads.stop - heads.start) * length
-        for rows, heads in blocks(number, length, _SCORES)
-    )
+    rows, heads = next(blocks(max(number, 1), length, _SCORES))
+    size = rows.stop * heads.stop * length
     buffer = torch.empty(size + 2 * LANES)
     return buffer, buffer.numpy()
 
@@ -141,7 +139,7 @@ def _array(x: Tensor | None) -> Array:
 
 
 def _masks(inputs: Inputs) -> tuple[Array, Array]:
-    no_bool, no_float = np.empty((1, 1, 1, 0), np.bool_), np.empty((1, 1, 1, 0), np.float32)
+    no_bool, no_float = np.empty((1, 1, 2, 0), np.bool_), np.empty((1, 1, 2, 0), np.float32)
     mask = inputs.mask
     if mask is None:
         return _strided(no_bool), _strided(no_float)

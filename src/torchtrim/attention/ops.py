@@ -5,7 +5,8 @@ Both take a key in place of `Buckets`, so that graphs and exported programs carr
 
 from __future__ import annotations
 
-from types import ModuleType
+from collections.abc import Callable
+from functools import wraps
 from typing import Any, cast
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from torchtrim.attention.buckets import maps_of
 from torchtrim.attention.core import Dropout, Inputs, Path
-from torchtrim.attention.paths import path_for
+from torchtrim.attention.paths import fastest, module_of
 from torchtrim.attention.tables import (
     Tables,
     add_values,
@@ -42,31 +43,31 @@ _SEVEN = 7
 def _forward(*call: Any) -> tuple[Tensor, Tensor]:
     q, _, v, tables, inputs, path = _unpacked(call)
     outcome = path.forward(inputs, with_sums=tables.v is not None)
-    out = outcome.out.view(*q.shape[:3], v.shape[-1])
+    out = outcome.out.view(*q.shape[:3], v.shape[-1]).to(outcome.lse.dtype)
     sums = outcome.sums
-    spread = None if sums is None else sums.view(*q.shape[:3], -1)
+    spread = None if sums is None else sums.view(*q.shape[:3], sums.shape[-1])
     out = add_values(out, spread, tables.v)
     return out.to(q.dtype), outcome.lse.view(q.shape[:3])
 
 
 def _backward(grad: Tensor, out: Tensor, lse: Tensor, *call: Any) -> tuple[Tensor, ...]:
     q, k, v, tables, inputs, path = _unpacked(call)
-    grad = grad.to(inputs.q.dtype).contiguous()
+    grad = grad.to(lse.dtype).contiguous()
     delta = (grad * out).sum(-1).view(inputs.q.shape[:2])
     v_lookup = values_lookup(grad, tables.v)
     found = path.backward(
         inputs,
-        _heads(grad),
+        _heads(grad.to(inputs.q.dtype)),
         lse.view(inputs.q.shape[:2]),
         delta,
         None if v_lookup is None else _heads(v_lookup),
     )
     of_q, of_k, of_v = (one.view(x.shape) for one, x in zip(found[:3], (q, k, v), strict=True))
     of_k_lookup, of_q_lookup, sums = (
-        None if one is None else one.view(*q.shape[:3], -1) for one in found[3:]
+        None if one is None else one.view(*q.shape[:3], one.shape[-1]) for one in found[3:]
     )
     scale = inputs.scale
-    wide_q, wide_k = inputs.q.view(q.shape), inputs.k.view(k.shape)
+    wide_q, wide_k = (x.to(lse.dtype) for x in (q, k))
     of_k_table = table_gradient(wide_q, of_k_lookup, tables.k, scale, of_q)
     of_q_table = table_gradient(wide_k, of_q_lookup, tables.q, scale, of_k)
     of_v_table = values_gradient(sums, grad, tables.v)
@@ -83,13 +84,15 @@ def _unpacked(call: Call) -> tuple[Tensor, Tensor, Tensor, Tables, Inputs, Path]
     q, k, v, q_table, k_table, v_table, bias, mask, seed, buckets, dropout_p, scale, path = call
     tables = Tables(q_table, k_table, v_table, bias)
     exact = torch.promote_types(q.dtype, torch.float32)
-    wide_q, wide_k, wide_v = (x.to(exact).contiguous() for x in (q, k, v))
+    name = fastest(q) if path == "auto" else path
+    kept = q.dtype if name == "triton" else exact
+    wide_q, wide_k = (x.to(exact).contiguous() for x in (q, k))
     k_lookup = lookup(wide_q, k_table, scale, bias)
     q_lookup = lookup(wide_k, q_table, scale, None)
     inputs = Inputs(
-        _heads(wide_q),
-        _heads(wide_k),
-        _heads(wide_v),
+        _heads(wide_q.to(kept)),
+        _heads(wide_k.to(kept)),
+        _heads(v.to(kept).contiguous()),
         None if k_lookup is None else _heads(k_lookup),
         None if q_lookup is None else _heads(q_lookup),
         None if mask is None else mask.expand(*q.shape[:3], q.shape[2]),
@@ -97,12 +100,11 @@ def _unpacked(call: Call) -> tuple[Tensor, Tensor, Tensor, Tables, Inputs, Path]
         scale,
         maps_of(buckets, q.device),
     )
-    chosen: ModuleType = path_for(path, inputs)
-    return q, k, v, tables, inputs, cast(Path, chosen)
+    return q, k, v, tables, inputs, cast(Path, module_of(name))
 
 
 def _heads(x: Tensor) -> Tensor:
-    return x.view(-1, *x.shape[2:])
+    return x.view(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
 def _forward_fake(*call: Any) -> tuple[Tensor, Tensor]:
@@ -133,8 +135,22 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | N
     return (*wanted, *(None,) * (2 + len(ctx.rest)))
 
 
-_library.impl("relative_attention", _forward, "CompositeExplicitAutograd")
-_library.impl("relative_attention_backward", _backward, "CompositeExplicitAutograd")
+def _exactly(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function without autocast, which would lower products of lookups."""
+
+    @wraps(function)
+    def exact(first: Tensor, *rest: Any) -> Any:
+        device = first.device.type
+        if not torch.is_autocast_enabled(device):
+            return function(first, *rest)
+        with torch.autocast(device, enabled=False):
+            return function(first, *rest)
+
+    return exact
+
+
+_library.impl("relative_attention", _exactly(_forward), "CompositeExplicitAutograd")
+_library.impl("relative_attention_backward", _exactly(_backward), "CompositeExplicitAutograd")
 torch.library.register_fake("torchtrim::relative_attention", _forward_fake, lib=_library)
 torch.library.register_fake("torchtrim::relative_attention_backward", _backward_fake, lib=_library)
 torch.library.register_autograd(

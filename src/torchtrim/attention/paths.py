@@ -8,23 +8,20 @@ from importlib.util import find_spec
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
-from torchtrim.attention.core import Inputs
 from torchtrim.errors import UsageError
 
 PATHS = {"pure": "pure", "compiled": "compiled", "triton": "triton_path"}
 _NEEDS = {"compiled": "numba", "triton": "triton"}
 
 
-@cache
+_INSTALLED = {path: find_spec(needed) is not None for path, needed in _NEEDS.items()}
+
+
 def available(path: str) -> bool:
     """Whether what the path needs is installed."""
-    return path not in _NEEDS or find_spec(_NEEDS[path]) is not None
-
-
-def path_for(name: str, inputs: Inputs) -> ModuleType:
-    """The module of a path: the one that is named, or for `auto` the fastest that can."""
-    return _module(_fastest(inputs) if name == "auto" else name)
+    return _INSTALLED.get(path, True)
 
 
 def check(name: str) -> None:
@@ -38,15 +35,15 @@ def check(name: str) -> None:
         )
 
 
-def _fastest(inputs: Inputs) -> str:
-    fits = inputs.q.dtype == torch.float32
-    if inputs.q.device.type == "cpu":
-        return "compiled" if fits and available("compiled") else "pure"
-    if inputs.q.device.type == "cuda":
-        return "triton" if fits and available("triton") else "pure"
-    return "pure"
+def fastest(q: Tensor) -> str:
+    """The path for a device and type, among those that are installed."""
+    exact = q.dtype != torch.float64
+    if q.device.type == "cpu":
+        return "compiled" if exact and available("compiled") else "pure"
+    return "triton" if q.is_cuda and exact and available("triton") else "pure"
 
 
 @cache
-def _module(name: str) -> ModuleType:
+def module_of(name: str) -> ModuleType:
+    """The module of a path."""
     return import_module(f"torchtrim.attention.{PATHS[name]}")

@@ -49,9 +49,8 @@ def relative_attention(
         out[i] = sum over j of P[i, j] (v[j] + v_table[b(i, j)])
 
     as in Wu et al., "Rethinking and Improving Relative Position Encoding for Vision Transformer",
-    ICCV 2021. No tensor of L x L is made, forward or backward: blocks of scores are computed, used
-    and overwritten, and computed again in the backward (Dao et al., FlashAttention, 2022). Gradients
-    repeat themselves bitwise. The derivative of the derivative is not there.
+    2021. No L x L tensor is made: blocks of scores are computed, overwritten, and computed again in
+    the backward (Dao et al., FlashAttention, 2022). Gradients repeat bitwise. No second derivative.
 
     Args:
         q, k: (B, H, L, D); v: (B, H, L, Dv). One of float16, bfloat16, float32, float64; under
@@ -75,9 +74,7 @@ def relative_attention(
     Raises:
         UsageError: shapes, types, devices or numbers do not fit.
     """
-    buckets = _with_skip(buckets, skip)
-    q, k, v = _autocast(q), _autocast(k), _autocast(v)
-    given = Given(q_table, k_table, v_table, bias)
+    buckets, (q, k, v) = _with_skip(buckets, skip), map(_autocast, (q, k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     check_tokens(q, k, v, buckets)
     check_numbers(dropout_p)
@@ -85,6 +82,21 @@ def relative_attention(
     if mask is not None:
         check_mask(mask, q)
         mask = mask.view((1,) * (4 - mask.dim()) + mask.shape)
+    given = Given(q_table, k_table, v_table, bias)
+    return _attended(q, k, v, given, buckets, mask, dropout_p, scale, path)
+
+
+def _attended(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    given: Given,
+    buckets: Buckets,
+    mask: Tensor | None,
+    dropout_p: float,
+    scale: float,
+    path: str,
+) -> Tensor:
     if buckets.method == "cross":
         if path == "auto" and augmented.is_better(q, given, buckets, dropout_p):
             return augmented.attention(q, k, v, given, buckets, mask, scale)
@@ -120,7 +132,7 @@ def _checked(given: Given, q: Tensor, v: Tensor, buckets: Buckets) -> tuple[Tens
                 f"A pair of tables was given for the method {buckets.method!r}. Only cross has one "
                 "for rows and one for columns; give a single table."
             )
-    number = buckets.maps().buckets
+    number = buckets.composed
     length, head_dim = q.shape[2:]
     for name, table in (("q_table", given.q), ("k_table", given.k)):
         if isinstance(table, Tensor):

@@ -36,7 +36,7 @@ def lookup(x: Tensor, table: Tensor | None, scale: float, bias: Tensor | None) -
 
 def _product(x: Tensor, table: Tensor) -> Tensor:
     if table.shape[0] == 1:
-        return (x.reshape(-1, x.shape[-1]) @ table[0]).view(*x.shape[:3], -1)
+        return (x.reshape(-1, x.shape[-1]) @ table[0]).view(*x.shape[:3], table.shape[-1])
     return x @ table
 
 

@@ -57,7 +57,7 @@ class Limit:
         assert change.after is not None
         by = change.after - change.before
         if self.percent is not None:
-            return 100 * by >= self.percent * change.before
+            return change.unit != "count" and 100 * by >= self.percent * change.before
         if self.ms is not None:
             return change.unit == "seconds" and by * 1e3 >= self.ms
         return change.unit == "bytes" and self.bytes is not None and by >= self.bytes

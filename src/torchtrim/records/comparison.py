@@ -24,6 +24,7 @@ class Side(Struct, frozen=True, kw_only=True):
     path: str
     kind: Literal["report", "profile"]
     script: str
+    project: str
     device: str
     torch: str
     torchtrim: str
@@ -67,16 +68,18 @@ class Comparison(Struct, frozen=True, kw_only=True):
     over: tuple[str, ...] = ()
 
 
-class _Peek(Struct):
+class Record(Struct):
+    """What tells a report from a profile."""
+
     verb: str | None = None
-    operators: msgspec.Raw | None = None
+    operators: msgspec.Raw = msgspec.Raw()
 
 
 def load_report_or_profile(path: Path) -> Report | Profile:
     """Load what `--json`, report.json or profile.json hold. Raises `UnreadableInput` for anything else."""
     data = read_bounded(path, MOST_BYTES)
-    peek = decode(data, _Peek, str(path))
-    if peek.operators is not None:
+    peek = decode(data, Record, str(path))
+    if bytes(peek.operators):
         del data
         return load_profile(path)
     if peek.verb is None:

@@ -29,7 +29,6 @@ class _Facts(NamedTuple):
     """What one side says. A figure: its unit, its value, and its spread where it varies."""
 
     side: Side
-    project: str
     figures: dict[str, tuple[Unit, float, float | None]]
     kinds: dict[str, int]
     findings: Sequence[Finding]
@@ -69,11 +68,10 @@ def _facts(found: Report | Profile, path: str) -> _Facts:
         "waits": ("count", len(found.syncs), 0.0),
     }
     if waiting is not None:
-        figures[f"step, modelled for {waiting.device}"] = ("seconds", waiting.step_ms / 1e3, 0.0)
+        figures[f"modelled step, {waiting.device}"] = ("seconds", waiting.step_ms / 1e3, 0.0)
     at = peak_operator(found)
     return _Facts(
         side=_side(found, path, "profile", 1),
-        project=found.project,
         figures=figures,
         kinds=by_kind(found, at) if at >= 0 else {},
         findings=findings,
@@ -86,11 +84,10 @@ def _report_facts(report: Report, path: str) -> _Facts:
         if found is not None:
             figures |= _measured(prefix, found, report)
     if report.waiting is not None:
-        name = f"step, modelled for {report.waiting.device}"
+        name = f"modelled step, {report.waiting.device}"
         figures[name] = ("seconds", report.waiting.step_ms / 1e3, 0.0)
     return _Facts(
         side=_side(report, path, "report", report.steps),
-        project=report.project,
         figures=figures,
         kinds=report.original.by_kind if report.original else {},
         findings=report.findings,
@@ -121,6 +118,7 @@ def _side(found: Report | Profile, path: str, kind: str, steps: int) -> Side:
         path=path,
         kind="report" if kind == "report" else "profile",
         script=found.script,
+        project=found.project,
         device=found.device,
         torch=found.torch,
         torchtrim=found.torchtrim,
@@ -188,10 +186,16 @@ def _findings(one: _Facts, other: _Facts) -> Iterator[FindingChange]:
 def _grouped(side: _Facts) -> dict[tuple[str, str], list[Finding]]:
     groups: dict[tuple[str, str], list[Finding]] = defaultdict(list)
     for finding in side.findings:
-        path = finding.path.replace("\\", "/")
-        near = path.removeprefix(f"{side.project}/") if side.project else PurePath(path).name
-        groups[finding.code, near].append(finding)
+        groups[finding.code, _near(side.side, finding.path)].append(finding)
     return groups
+
+
+def _near(side: Side, path: str) -> str:
+    """The path in the project. The script itself has none: it may have another name on the other side."""
+    path, script = path.replace("\\", "/"), side.script.replace("\\", "/")
+    if path == script or path == f"{side.project}/{script}":
+        return ""
+    return path.removeprefix(f"{side.project}/") if side.project else PurePath(path).name
 
 
 def _matched(

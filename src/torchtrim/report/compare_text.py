@@ -11,12 +11,12 @@ from rich.text import Text
 from torchtrim.records.comparison import Change, Comparison, FindingChange
 from torchtrim.report import facts
 from torchtrim.report.markdown import escape
-from torchtrim.report.safe import clean, keep_left, keep_right
+from torchtrim.report.safe import clean, keep_left, keep_right, sentence
 from torchtrim.units import format_bytes, format_seconds
 
 _WIDEST = 120
-_LABEL = 24
-_COLUMN = 11
+_LABEL = 22
+_COLUMN = 10
 _MOST_KINDS = 5
 _MOST_FINDINGS = 8
 _MOST_ROWS = 50
@@ -66,7 +66,9 @@ def price_change(found: FindingChange) -> str:
     """A finding's price; of one that stayed and costs something else now, both."""
     now = facts.price(found.finding)
     was = facts.price(found.before) if found.before is not None else now
-    return now if was == now else f"{was or 'no price'} -> {now or 'no price'}"
+    if was == now:
+        return now
+    return f"{was.removesuffix(' modelled') or 'no price'} -> {now or 'no price'}"
 
 
 def render(comparison: Comparison, console: Console) -> None:
@@ -91,7 +93,9 @@ def _lines(comparison: Comparison, width: int) -> Iterator[Text]:
         yield Text(f"+{len(changed) - _MOST_FINDINGS} more, which --json has", "dim")
     for label, texts in (("over", comparison.over), ("note", comparison.notes)):
         for text in texts:
-            yield Text(f"{label:<8}", "bold").append(keep_left(clean(text), width - 8), "")
+            first, *rest = sentence(clean(text), width - 8, 3) or [""]
+            yield Text(f"{label:<8}", "bold").append(Text(first, ""))
+            yield from (Text(" " * 8 + line) for line in rest)
 
 
 def _is_told(found: FindingChange) -> bool:
@@ -108,12 +112,15 @@ def _figure(change: Change, width: int) -> Text:
 
 def _finding(comparison: Comparison, found: FindingChange, width: int) -> Text:
     finding = found.finding
-    where = facts.place(finding.path, finding.line, comparison.after.script)
+    side = comparison.before if found.change == "gone" else comparison.after
+    path = finding.path.replace("\\", "/")
+    path = path.removeprefix(f"{side.project}/") if side.project else path
+    where = facts.place(path, finding.line, side.script)
     line = Text(f"{_MARKS[found.change]} {clean(finding.code):<6} ")
-    line.append(keep_right(clean(where), 28) + "  ", "cyan")
+    line.append(keep_right(clean(where), width // 3) + "  ", "cyan")
     cost = price_change(found)
     room = width - line.cell_len - len(cost) - 2
-    return line.append(keep_left(clean(finding.message), max(room, 8)) + "  " + cost)
+    return line.append((keep_left(clean(finding.message), room) if room > 3 else "") + "  " + cost)
 
 
 def markdown(comparison: Comparison) -> str:

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torchtrim.memory.timeline import timeline
-from torchtrim.records import Profile, Report
+from torchtrim.records import Profile
 from torchtrim.records.finding import Source
 from torchtrim.records.profile import Sync, is_emulated
+from torchtrim.records.report import Waiting
 from torchtrim.sync.model.devices import DEVICES, Device
 from torchtrim.sync.model.roofline import estimate
 
@@ -47,9 +48,9 @@ class Lanes:
     memory: Sequence[tuple[float, int, int]]
 
 
-def lanes(report: Report, profile: Profile) -> Lanes:
+def lanes(waiting: Waiting | None, profile: Profile) -> Lanes:
     """The step as it was recorded, or, where its waits were modelled for a GPU, as that would run it."""
-    name = report.waiting.device if report.waiting else ""
+    name = waiting.device if waiting else ""
     if is_emulated(profile.device) and name in DEVICES:
         return _modelled(profile, DEVICES[name])
     return _measured(profile)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from unicodedata import category
 
 import msgspec
@@ -96,6 +96,13 @@ def without_source(report: Report) -> Report:
         notes=tuple(_scrub(note, known) for note in report.notes),
         allowed=(),
     )
+
+
+def scrubbed(text: str, paths: Sequence[str]) -> str:
+    """`text` without these paths, their names and anything that looks like a path."""
+    names = {re.split(r"[/\\]", path)[-1] for path in paths}
+    known = sorted((one for one in {*paths, *names} if len(one) > 2), key=len, reverse=True)
+    return _scrub(text, known)
 
 
 def _paths(report: Report) -> list[str]:

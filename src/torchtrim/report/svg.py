@@ -70,7 +70,7 @@ def _svg(picture: Picture, top: float) -> Markup:
         heights = [a + b for a, b in zip(heights, layer.values, strict=True)]
         if any(layer.values):
             areas.append(
-                Markup('<path class="k k-{}" d="{}"/>').format(layer.kind, _area(heights, top))
+                Markup('<path class="k k-{}" d="{}"/>').format(layer.kind, area(heights, top))
             )
     return Markup(
         '<svg viewBox="0 0 {size} {size}" preserveAspectRatio="none" role="img"'
@@ -78,7 +78,8 @@ def _svg(picture: Picture, top: float) -> Markup:
     ).format(size=_SIZE, label=picture.summary, areas=Markup().join(reversed(areas)))
 
 
-def _area(heights: Sequence[int], top: float) -> str:
+def area(heights: Sequence[int], top: float) -> str:
+    """A path under these heights, on a square of a thousand with `top` at its upper edge."""
     points, last = [f"M0 {_SIZE}"], None
     for column, height in enumerate(heights):
         y = round(_SIZE * (1 - height / top))

@@ -22,6 +22,7 @@ from torchtrim.report.safe import clean, keep_right
 from torchtrim.report.split import Split, splits
 from torchtrim.report.svg import Picture, stacked
 from torchtrim.report.timeline import TimelineView, timeline_view
+from torchtrim.report.tree import Node, count, tree
 from torchtrim.units import format_bytes
 
 _HEADROOM = 1.18
@@ -110,6 +111,7 @@ class View:
     timeline: TimelineView | None
     operators: OperatorTable | None
     phases: frozenset[str]
+    tree: Sequence[Node]
 
     @property
     def scripted(self) -> bool:
@@ -125,6 +127,7 @@ class Drawn:
     lanes: Lanes | None
     charts: Sequence[ChartView]
     splits: Sequence[Split]
+    tree: Sequence[Node]
 
 
 def draw(report: Report, before: Profile | None, after: Profile | None) -> Drawn:
@@ -132,9 +135,10 @@ def draw(report: Report, before: Profile | None, after: Profile | None) -> Drawn
     known = before is not None and bool(before.operators)
     return Drawn(
         profile=before if known else None,
-        lanes=lanes(report, before) if before is not None and known else None,
+        lanes=lanes(report.waiting, before) if before is not None and known else None,
         charts=_charts(report, before, after),
         splits=splits(report, before),
+        tree=tree(before) if before is not None and known else (),
     )
 
 
@@ -166,6 +170,7 @@ def view(report: Report, drawn: Drawn, caps: Caps, *, source: bool = True) -> Vi
         timeline=timeline,
         operators=operators,
         phases=_phases(drawn),
+        tree=drawn.tree if count(drawn.tree) <= caps.spans else (),
     )
 
 

@@ -1,7 +1,10 @@
 """Bounded state for endless inference: what is volatile goes, positions stay, results do not change."""
 
+from torchtrim.stream.kv import SinkWindow, sink_cache, window_mask
+from torchtrim.stream.learn import Learnt, Observed, learn_state
 from torchtrim.stream.lifetimes import Lifetime, persistent, pinned, until_read, volatile, window
 from torchtrim.stream.policies import Cheapest, Largest, LeastRead, LeastRecent, Oldest, Policy
+from torchtrim.stream.predictors import BoundPredictorState, bound_state
 from torchtrim.stream.sessions import BoundSession, bound_session
 from torchtrim.stream.slots import OverBudget
 from torchtrim.stream.spill import FileSpill, HostSpill, Spill, SpillFailed
@@ -9,30 +12,46 @@ from torchtrim.stream.state_bytes import state_bytes
 from torchtrim.stream.storages import held_bytes
 from torchtrim.stream.store import StateStore
 from torchtrim.stream.tombstones import Evicted, Tombstone
+from torchtrim.stream.trial import Trial, try_lifetimes
+from torchtrim.stream.watermarks import Level, MemoryExhausted, UnmanagedMemory, Watermarks
 
 __all__ = [
+    "BoundPredictorState",
     "BoundSession",
     "Cheapest",
     "Evicted",
     "FileSpill",
     "HostSpill",
     "Largest",
+    "Learnt",
     "LeastRead",
     "LeastRecent",
+    "Level",
     "Lifetime",
+    "MemoryExhausted",
+    "Observed",
     "Oldest",
     "OverBudget",
     "Policy",
+    "SinkWindow",
     "Spill",
     "SpillFailed",
     "StateStore",
     "Tombstone",
+    "Trial",
+    "UnmanagedMemory",
+    "Watermarks",
     "bound_session",
+    "bound_state",
     "held_bytes",
+    "learn_state",
     "persistent",
     "pinned",
+    "sink_cache",
     "state_bytes",
+    "try_lifetimes",
     "until_read",
     "volatile",
     "window",
+    "window_mask",
 ]

@@ -9,7 +9,7 @@ from typing import Any
 from torchtrim.errors import Unsupported
 from torchtrim.stream.records import Record, Records
 from torchtrim.stream.store import StateStore
-from torchtrim.stream.tombstones import Evicted
+from torchtrim.stream.tombstones import Evicted, Tombstone
 
 CONDITIONING, OTHER = "cond_frame_outputs", "non_cond_frame_outputs"
 _ADVICE = (
@@ -37,6 +37,7 @@ class Bounding:
         self._reading: int | None = None
         self._touched: list[tuple[Records, int]] = []
         self._serial = itertools.count()
+        self._names: dict[tuple[str, str], str] = {}
 
     def end_frame(self, frame: int) -> None:
         """A frame is done: let go what nothing will read.
@@ -92,6 +93,8 @@ class Bounding:
         if self.store.recall(key):
             return record[field]
         tombstone = self.store.tombstone(key)
+        if self.store.fields[key[0]].kind == "volatile":
+            tombstone = Tombstone(*key, record.frame, f"{key[0]} is volatile and its frame ended")
         if tombstone is None:
             raise KeyError(field)
         raise Evicted(tombstone, _ADVICE)
@@ -114,15 +117,25 @@ class Bounding:
 
     def _adopt(self, records: Records, record: Record) -> None:
         kind, entry = records.kind, (*records.series, record.frame)
+        fields = self.store.fields
+        gone = []
         for field in record:
-            name = f"{kind}.{field}"
-            if name not in self.store.fields:
+            name = self._names.get((kind, field))
+            if name is None:
+                name = self._names[kind, field] = f"{kind}.{field}"
+            lifetime = fields.get(name)
+            if lifetime is not None and lifetime.kind == "volatile":
+                gone.append(field)
+                continue
+            if lifetime is None:
                 raise Unsupported(
                     f"the record of frame {record.frame} has a field {field!r} that this adapter does not "
                     "know, so it cannot tell when it is read. Nothing was evicted of this frame. "
                     "release() lets the state run unbounded."
                 )
             self.store.adopt((name, entry), record, field)
+        for field in gone:
+            del record[field]
 
     def _drop_empty(self) -> None:
         for records in self.tables():

@@ -56,6 +56,13 @@ class FrameSet:
 
     def add(self, frame: int) -> None:
         """Put a frame in; one that is surely in stays once."""
+        ranges = self._ranges
+        if len(ranges) == 1:
+            one = ranges[0]
+            if one.step and not one.blurred and frame == one.last + one.step:
+                one.last = frame
+                self._count += 1
+                return
         if self.knows(frame) is True:
             return
         self._count += 1
@@ -151,9 +158,12 @@ class Heads:
     def distance(self, frame: int) -> int:
         """Frames from the nearest head or anchor; 0 before the first move."""
         heads = self._heads
-        if len(heads) == 1 and not self.anchors:
-            return abs(heads[0] - frame)
         return min((abs(head - frame) for head in (*heads, *self.anchors)), default=0)
+
+    @property
+    def only(self) -> int | None:
+        """The one frame that distances count from, `None` where there are several or none."""
+        return self._heads[0] if len(self._heads) == 1 and not self.anchors else None
 
     def clear(self) -> None:
         """As before the first move."""

@@ -19,7 +19,7 @@ from torchtrim.errors import Unsupported, UsageError
 from torchtrim.stream.bounding import CONDITIONING, OTHER, Bounding
 from torchtrim.stream.images import LoadedFrames
 from torchtrim.stream.lifetimes import Lifetime, pinned, volatile, window
-from torchtrim.stream.records import Objects, Records, Tracked, TrackedObjects, wrapped
+from torchtrim.stream.records import Objects, Record, Records, Tracked, TrackedObjects, wrapped
 from torchtrim.stream.state_bytes import state_bytes
 from torchtrim.stream.store import StateStore
 
@@ -106,6 +106,13 @@ class BoundPredictorState(Bounding):
             return self._good.bad
         return super().absent(records, frame, must=must)
 
+    def lacks(self, record: Record, field: str) -> Any:
+        """See `Owner`. A score of such a frame is the worst there is."""
+        good = self._good
+        if good is not None and field in good.bad and good.was_bad(record.records, record.frame):
+            return good.bad[field]
+        return super().lacks(record, field)
+
     def before_end(self, frame: int, touched: list[tuple[Records, int]]) -> None:
         """See `Bounding`."""
         if self._good is not None:
@@ -164,7 +171,8 @@ class _GoodFrames:
         for fields, wanted, near in ((_MEMORY, memories, 1), (_SCORES, scores, self._scores)):
             for frame in [f for f in records if f not in wanted and abs(f - now) > near]:
                 for field in fields:
-                    self._store.pop((f"{OTHER}.{field}", (*records.series, frame)), None)
+                    key = (f"{OTHER}.{field}", (*records.series, frame))
+                    self._store.evict(key, "newer frames are the memory now")
 
 
 def bound_state(

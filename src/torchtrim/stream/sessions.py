@@ -8,6 +8,7 @@ frame's position maps only the last.
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Iterator
@@ -53,11 +54,19 @@ class BoundSession(Bounding):
     live = (*_POINTER, *_MEMORY)
 
     def __init__(
-        self, session: Any, model: nn.Module, store: StateStore, *, turns: bool, strict: bool
+        self,
+        session: Any,
+        model: nn.Module,
+        store: StateStore,
+        corrections: int,
+        *,
+        turns: bool,
+        strict: bool,
     ) -> None:
         super().__init__(store, turns=turns, strict=strict)
         self.session = session
         self._images: list[int] = []
+        self._corrections = corrections
         session.processed_frames = Frames(session.processed_frames, self._new_image)
         session.output_dict_per_obj = Objects(session.output_dict_per_obj, self)
         session.frames_tracked_per_obj = TrackedObjects(session.frames_tracked_per_obj, self)
@@ -89,7 +98,9 @@ class BoundSession(Bounding):
         images, self._images = self._images, []
         frames = self.session.processed_frames
         for image in images:
-            if image in frames:
+            if image in frames and not self._corrections:
+                dict.pop(frames, image)
+            elif image in frames:
                 self.store.adopt(("image", image), frames, image)
         _drop_unread_positions(self.session.cache)
 
@@ -136,7 +147,7 @@ def bound_session(
         turns = session.processed_frames is not None
     fields = _fields(max(memories, 0), max(pointers, 0), corrections)
     store = StateStore(fields, **options)
-    return BoundSession(session, model, store, turns=turns, strict=keep is None)
+    return BoundSession(session, model, store, corrections, turns=turns, strict=keep is None)
 
 
 def _fields(memories: int, pointers: int, corrections: int) -> dict[str, Lifetime]:
@@ -204,4 +215,9 @@ def _drop_unread_positions(cache: Any) -> None:
         if isinstance(maps, list):
             for number, one in enumerate(maps[:-1]):
                 if one.numel():
-                    maps[number] = torch.empty(0, dtype=one.dtype, device=one.device)
+                    maps[number] = _nothing(one.dtype, one.device)
+
+
+@functools.cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device=device)

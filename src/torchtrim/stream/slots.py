@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from torchtrim.stream.parking import Parking, blobs_of, tensor_on, unpark
 from torchtrim.stream.policies import Policy
 from torchtrim.stream.spill import Spill
 from torchtrim.stream.storages import Accounts, Copies, Holding, map_tensors, tensors_of
-from torchtrim.stream.tombstones import Graveyard, Key, Tombstone, name_of
+from torchtrim.stream.tombstones import Graveyard, Key
 
 
 class OverBudget(TorchtrimError):
@@ -33,6 +34,7 @@ class Slot:
     name: Hashable
     born: int
     reads: int = 0
+    number: int = 0
     storages: tuple[int, ...] = ()
     parked: Any = None
 
@@ -44,7 +46,7 @@ class Slots:
         self,
         fields: Mapping[str, Lifetime],
         budget: int | None,
-        policy: Policy,
+        policy: Policy | None,
         spill: Spill | None,
         *,
         remember: int,
@@ -58,6 +60,7 @@ class Slots:
         self._parking = Parking(spill) if spill is not None else None
         self._compact = compact
         self._touched: list[Holding] = []
+        self._number = 0
 
     def __len__(self) -> int:
         return sum(map(len, self._tables.values()))
@@ -81,9 +84,11 @@ class Slots:
             if old.holder is not slot.holder or old.name != slot.name:
                 old.holder.pop(old.name, None)
             self._release(old)
+        slot.number = self._number = self._number + 1
         slot.storages = self.accounts.add(slot.key, value)
         self._tables[slot.key[0]][slot.key[1]] = slot
-        self.policy.on_put(slot.key, sum(tensor.nbytes for tensor in tensors_of(value)))
+        if self.policy is not None:
+            self.policy.on_put(slot.key, sum(tensor.nbytes for tensor in tensors_of(value)))
 
     def discard(self, key: Key) -> None:
         """Undo a `put`: the entry goes without a tombstone."""
@@ -92,13 +97,13 @@ class Slots:
             del self._tables[key[0]][key[1]]
             self._release(slot)
             slot.holder.pop(slot.name, None)
-            self.policy.on_evict(key)
+            self._told(key)
 
     def forget(self, slot: Slot) -> None:
         """An entry is not looked after any more; its value stays in its holder."""
         del self._tables[slot.key[0]][slot.key[1]]
         self._release(slot)
-        self.policy.on_evict(slot.key)
+        self._told(slot.key)
 
     def evict(self, slots: list[Slot], now: int | None, why: str, *, compact: bool = True) -> None:
         """Entries go, each with a tombstone; what shares their storages is copied if `compact`."""
@@ -110,11 +115,10 @@ class Slots:
             pinned_by: tuple[Key, ...] = ()
             if shared:
                 self._touched += shared
-                pinned_by = tuple({key: None for one in shared for key in sorted_keys(one)})[:8]
-            self.graves.bury(
-                Tombstone(field, entry, now, why, freed, pinned_by if not freed else ())
-            )
-            self.policy.on_evict(slot.key)
+                if not freed:
+                    pinned_by = tuple(itertools.islice(shared[0].keys, 4))
+            self.graves.bury(slot.key, now, why, freed, pinned_by)
+            self._told(slot.key)
         if compact:
             self.compact()
 
@@ -154,7 +158,7 @@ class Slots:
         """Spill, or evict where there is nowhere to spill, in the policy's order. Returns bytes freed."""
         begin = self.accounts.bytes
         candidates = [
-            slot.key
+            slot
             for table in self._tables.values()
             for slot in table.values()
             if slot.parked is None
@@ -162,7 +166,7 @@ class Slots:
             and slot.key != keep
             and slot.lifetime.evictable
         ]
-        for key in self.policy.order(candidates):
+        for key in self._ordered(candidates):
             if begin - self.accounts.bytes >= nbytes:
                 break
             slot = self.find(key)
@@ -204,13 +208,27 @@ class Slots:
                 del table[slot.key[1]]
                 self._release(slot)
                 slot.holder.pop(slot.name, None)
-                self.policy.on_evict(slot.key)
+                self._told(slot.key)
         self.graves.clear()
+
+    @property
+    def spills(self) -> bool:
+        """Whether there is somewhere to spill to."""
+        return self._parking is not None
 
     @property
     def spilled_bytes(self) -> int:
         """Bytes that are spilled."""
         return 0 if self._parking is None else self._parking.bytes
+
+    def _told(self, key: Key) -> None:
+        if self.policy is not None:
+            self.policy.on_evict(key)
+
+    def _ordered(self, candidates: list[Slot]) -> Iterable[Key]:
+        if self.policy is not None:
+            return self.policy.order([slot.key for slot in candidates])
+        return [slot.key for slot in sorted(candidates, key=lambda slot: slot.number)]
 
     def _release(self, slot: Slot) -> tuple[int, list[Holding]]:
         if slot.parked is not None and self._parking is not None:
@@ -264,8 +282,3 @@ class Slots:
     @staticmethod
     def _value(slot: Slot) -> Any:
         return slot.holder[slot.name] if slot.parked is None else slot.parked
-
-
-def sorted_keys(holding: Holding) -> Iterator[Key]:
-    """The entries of a storage in an order that is always the same."""
-    return iter(sorted(holding.keys, key=lambda key: name_of(key)))

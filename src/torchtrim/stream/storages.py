@@ -116,7 +116,9 @@ class Accounts:
     def add(self, key: Key, value: Any) -> tuple[int, ...]:
         """An entry came. Returns the ids of its storages."""
         ids = []
-        for tensor in tensors_of(value):
+        for tensor in (value,) if type(value) is torch.Tensor else tensors_of(value):
+            if tensor.layout is not torch.strided:
+                continue
             storage = tensor.untyped_storage()
             number = storage._cdata
             holding = self.holdings.get(number)

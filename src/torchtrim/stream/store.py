@@ -13,7 +13,7 @@ from torch import nn
 from torchtrim.errors import UsageError
 from torchtrim.stream.frames import Heads
 from torchtrim.stream.lifetimes import Lifetime
-from torchtrim.stream.policies import Oldest, Policy
+from torchtrim.stream.policies import Policy
 from torchtrim.stream.slots import Slot, Slots
 from torchtrim.stream.spill import Spill
 from torchtrim.stream.storages import Accounts, map_tensors
@@ -54,10 +54,10 @@ class StateStore(MutableMapping[Any, Any]):
     what went raises `Evicted`, a `KeyError` with its `Tombstone`; `get` and `in` behave as for an absent
     key. The newest `remember` tombstones are kept in full, older ones as ranges.
 
-    `budget` is a limit in bytes for entries that are not persistent. Above it entries go in the order
-    of `policy`: to `spill` where one is given, out of the state where not. If what may not be evicted
-    is above it alone, writing raises `OverBudget` and changes nothing. `compact` copies what survives
-    when another entry of the same storage goes, so that the storage can go too.
+    `budget` is a limit in bytes for entries that are not persistent. Above it entries go in the order of
+    `policy`, without one the oldest first: to `spill` where one is given, out of the state where not. If
+    what may not be evicted is above it alone, writing raises `OverBudget` and changes nothing. `compact`
+    copies what survives when another entry of the same storage goes, so that the storage can go too.
 
     Methods may be called from several threads; a stream is at one frame at a time.
     """
@@ -82,9 +82,7 @@ class StateStore(MutableMapping[Any, Any]):
         self._lock = threading.RLock()
         self._values: dict[Key, Any] = {}
         self._heads = Heads(max((one.frames or 0 for one in fields.values()), default=0))
-        self._slots = Slots(
-            self.fields, budget, policy or Oldest(), spill, remember=remember, compact=compact
-        )
+        self._slots = Slots(self.fields, budget, policy, spill, remember=remember, compact=compact)
         self._shared: _Shared = _Shared() if shared is None else shared._shared
         self._volatile = [name for name, one in fields.items() if one.kind == "volatile"]
         self._limited = [(n, one.frames) for n, one in fields.items() if one.frames is not None]
@@ -133,7 +131,8 @@ class StateStore(MutableMapping[Any, Any]):
             if slot.parked is not None:
                 self._slots.recall(slot)
             value = slot.holder[slot.name]
-            self._slots.policy.on_read(key)
+            if self._slots.policy is not None:
+                self._slots.policy.on_read(key)
             reads = slot.lifetime.reads
             if reads is not None:
                 slot.reads += 1
@@ -178,6 +177,13 @@ class StateStore(MutableMapping[Any, Any]):
         self._lifetime(key)
         with self._lock:
             self._adopt(key, holder, name, holder[name])
+
+    def evict(self, key: Any, why: str) -> None:
+        """Let an entry go, if it is there, with a tombstone that says why."""
+        with self._lock:
+            slot = self._slots.find(_normal(key))
+            if slot is not None:
+                self._slots.evict([slot], self.now, why)
 
     def forget(self, key: Any) -> None:
         """Stop looking after an adopted entry; its value stays where it is, brought back if spilled."""
@@ -239,15 +245,15 @@ class StateStore(MutableMapping[Any, Any]):
             self._slots.compact()
             return before - self._slots.accounts.bytes
 
-    def relieve(self, nbytes: int) -> int:
-        """Free at least `nbytes` if possible: what is due, then by the policy. Returns what was freed.
+    def relieve(self, nbytes: int, *, lose: bool = False) -> int:
+        """Free at least `nbytes` if possible: what is due goes, then the policy's first are spilled.
 
-        Without `spill` entries that may still be read are evicted: use it where that is better than to
-        stop.
+        Nothing that may still be read is lost, unless `lose` is set and there is nowhere to spill: then it
+        is evicted. Returns the bytes freed. Raises `SpillFailed`.
         """
         with self._lock:
             freed = self.retire()
-            if freed < nbytes:
+            if freed < nbytes and (lose or self._slots.spills):
                 freed += self._slots.free(nbytes - freed, self.now)
             return freed
 
@@ -322,12 +328,19 @@ class StateStore(MutableMapping[Any, Any]):
     def _due(self) -> Iterator[tuple[str, str, list[Slot]]]:
         for name in self._volatile:
             table = self._slots.table(name)
+            if not table:
+                continue
             due = [slot for slot in table if not self._open or slot.born < self._serial]
             if due:
                 yield name, "volatile and its frame ended", due
-        distance = self._heads.distance
+        now, distance = self._heads.only, self._heads.distance
         for name, frames in self._limited:
-            due = [slot for slot in self._slots.table(name) if distance(slot.frame) > frames]
+            table = self._slots.table(name)
+            if now is None:
+                due = [slot for slot in table if distance(slot.frame) > frames]
+            else:
+                low, high = now - frames, now + frames
+                due = [slot for slot in table if not low <= slot.frame <= high]
             if due:
                 yield name, f"{self.fields[name]} and the stream was further away", due
 

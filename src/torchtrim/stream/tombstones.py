@@ -10,6 +10,7 @@ from torchtrim.errors import TorchtrimError
 from torchtrim.stream.frames import FrameSet
 
 Key = tuple[str, Hashable]
+_Facts = tuple[int | None, str, int, tuple[Key, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,27 +59,31 @@ class Graveyard:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._recent: OrderedDict[Key, Tombstone] = OrderedDict()
+        self._recent: OrderedDict[Key, _Facts] = OrderedDict()
         self._older: dict[tuple[str, Hashable], FrameSet] = {}
-        self.buried = 0
 
-    def bury(self, tombstone: Tombstone) -> None:
-        """Remember an entry that went."""
-        key = (tombstone.field, tombstone.entry)
-        self.buried += 1
-        self._recent.pop(key, None)
-        self._recent[key] = tombstone
-        if len(self._recent) > self._most:
-            (field, entry), _ = self._recent.popitem(last=False)
+    def bury(
+        self, key: Key, when: int | None, why: str, freed: int, pinned_by: tuple[Key, ...]
+    ) -> None:
+        """Remember an entry that went, with what its tombstone is to say."""
+        recent = self._recent
+        if key in recent:
+            del recent[key]
+        recent[key] = (when, why, freed, pinned_by)
+        if len(recent) > self._most:
+            (field, entry), _ = recent.popitem(last=False)
             series, frame = split(entry)
             if frame is not None:
-                self._older.setdefault((field, series), FrameSet()).add(frame)
+                older = self._older.get((field, series))
+                if older is None:
+                    older = self._older[field, series] = FrameSet()
+                older.add(frame)
 
     def find(self, key: Key) -> Tombstone | None:
         """The tombstone of an entry, `None` if none is known."""
         found = self._recent.get(key)
         if found is not None:
-            return found
+            return _stone(key, found)
         series, frame = split(key[1])
         older = self._older.get((key[0], series))
         if older is None or frame is None:
@@ -90,7 +95,7 @@ class Graveyard:
 
     def recent(self) -> list[Tombstone]:
         """The newest tombstones, oldest first."""
-        return list(self._recent.values())
+        return [_stone(key, facts) for key, facts in self._recent.items()]
 
     def clear(self) -> None:
         """Forget all."""
@@ -100,6 +105,11 @@ class Graveyard:
     def __len__(self) -> int:
         """How many records it keeps: full ones and ranges."""
         return len(self._recent) + sum(older.ranges for older in self._older.values())
+
+
+def _stone(key: Key, facts: _Facts) -> Tombstone:
+    when, why, freed, pinned_by = facts
+    return Tombstone(key[0], key[1], when, why, freed, pinned_by)
 
 
 def split(entry: Hashable) -> tuple[Hashable, int | None]:

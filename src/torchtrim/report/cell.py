@@ -1,0 +1,188 @@
+"""Records as a notebook shows them: HTML without a script, and the same as text."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from markupsafe import Markup
+from rich.console import Console
+
+from torchtrim.records import Certificate, Finding, Plan, Profile, Report
+from torchtrim.report import facts, terminal
+from torchtrim.report.figures import figure_rows
+from torchtrim.report.pictures import picture
+from torchtrim.report.safe import clean, keep_right
+from torchtrim.report.svg import area
+from torchtrim.units import format_bytes, format_seconds
+
+_WIDTH = 80
+_MOST_ROWS = 20
+_MOST_CHARACTERS = 300
+_PICTURE = (640, 150)
+_COLOURS = {
+    "parameter": "#3f66a6",
+    "buffer": "#8196b5",
+    "optimizer_state": "#6a9be0",
+    "gradient": "#3f9d78",
+    "input": "#bfa23a",
+    "activation": "#dd7638",
+    "temporary": "#bd5a8c",
+    "workspace": "#8c7fb5",
+}
+_TONES = {"good": "#17734a", "bad": "#b3302a", "unsure": "#8a5d00", "neutral": "inherit"}
+Shown = Report | Profile | Finding | Plan | Certificate
+
+
+def html(record: Shown) -> str:
+    """A record as HTML: no script, nothing loaded, every name escaped."""
+    return Markup('<div style="max-width:60rem;overflow-x:auto">{}</div>').format(
+        Markup().join(_blocks(record))
+    )
+
+
+def text(record: Shown) -> str:
+    """A record as text of at most 80 columns, for a notebook that shows no HTML."""
+    if isinstance(record, Report):
+        out = io.StringIO()
+        terminal.render(record, Console(file=out, width=_WIDTH), next_command=None)
+        return out.getvalue().rstrip("\n")
+    return "\n".join(keep_right(_said(line), _WIDTH) for line in _text_lines(record))
+
+
+def _text_lines(record: Profile | Finding | Plan | Certificate) -> Iterable[str]:
+    if isinstance(record, Profile):
+        return profile_lines(record)
+    if isinstance(record, Finding):
+        return _finding_lines(record)
+    if isinstance(record, Plan):
+        return [_plan_head(record), *map(facts.technique_line, record.techniques)]
+    return [record.verdict, *facts.certificate_lines(record)]
+
+
+def _blocks(record: Shown) -> Iterable[Markup]:
+    if isinstance(record, Report):
+        return _report(record)
+    if isinstance(record, Profile):
+        return [_lines(profile_lines(record), bold=True), _chart(record)]
+    if isinstance(record, Finding):
+        return [_findings([record])]
+    if isinstance(record, Plan):
+        return [_lines([_plan_head(record), *map(facts.technique_line, record.techniques)], True)]
+    return [_verdict(record), _lines(facts.certificate_lines(record))]
+
+
+def profile_lines(profile: Profile) -> list[str]:
+    """A profile in three lines."""
+    counts = (
+        f"{len(profile.operators)} operators, {len(profile.modules)} modules, "
+        f"{len(profile.syncs)} waits for the device"
+    )
+    return [
+        f"profile of {profile.script or 'a call'} on {profile.device}",
+        f"peak {format_bytes(profile.peak_bytes)}, "
+        f"step {format_seconds(profile.step_seconds)} with the recorder",
+        counts,
+    ]
+
+
+def _finding_lines(finding: Finding) -> list[str]:
+    where = facts.place(finding.path, finding.line)
+    head = "  ".join(part for part in (finding.code, where, facts.price(finding)) if part)
+    cure = [finding.cure.reason] if finding.cure and finding.cure.reason else []
+    return [head, finding.message, *cure]
+
+
+def _plan_head(plan: Plan) -> str:
+    predicted = plan.predicted
+    return (
+        f"plan for {format_bytes(plan.budget_bytes)}: predicted peak "
+        f"{format_bytes(predicted.peak_bytes)}, step {format_seconds(predicted.step_seconds)}"
+    )
+
+
+def _report(report: Report) -> Iterable[Markup]:
+    head = facts.headline(report)
+    yield _coloured(head.word, head.tone)
+    yield _lines(head.parts)
+    heads, rows = figure_rows(report)
+    yield _table(["", *heads], [[row.name, *row.cells] for row in rows])
+    yield _findings(report.findings)
+    techniques = report.plan.techniques if report.plan else ()
+    proof = facts.certificate_lines(report.certificate) if report.certificate else []
+    told = [*facts.waiting_lines(report), *map(facts.technique_line, techniques), *proof]
+    yield _lines([*told, *report.notes])
+
+
+def _findings(findings: Sequence[Finding]) -> Markup:
+    rows = [
+        [
+            finding.code,
+            facts.place(finding.path, finding.line),
+            facts.price(finding),
+            finding.message,
+            finding.cure.reason if finding.cure else "",
+        ]
+        for finding in findings[:_MOST_ROWS]
+    ]
+    more = len(findings) - len(rows)
+    table = _table(["code", "place", "price a step", "what", "cure"], rows)
+    return table + (_lines([f"+{more} more findings"]) if more > 0 else Markup())
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
+    if not rows:
+        return Markup()
+    cell = Markup('<td style="text-align:left">{}</td>')
+    body = (Markup("<tr>{}</tr>").format(_joined(cell, row)) for row in rows)
+    top = _joined(Markup('<th style="text-align:left">{}</th>'), heads)
+    return Markup("<table><thead><tr>{}</tr></thead><tbody>{}</tbody></table>").format(
+        top, Markup().join(body)
+    )
+
+
+def _joined(markup: Markup, texts: Iterable[str]) -> Markup:
+    return Markup().join(markup.format(_said(one)) for one in texts)
+
+
+def _lines(texts: Iterable[str], bold: bool = False) -> Markup:
+    first, *rest = [_said(one) for one in texts] or [""]
+    head = Markup("<b>{}</b>").format(first) if bold else Markup("{}").format(first)
+    lines = [head, *(Markup("{}").format(line) for line in rest)]
+    return Markup("<div>{}</div>").format(Markup("<br>").join(lines))
+
+
+def _verdict(certificate: Certificate) -> Markup:
+    return _coloured(certificate.verdict, facts.tone_of(certificate))
+
+
+def _coloured(word: str, tone: str) -> Markup:
+    return Markup('<div style="font-size:1.4em;font-weight:600;color:{}">{}</div>').format(
+        _TONES[tone], _said(word)
+    )
+
+
+def _said(value: Any) -> str:
+    told = clean(str(value))
+    return told if len(told) <= _MOST_CHARACTERS else told[:_MOST_CHARACTERS] + "..."
+
+
+def _chart(profile: Profile) -> Markup:
+    drawn = picture(profile, "step")
+    if drawn is None:
+        return Markup()
+    heights = [0] * len(drawn.phases)
+    shapes = []
+    for layer in drawn.layers:
+        heights = [a + b for a, b in zip(heights, layer.values, strict=True)]
+        shapes.append(
+            Markup('<path fill="{}" d="{}"><title>{}</title></path>').format(
+                _COLOURS[layer.kind], area(heights, drawn.peak_bytes or 1), layer.kind
+            )
+        )
+    width, height = _PICTURE
+    return Markup(
+        '<svg viewBox="0 0 1000 1000" preserveAspectRatio="none" width="{}" height="{}" role="img"'
+        ' aria-label="{}">{}</svg>'
+    ).format(width, height, drawn.summary, Markup().join(reversed(shapes)))
