@@ -3,7 +3,7 @@
     <!-- block: slow exit=1 says="BITWISE" -->
 
 `file=NAME` writes the block instead of running it, `skip="why"` does neither, `slow` runs it only where
-`CI` or `TORCHTRIM_SLOW` is set, `exit=N` is the code that its last command ends with, and `says` is
+`TORCHTRIM_SLOW` is set, `exit=N` is the code that its last command ends with, and `says` is
 what must stand in the output.
 """
 

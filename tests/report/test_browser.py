@@ -24,6 +24,7 @@ SMALL = {
     "segmentation": ("--batch-size", "1"),
     "vit": ("--batch-size", "2"),
 }
+NOT_TRAINED = {"endless_video"}
 DEVICES = ("emulated", "cpu")
 MEASURED = ("time", "memory", "holders", "timeline-section", "operators", "machine")
 WHOLE = (*MEASURED, "findings", "plan", "certificate", "notes")
@@ -35,7 +36,8 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_every_example_is_tried() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(SMALL)
+    trained = {path.stem for path in EXAMPLES.glob("*.py")} - NOT_TRAINED
+    assert trained == set(SMALL)
 
 
 @pytest.fixture(scope="module")

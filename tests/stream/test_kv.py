@@ -113,15 +113,15 @@ def bounded(model: Any, ids: torch.Tensor, chunk: int, window: int = WINDOW) -> 
 @torch.no_grad()
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_a_masked_oracle(family: str) -> None:
-    model, ids = language_model(family), tokens(200)
-    oracle = model(ids, attention_mask=additive(sees(200, SINKS, WINDOW))).logits
+    model, ids = language_model(family), tokens(120)
+    oracle = model(ids, attention_mask=additive(sees(120, SINKS, WINDOW))).logits
     assert float(oracle.std()) > 0.02
     full = model(ids).logits
     assert float((full - oracle).abs().max()) > 1e-4
     for chunk in (1, 7, 50):
         assert float((bounded(model, ids, chunk) - oracle).abs().max()) <= 1e-6
     double = model.double()
-    exact = double(ids, attention_mask=additive(sees(200, SINKS, WINDOW)).double()).logits
+    exact = double(ids, attention_mask=additive(sees(120, SINKS, WINDOW)).double()).logits
     got = torch.cat(
         [
             double(one, past_key_values=cache).logits
@@ -138,10 +138,10 @@ def test_logits_are_those_of_a_masked_oracle(family: str) -> None:
 def test_dynamic_rotary_scaling_is_that_of_true_positions(family: str) -> None:
     transformers = pytest.importorskip("transformers")
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
-    ids, mask = tokens(160), sees(160, SINKS, WINDOW)
+    ids, mask = tokens(110), sees(110, SINKS, WINDOW)
     model = language_model(family, max_position_embeddings=48, rope_parameters=rope)
     cache, out = transformers.DynamicCache(config=model.config), []
-    for number in range(160):
+    for number in range(110):
         seen = additive(mask[number : number + 1, : number + 1])
         part = ids[:, number : number + 1]
         out.append(model(part, past_key_values=cache, attention_mask=seen).logits)

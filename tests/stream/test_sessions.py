@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -59,7 +60,7 @@ def several_objects(model: Any, bind: Bind) -> Outputs:
     tiny.prompt(session, 0, 1)
     tiny.prompt(session, 0, 2, (40, 12))
     out = []
-    for frame in range(36):
+    for frame in range(32):
         if frame == 12:
             tiny.prompt(session, frame, 7, (50, 50))
         out.append(model(session, frame=tiny.image(frame)).pred_masks)
@@ -100,7 +101,7 @@ def interleaved(model: Any, bind: Bind) -> Outputs:
         bind(session, model)
         tiny.prompt(session, 0, 1, (20 + 20 * number, 30))
     out = []
-    for frame in range(24):
+    for frame in range(20):
         for number, session in enumerate(streams):
             for _ in range(1 + number * (frame % 2)):
                 seen = len(session.processed_frames or ())
@@ -152,8 +153,8 @@ RUNS = [
 
 CASES = [
     *(("Sam2Video", run) for run in RUNS),
-    *(("Sam3TrackerVideo", run) for run in (forward, several_objects, both_ways)),
-    *(("EdgeTamVideo", run) for run in (forward, corrected, interleaved)),
+    *(("Sam3TrackerVideo", run) for run in (forward, both_ways)),
+    *(("EdgeTamVideo", run) for run in (forward, interleaved)),
 ]
 
 
@@ -190,7 +191,7 @@ def grown(model: Any, objects: int, frames: tuple[int, ...]) -> tuple[list[int],
 
 @pytest.mark.parametrize("objects", [1, 3])
 def test_nothing_grows(sam2: Any, objects: int) -> None:
-    sizes, records = grown(sam2, objects, (40, 41, 70))
+    sizes, records = grown(sam2, objects, (24, 25, 50))
     assert len(set(sizes)) == 1
     assert records[0] <= records[1] <= records[0] + 300
 
@@ -293,6 +294,16 @@ def test_released_sessions_go_on(sam2: Any) -> None:
     got += [sam2(session, frame=tiny.image(frame)).pred_masks for frame in range(20, 34)]
     assert [*map(tiny.digest, got)] == [*map(tiny.digest, expected)]
     assert len(session.output_dict_per_obj[0]["non_cond_frame_outputs"]) == 30
+
+
+def test_a_session_that_is_gone_leaves_no_hook(sam2: Any) -> None:
+    before = len(sam2._forward_hooks)
+    session = tiny.session(sam2)
+    bound_session(session, sam2)
+    assert len(sam2._forward_hooks) == before + 1
+    del session
+    gc.collect()
+    assert len(sam2._forward_hooks) <= before
 
 
 def test_what_is_not_known_is_refused(sam2: Any) -> None:

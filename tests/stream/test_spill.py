@@ -119,6 +119,15 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert store.spilled_bytes == 8
 
 
+def test_space_is_taken_where_the_system_cannot_reserve_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "posix_fallocate")
+    spill = FileSpill(tmp_path)
+    data = torch.arange(200, dtype=torch.uint8)
+    assert torch.equal(spill.get(spill.put(data)), data)
+
+
 def test_closing_removes_the_files(tmp_path: Path) -> None:
     spill = FileSpill(tmp_path)
     spill.get(spill.put(torch.empty(0, dtype=torch.uint8)))

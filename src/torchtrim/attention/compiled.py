@@ -71,7 +71,7 @@ def backward(
         weights, slopes = (_view(one, rows, heads, length) for one in (buffer, other))
         torch.bmm(q[heads, rows], keys[heads], out=weights)
         torch.bmm(grad[heads, rows], values[heads], out=slopes)
-        tiles.backward_tile(flat, other_flat, _place(rows, heads), *rest)
+        tiles.backward_tile((flat, other_flat), _place(rows, heads), *rest)
         torch.bmm(slopes, inputs.k[heads], out=of_q[heads, rows])
         _add_product(of_v, heads, weights, grad[heads, rows])
         _add_product(of_k, heads, slopes, q[heads, rows])
@@ -138,18 +138,21 @@ def _array(x: Tensor | None) -> Array:
     return _EMPTY if x is None else x.contiguous().numpy()
 
 
-def _masks(inputs: Inputs) -> tuple[Array, Array]:
-    no_bool, no_float = np.empty((1, 1, 2, 0), np.bool_), np.empty((1, 1, 2, 0), np.float32)
+def _masks(inputs: Inputs) -> tuple[int, Array, Array]:
+    """0, 1 or 2 for none, one that allows, one that is added; and both, of which one is used."""
     mask = inputs.mask
+    allowed = np.zeros((1, 1, 1, 1), np.bool_)
+    added = np.zeros((1, 1, 1, 1), np.float32)
     if mask is None:
-        return _strided(no_bool), _strided(no_float)
+        return 0, _twice(allowed), _twice(added)
     if mask.dtype == torch.bool:
-        return _strided(mask.numpy()), _strided(no_float)
-    return _strided(no_bool), _strided(mask.float().numpy())
+        return 1, _twice(mask.numpy()), _twice(added)
+    return 2, _twice(allowed), _twice(mask.float().numpy())
 
 
-def _strided(x: Array) -> Array:
-    return np.lib.stride_tricks.as_strided(x, x.shape, x.strides, writeable=False)
+def _twice(x: Array) -> Array:
+    """The array two times in the same memory: never contiguous, so that loops compile once."""
+    return np.lib.stride_tricks.as_strided(x, (2, *x.shape), (0, *x.strides), writeable=False)
 
 
 def _drop(inputs: Inputs) -> tuple[Any, Any, Any]:

@@ -39,6 +39,20 @@ WORD, FIRST, SECOND, STRIDE = (
 SHIFT, OTHER_SHIFT, HALF_WORD = np.uint64(16), np.uint64(15), np.uint64(32)
 
 
+def _borrowed(typing: Any, array: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        lent = context.make_array(signature.args[0])(context, builder, arguments[0])
+        lent.meminfo = lent.meminfo.type(None)
+        lent.parent = lent.parent.type(None)
+        return lent._getvalue()
+
+    return array(array), code
+
+
+borrowed: Any = import_module("numba.extending").intrinsic(_borrowed)
+"""An array of the caller, without counting references to it: slices in loops would count each."""
+
+
 @jit
 def slab_of(row: Any, pattern: Any, low: int, high: int, x: int, wide: int, slab: Any) -> None:
     """slab[g, xj]: what a lookup's row says of a key in column xj, for each pattern of rows."""
@@ -188,14 +202,17 @@ def exponentials(t: Any, count: int, top: Any, exponents: Any, powers: Any) -> A
 
 
 @jit
-def masked(t: Any, allowed: Any, added: Any, length: int) -> None:
-    """Apply one row of a mask: of the two the one that is not empty."""
-    if len(allowed):
-        for j in range(length):
-            t[j] = t[j] if allowed[j] else NOTHING
-    if len(added):
-        for j in range(length):
-            t[j] += added[j]
+def allow(t: Any, allowed: Any, length: int) -> None:
+    """Take out of t what is not allowed."""
+    for j in range(length):
+        t[j] = t[j] if allowed[j] else NOTHING
+
+
+@jit
+def add(t: Any, added: Any, length: int) -> None:
+    """Add a row of a mask."""
+    for j in range(length):
+        t[j] += added[j]
 
 
 @jit

@@ -17,15 +17,17 @@ from torchtrim.attention.compiled_rows import (
     NOTHING,
     ONE,
     ZERO,
+    add,
     add_column,
     add_slab,
+    allow,
+    borrowed,
     column_of,
     exponentials,
     inlined,
     jit,
     keep_row,
     largest,
-    masked,
     slab_of,
     spread_column,
     spread_slab,
@@ -36,11 +38,21 @@ from torchtrim.attention.compiled_rows import (
 
 @inlined
 def biased_row(
-    scores: Any, offset: int, n: int, i: int, k_lookup: Any, q_lookup: Any, room: Any, maps: Any
+    scores: Any,
+    offset: int,
+    n: int,
+    i: int,
+    k_lookup: Any,
+    q_lookup: Any,
+    t: Any,
+    slab: Any,
+    column: Any,
+    geometry: Any,
+    group: Any,
+    seen: Any,
+    used: Any,
 ) -> None:
-    """room.t = a query's scores with all that positions add to them."""
-    geometry, group, seen, used = maps[0], maps[1], maps[4], maps[3]
-    t, slab, column = room[0], room[1], room[3]
+    """t = a query's scores with all that positions add to them."""
     wide, skip, length = geometry[1], geometry[2], geometry[3]
     query_only, key_only, both = geometry[5], geometry[6], geometry[7]
     has_k, has_q = k_lookup.size > 0, q_lookup.size > 0
@@ -65,9 +77,18 @@ def biased_row(
 
 
 @inlined
-def sum_row(t: Any, n: int, i: int, sums: Any, slab: Any, maps: Any) -> None:
+def sum_row(
+    t: Any,
+    n: int,
+    i: int,
+    sums: Any,
+    slab: Any,
+    geometry: Any,
+    group: Any,
+    seen: Any,
+    used: Any,
+) -> None:
     """Add a row to the buckets of its query."""
-    geometry, group, seen, used = maps[0], maps[1], maps[4], maps[3]
     wide, skip, length = geometry[1], geometry[2], geometry[3]
     row = sums[n, i]
     if i >= skip:
@@ -85,9 +106,8 @@ def sum_row(t: Any, n: int, i: int, sums: Any, slab: Any, maps: Any) -> None:
 
 
 @inlined
-def sum_back(t: Any, n: int, i: int, sums: Any, column: Any, maps: Any) -> None:
+def sum_back(t: Any, n: int, i: int, sums: Any, column: Any, geometry: Any, group: Any) -> None:
     """Add a row to the buckets of its keys; those of the grid wait in `column`."""
-    geometry, group = maps[0], maps[1]
     wide, skip, length = geometry[1], geometry[2], geometry[3]
     if i >= skip:
         sum_column(t, group, (i - skip) // wide, geometry, column)
@@ -110,23 +130,21 @@ def token_of(row: int, geometry: Any) -> Any:
 
 
 @inlined
-def mask_row(t: Any, n: int, i: int, allowed: Any, added: Any, length: int) -> None:
-    """Apply the mask of a query, (B, H, L, L) or empty."""
-    if allowed.size:
-        heads = allowed.shape[1]
-        masked(t, allowed[n // heads, n % heads, i], added[0, 0, 0], length)
-    elif added.size:
-        heads = added.shape[1]
-        masked(t, allowed[0, 0, 0], added[n // heads, n % heads, i], length)
+def mask_row(t: Any, n: int, i: int, kind: int, allowed: Any, added: Any, length: int) -> None:
+    """Apply the mask of a query, (2, B, H, L, L) of which the first is looked at."""
+    if kind == 1:
+        allow(t, allowed[0, n // allowed.shape[2], n % allowed.shape[2], i], length)
+    elif kind == 2:
+        add(t, added[0, n // added.shape[2], n % added.shape[2], i], length)
 
 
 @inlined
-def softmax_row(t: Any, length: int, room: Any) -> Any:
+def softmax_row(t: Any, length: int, lanes: Any, exponents: Any, powers: Any) -> Any:
     """The softmax of t in place, and the logarithm of its sum."""
     count = (length + LANES - 1) // LANES * LANES
     many = (length + MANY_LANES - 1) // MANY_LANES * MANY_LANES
     t[length:many] = NOTHING
-    top = largest(t, many, room[4])
+    top = largest(t, many, lanes)
     if top == NOTHING:
         for j in range(length):
             if t[j] != t[j]:
@@ -134,7 +152,7 @@ def softmax_row(t: Any, length: int, room: Any) -> Any:
         if top == NOTHING:
             t[:length] = ZERO
             return EVERYTHING
-    total = exponentials(t, count, top, room[5], room[6])
+    total = exponentials(t, count, top, exponents, powers)
     share = ONE / total
     for j in range(length):
         t[j] *= share
@@ -148,9 +166,15 @@ def forward_tile(
     """Turn a block of scores into probabilities, in place; note lse and sums by bucket."""
     first_head, heads, first_row, rows = place
     k_lookup, q_lookup = lookups
-    t, sums_slab, column = room[0], room[2], room[3]
-    geometry, pattern, used = maps[0], maps[2], maps[3]
+    kind, allowed, added = masks[0], borrowed(masks[1]), borrowed(masks[2])
+    t, slab, sums_slab, column, lanes, exponents, powers, keep, _, _ = room
+    geometry, group, pattern, used, seen = maps
     lse, sums = results
+    scores, k_lookup, q_lookup = borrowed(scores), borrowed(k_lookup), borrowed(q_lookup)
+    t, slab, sums_slab, column = borrowed(t), borrowed(slab), borrowed(sums_slab), borrowed(column)
+    lanes, exponents, powers = borrowed(lanes), borrowed(exponents), borrowed(powers)
+    group, pattern, used, seen = borrowed(group), borrowed(pattern), borrowed(used), borrowed(seen)
+    sums, lse = borrowed(sums), borrowed(lse)
     skip, length = geometry[2], geometry[3]
     for head in range(heads):
         n, now = first_head + head, -1
@@ -161,117 +185,122 @@ def forward_tile(
                 column_of(q_lookup[n], pattern, used, x, geometry, column)
                 now = x
             offset = (head * rows + row) * length
-            biased_row(scores, offset, n, i, k_lookup, q_lookup, room, maps)
-            mask_row(t, n, i, masks[0], masks[1], length)
-            lse[n, i] = softmax_row(t, length, room)
+            biased_row(
+                scores,
+                offset,
+                n,
+                i,
+                k_lookup,
+                q_lookup,
+                t,
+                slab,
+                column,
+                geometry,
+                group,
+                seen,
+                used,
+            )
+            mask_row(t, n, i, kind, allowed, added, length)
+            lse[n, i] = softmax_row(t, length, lanes, exponents, powers)
             if drop[1] > 0:
-                keep_row(drop[0], n * length + i, drop[1], drop[2], length, room[7])
-                t[:length] *= room[7][:length]
+                keep_row(drop[0], n * length + i, drop[1], drop[2], length, keep)
+                t[:length] *= keep[:length]
             scores[offset : offset + length] = t[:length]
             if sums.size:
-                sum_row(t, n, i, sums, sums_slab, maps)
+                sum_row(t, n, i, sums, sums_slab, geometry, group, seen, used)
 
 
 @jit
 def backward_tile(
-    scores: Any,
-    slopes: Any,
-    place: Any,
-    lookups: Any,
-    masks: Any,
-    drop: Any,
-    room: Any,
-    maps: Any,
-    results: Any,
+    tiles: Any, place: Any, lookups: Any, masks: Any, drop: Any, room: Any, maps: Any, results: Any
 ) -> None:
     """Scores become probabilities and slopes of probabilities become slopes of scores, in place."""
     first_head, heads, first_row, rows = place
-    geometry, pattern, used = maps[0], maps[2], maps[3]
+    k_lookup, q_lookup, v_lookup = lookups
+    kind, allowed, added = masks[0], borrowed(masks[1]), borrowed(masks[2])
+    t, slab, sums_slab, column, _, exponents, powers, keep, v_slab, d = room
+    geometry, group, pattern, used, seen = maps
+    back_column, of_q_lookup, of_k_lookup, sums, lse, delta = results
+    scores, slopes, k_lookup = borrowed(tiles[0]), borrowed(tiles[1]), borrowed(k_lookup)
+    q_lookup, v_lookup, d = borrowed(q_lookup), borrowed(v_lookup), borrowed(d)
+    v_slab, lse, delta = borrowed(v_slab), borrowed(lse), borrowed(delta)
+    t, slab, sums_slab, column = borrowed(t), borrowed(slab), borrowed(sums_slab), borrowed(column)
+    exponents, powers, back_column = borrowed(exponents), borrowed(powers), borrowed(back_column)
+    group, pattern, used, seen = borrowed(group), borrowed(pattern), borrowed(used), borrowed(seen)
+    of_q_lookup, of_k_lookup, sums = borrowed(of_q_lookup), borrowed(of_k_lookup), borrowed(sums)
     skip, length = geometry[2], geometry[3]
-    back_column, of_q_lookup = results[0], results[1]
+    count = (length + LANES - 1) // LANES * LANES
     for head in range(heads):
         n, now = first_head + head, -1
         for row in range(rows):
             i = token_of(first_row + row, geometry)
             x = (i - skip) % geometry[1]
-            if of_q_lookup.size and i >= skip and x != now:
+            if q_lookup.size and i >= skip and x != now:
                 if now >= 0:
                     spread_column(back_column, pattern, used, now, geometry, of_q_lookup[n])
-                column_of(lookups[1][n], pattern, used, x, geometry, room[3])
+                column_of(q_lookup[n], pattern, used, x, geometry, column)
                 now = x
             offset = (head * rows + row) * length
-            weights_row(scores, offset, n, i, lookups, masks, room, maps, results)
-            slopes_row(scores, slopes, offset, n, i, lookups, drop, room, maps, results)
+            biased_row(
+                scores,
+                offset,
+                n,
+                i,
+                k_lookup,
+                q_lookup,
+                t,
+                slab,
+                column,
+                geometry,
+                group,
+                seen,
+                used,
+            )
+            mask_row(t, n, i, kind, allowed, added, length)
+            t[length:count] = NOTHING
+            exponentials(t, count, lse[n, i], exponents, powers)
+            biased_slopes(slopes, offset, n, i, v_lookup, v_slab, d, geometry, group, seen, used)
+            slopes_row(t, d, delta[n, i], n * length + i, length, drop, keep)
+            scores[offset : offset + length] = t[:length]
+            slopes[offset : offset + length] = d[:length]
+            if sums.size:
+                sum_row(t, n, i, sums, sums_slab, geometry, group, seen, used)
+            if of_k_lookup.size:
+                sum_row(d, n, i, of_k_lookup, sums_slab, geometry, group, seen, used)
+            if of_q_lookup.size:
+                sum_back(d, n, i, of_q_lookup, back_column, geometry, group)
         if now >= 0:
             spread_column(back_column, pattern, used, now, geometry, of_q_lookup[n])
 
 
 @inlined
-def weights_row(
-    scores: Any,
-    offset: int,
-    n: int,
-    i: int,
-    lookups: Any,
-    masks: Any,
-    room: Any,
-    maps: Any,
-    results: Any,
-) -> None:
-    """room.t = the probabilities of a query again, without dropout."""
-    t, length = room[0], maps[0][3]
-    count = (length + LANES - 1) // LANES * LANES
-    biased_row(scores, offset, n, i, lookups[0], lookups[1], room, maps)
-    mask_row(t, n, i, masks[0], masks[1], length)
-    t[length:count] = NOTHING
-    exponentials(t, count, results[4][n, i], room[5], room[6])
-
-
-@inlined
-def slopes_row(
-    scores: Any,
-    slopes: Any,
-    offset: int,
-    n: int,
-    i: int,
-    lookups: Any,
-    drop: Any,
-    room: Any,
-    maps: Any,
-    results: Any,
-) -> None:
-    """Slopes of a query's scores from those of its probabilities, and their sums by bucket."""
-    t, slab, sums_slab, keep = room[0], room[8], room[2], room[7]
-    d = room[9]
-    length = maps[0][3]
-    of_k_lookup, of_q_lookup, sums = results[2], results[1], results[3]
-    biased_slopes(slopes, offset, n, i, lookups[2], slab, d, maps)
-    delta = results[5][n, i]
+def slopes_row(t: Any, d: Any, delta: Any, row: int, length: int, drop: Any, keep: Any) -> None:
+    """d = the slopes of scores from those of probabilities; t = the probabilities after dropout."""
     if drop[1] > 0:
-        keep_row(drop[0], n * length + i, drop[1], drop[2], length, keep)
+        keep_row(drop[0], row, drop[1], drop[2], length, keep)
         for j in range(length):
             d[j] = (d[j] * keep[j] - delta) * t[j]
             t[j] *= keep[j]
     else:
         for j in range(length):
             d[j] = (d[j] - delta) * t[j]
-    for j in range(length):
-        scores[offset + j] = t[j]
-        slopes[offset + j] = d[j]
-    if sums.size:
-        sum_row(t, n, i, sums, sums_slab, maps)
-    if of_k_lookup.size:
-        sum_row(d, n, i, of_k_lookup, sums_slab, maps)
-    if of_q_lookup.size:
-        sum_back(d, n, i, of_q_lookup, results[0], maps)
 
 
 @inlined
 def biased_slopes(
-    slopes: Any, offset: int, n: int, i: int, v_lookup: Any, slab: Any, d: Any, maps: Any
+    slopes: Any,
+    offset: int,
+    n: int,
+    i: int,
+    v_lookup: Any,
+    slab: Any,
+    d: Any,
+    geometry: Any,
+    group: Any,
+    seen: Any,
+    used: Any,
 ) -> None:
     """d = the slopes of a query's probabilities with what the values' table adds."""
-    geometry, group, seen, used = maps[0], maps[1], maps[4], maps[3]
     wide, skip, length = geometry[1], geometry[2], geometry[3]
     if v_lookup.size == 0:
         d[:length] = slopes[offset : offset + length]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from torchtrim.errors import UsageError
+from torchtrim.cli.options import chosen_form
 from torchtrim.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -63,13 +63,6 @@ class Limit:
         return change.unit == "bytes" and self.bytes is not None and by >= self.bytes
 
 
-def _form(context: click.Context, _: click.Parameter, value: str | None) -> str:
-    as_json = bool(context.params.get("as_json"))
-    if as_json and value not in (None, "json"):
-        raise UsageError(f"--json and --format {value} say different things. Give one of them.")
-    return value or ("json" if as_json else "text")
-
-
 @click.command()
 @click.argument("before", type=click.Path(path_type=Path))
 @click.argument("after", type=click.Path(path_type=Path))
@@ -81,7 +74,7 @@ def _form(context: click.Context, _: click.Parameter, value: str | None) -> str:
     "--format",
     "form",
     type=click.Choice(["text", "json", "markdown"]),
-    callback=_form,
+    callback=chosen_form,
     help="What stands on stdout; text by default.",
 )
 def command(before: Path, after: Path, fail_on: str | None, as_json: bool, form: str) -> None:

@@ -19,7 +19,8 @@ FORMATS = ("text", "json", "sarif", "github", "markdown")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _form(context: click.Context, _: click.Parameter, value: str | None) -> str:
+def chosen_form(context: click.Context, _: click.Parameter, value: str | None) -> str:
+    """The format of `--format` or `--json`. Raises `UsageError` where they say different things."""
     as_json = bool(context.params.get("as_json"))
     if as_json and value not in (None, "json"):
         raise UsageError(
@@ -68,7 +69,7 @@ def runs_script(function: F) -> F:
                 "--format",
                 "form",
                 type=click.Choice(FORMATS),
-                callback=_form,
+                callback=chosen_form,
                 help="What stands on stdout; text by default.",
             ),
         )

@@ -78,7 +78,9 @@ def _said(lanes: Lanes) -> str:
 
 
 def _dropped(spans: Sequence[Span], shown: Sequence[Span]) -> str:
-    if not shown or len(shown) == len(spans):
+    if not shown:
+        return "The zoom is left out to keep this page small; `torchtrim export` has all of it."
+    if len(shown) == len(spans):
         return ""
     whole = sum(span.seconds for span in spans) or 1.0
     share = 100 * sum(span.seconds for span in shown) / whole

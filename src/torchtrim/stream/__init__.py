@@ -4,6 +4,7 @@ from torchtrim.stream.kv import SinkWindow, sink_cache, window_mask
 from torchtrim.stream.learn import Learnt, Observed, learn_state
 from torchtrim.stream.lifetimes import Lifetime, persistent, pinned, until_read, volatile, window
 from torchtrim.stream.policies import Cheapest, Largest, LeastRead, LeastRecent, Oldest, Policy
+from torchtrim.stream.positions import SharedPositions, share_positions
 from torchtrim.stream.predictors import BoundPredictorState, bound_state
 from torchtrim.stream.sessions import BoundSession, bound_session
 from torchtrim.stream.slots import OverBudget
@@ -33,6 +34,7 @@ __all__ = [
     "Oldest",
     "OverBudget",
     "Policy",
+    "SharedPositions",
     "SinkWindow",
     "Spill",
     "SpillFailed",
@@ -47,6 +49,7 @@ __all__ = [
     "learn_state",
     "persistent",
     "pinned",
+    "share_positions",
     "sink_cache",
     "state_bytes",
     "try_lifetimes",

@@ -121,7 +121,6 @@ class _Watched:
         self._now: dict[Path, _Entry] = {}
         self._fields: dict[str, _Field] = {}
         self._lying: dict[int, list[_Entry]] = {}
-        self._longest: dict[Path, int] = {}
 
     def end_step(self, step: int, state: Any, read: set[int]) -> None:
         present = dict(tensors_in(state))

@@ -14,9 +14,9 @@ from torchtrim.errors import TorchtrimError
 from torchtrim.stream.lifetimes import Lifetime
 from torchtrim.stream.parking import Parking, blobs_of, tensor_on, unpark
 from torchtrim.stream.policies import Policy
-from torchtrim.stream.spill import Spill
+from torchtrim.stream.spill import Spill, SpillFailed
 from torchtrim.stream.storages import Accounts, Copies, Holding, map_tensors, tensors_of
-from torchtrim.stream.tombstones import Graveyard, Key
+from torchtrim.stream.tombstones import Graveyard, Key, name_of
 
 
 class OverBudget(TorchtrimError):
@@ -182,7 +182,13 @@ class Slots:
         """A spilled entry, and all that share its storages, are in memory again."""
         assert self._parking is not None
         for number in blobs_of(slot.parked):
-            storage, keys = self._parking.fetch(number)
+            try:
+                storage, keys = self._parking.fetch(number)
+            except (OSError, RuntimeError, MemoryError) as error:
+                raise SpillFailed(
+                    f"{name_of(slot.key)} was spilled and could not be brought back: {error}. Everything "
+                    "else is as it was. Was its file removed, or is there no memory for it?"
+                ) from error
             for key in keys:
                 other = self.find(key)
                 assert other is not None

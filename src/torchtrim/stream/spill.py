@@ -7,11 +7,13 @@ import shutil
 import tempfile
 import weakref
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import torch
 
 from torchtrim.errors import TorchtrimError, UsageError
+
+_BLOCK = 2**20
 
 
 class SpillFailed(TorchtrimError):
@@ -79,8 +81,7 @@ class FileSpill:
         self._number += 1
         try:
             with path.open("wb") as file:
-                if size:
-                    os.posix_fallocate(file.fileno(), 0, size)
+                _reserve(file, size)
         except OSError as error:
             path.unlink(missing_ok=True)
             raise SpillFailed(
@@ -108,6 +109,14 @@ class FileSpill:
     def close(self) -> None:
         """Remove everything that was spilled."""
         self._close()
+
+
+def _reserve(file: BinaryIO, size: int) -> None:
+    if size and hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file.fileno(), 0, size)
+        return
+    for begin in range(0, size, _BLOCK):
+        file.write(bytes(min(_BLOCK, size - begin)))
 
 
 def _check_room(wanted: int, most: int | None, where: str) -> None:

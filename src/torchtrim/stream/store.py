@@ -29,16 +29,19 @@ class _Shared:
         self.values: dict[Key, Any] = {}
         self.accounts = Accounts()
         self.ids: dict[Key, tuple[int, ...]] = {}
+        self.lock = threading.RLock()
 
     def put(self, key: Key, value: Any) -> None:
-        self.drop(key)
-        self.values[key] = value
-        self.ids[key] = self.accounts.add(key, value)
+        with self.lock:
+            self.drop(key)
+            self.values[key] = value
+            self.ids[key] = self.accounts.add(key, value)
 
     def drop(self, key: Key) -> None:
-        if key in self.values:
-            self.accounts.remove(key, self.ids.pop(key))
-            del self.values[key]
+        with self.lock:
+            if key in self.values:
+                self.accounts.remove(key, self.ids.pop(key))
+                del self.values[key]
 
 
 class StateStore(MutableMapping[Any, Any]):

@@ -1,0 +1,90 @@
+"""Position maps and rotary tables that are always the same: made once, kept once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class SharedPositions:
+    """What `share_positions` did to a model. `hits` and `misses` count maps that were there and were made."""
+
+    def __init__(self) -> None:
+        self.hits = 0
+        self.misses = 0
+        self.freed_bytes = 0
+        self._maps: dict[Any, torch.Tensor] = {}
+        self._undo: list[Callable[[], None]] = []
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the maps that are kept."""
+        return sum(one.untyped_storage().nbytes() for one in self._maps.values())
+
+    def revert(self) -> None:
+        """Make the model as it was; tables that were shared are copies again."""
+        while self._undo:
+            self._undo.pop()()
+        self._maps.clear()
+
+    def _keep_maps(self, module: Any) -> None:
+        made = module.forward
+
+        def kept(shape: Any, device: Any, dtype: torch.dtype, mask: Any = None) -> torch.Tensor:
+            if mask is not None:
+                return made(shape, device, dtype, mask)  # type: ignore[no-any-return]
+            settings = (module.num_position_features, module.normalize, module.scale)
+            key = (*shape, str(device), dtype, *settings, module.temperature)
+            key = (*key, torch.is_inference_mode_enabled())
+            if key in self._maps:
+                self.hits += 1
+            else:
+                self.misses += 1
+                self._maps[key] = made(shape, device, dtype)
+            return self._maps[key]
+
+        module.forward = kept
+        self._undo.append(lambda: delattr(module, "forward"))
+
+    def _share_table(self, module: Any, first: torch.Tensor) -> None:
+        own = module.freqs_cis
+        self.freed_bytes += own.untyped_storage().nbytes()
+        module.freqs_cis = first
+
+        def copy() -> None:
+            if module.freqs_cis is first:
+                module.freqs_cis = first.clone()
+
+        self._undo.append(copy)
+
+
+def share_positions(model: nn.Module) -> SharedPositions:
+    """Let a model keep its sine position maps, and its modules share rotary tables that are equal.
+
+    SAM 2 in transformers makes four maps for each frame anew, since its cache holds one
+    (`build_sine_position_embedding`); the `sam2` package holds one table for each attention (`freqs_cis`).
+    Results are equal to the bit. Kept maps cost their bytes once for all streams: 84 MiB in float32 at
+    1024x1024. Only instances of this model change; `revert()` takes it back.
+    """
+    shared = SharedPositions()
+    tables: list[torch.Tensor] = []
+    for module in model.modules():
+        known = hasattr(type(module), "build_sine_position_embedding")
+        if known and "forward" not in vars(module):
+            shared._keep_maps(module)
+        table = vars(module).get("freqs_cis")
+        if isinstance(table, torch.Tensor):
+            first = next((one for one in tables if _same(one, table)), None)
+            if first is None:
+                tables.append(table)
+            elif first is not table:
+                shared._share_table(module, first)
+    return shared
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    alike = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+    return alike and torch.equal(one, other)
