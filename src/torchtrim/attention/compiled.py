@@ -23,7 +23,7 @@ Array = Any
 
 def forward(inputs: Inputs, *, with_sums: bool) -> Outcome:
     """See `core.Path`."""
-    number, length = inputs.q.shape[:2]
+    number, length, dim = inputs.q.shape
     height, wide, skip = inputs.maps.height, inputs.maps.width, inputs.maps.skip
     by_column = _Order(height, wide, skip)
     q = by_column(inputs.q, inputs.scale)
@@ -34,8 +34,8 @@ def forward(inputs: Inputs, *, with_sums: bool) -> Outcome:
     room, maps = _room(inputs.maps), _maps(inputs.maps.key)
     lookups = (_array(inputs.k_lookup), _array(inputs.q_lookup))
     rest = (_masks(inputs), _drop(inputs), room, maps, (lse.numpy(), _array(sums)))
-    buffer, flat = _buffer(number, length)
-    for rows, heads in blocks(number, length, _SCORES):
+    buffer, flat = _buffer(number, length, dim)
+    for rows, heads in blocks(number, length, dim, _SCORES):
         scores = _view(buffer, rows, heads, length)
         torch.bmm(q[heads, rows], keys[heads], out=scores)
         tiles.forward_tile(flat, _place(rows, heads), lookups, *rest)
@@ -47,7 +47,7 @@ def backward(
     inputs: Inputs, grad: Tensor, lse: Tensor, delta: Tensor, v_lookup: Tensor | None
 ) -> Gradients:
     """See `core.Path`."""
-    number, length = inputs.q.shape[:2]
+    number, length, dim = inputs.q.shape
     by_column = _Order(inputs.maps.height, inputs.maps.width, inputs.maps.skip)
     q, grad = by_column(inputs.q, inputs.scale), by_column(grad, 1.0)
     keys, values = inputs.k.transpose(1, 2), inputs.v.transpose(1, 2)
@@ -64,10 +64,10 @@ def backward(
         delta.contiguous().numpy(),
     )
     rest = (lookups, _masks(inputs), _drop(inputs), room, maps, results)
-    buffer, flat = _buffer(number, length)
-    other, other_flat = _buffer(number, length)
+    buffer, flat = _buffer(number, length, dim)
+    other, other_flat = _buffer(number, length, dim)
     rows = slice(0, length)
-    for rows, heads in blocks(number, length, _SCORES):
+    for rows, heads in blocks(number, length, dim, _SCORES):
         weights, slopes = (_view(one, rows, heads, length) for one in (buffer, other))
         torch.bmm(q[heads, rows], keys[heads], out=weights)
         torch.bmm(grad[heads, rows], values[heads], out=slopes)
@@ -114,8 +114,8 @@ class _Order:
         return torch.cat([x[:, : self.skip], turned], 1) if self.skip else turned
 
 
-def _buffer(number: int, length: int) -> tuple[Tensor, Array]:
-    rows, heads = next(blocks(max(number, 1), length, _SCORES))
+def _buffer(number: int, length: int, dim: int) -> tuple[Tensor, Array]:
+    rows, heads = next(blocks(max(number, 1), length, dim, _SCORES))
     size = rows.stop * heads.stop * length
     buffer = torch.empty(size + 2 * LANES)
     return buffer, buffer.numpy()

@@ -72,10 +72,10 @@ class Path(Protocol):
         ...
 
 
-def blocks(number: int, length: int, most: int) -> Iterator[tuple[slice, slice]]:
-    """Slices of queries, and for each of them slices of heads, each less than half of all scores
-    and about `most` scores."""
-    budget = max(length, min(most, (number * length * length - 1) // 2))
+def blocks(number: int, length: int, dim: int, most: int) -> Iterator[tuple[slice, slice]]:
+    """Slices of queries, and for each of them slices of heads: about `most` scores, and less than
+    half of all of them or no more than queries have numbers."""
+    budget = max(length, min(most, max((number * length * length - 1) // 2, number * length * dim)))
     rows = _evenly(length, max(1, min(length, budget // length)))
     heads = _evenly(number, max(1, min(number, budget // (rows * length))))
     for row in range(0, length, rows):

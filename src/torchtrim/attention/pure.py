@@ -83,9 +83,9 @@ class _Ids:
 
 
 def _blocks(inputs: Inputs) -> list[tuple[slice, slice]]:
-    number, length = inputs.q.shape[:2]
+    number, length, dim = inputs.q.shape
     most = _CPU_SCORES if inputs.q.device.type == "cpu" else _DEVICE_SCORES
-    return list(blocks(number, length, most))
+    return list(blocks(number, length, dim, most))
 
 
 def _scores(inputs: Inputs, ids: _Ids, rows: slice, heads: slice) -> Tensor:
