@@ -10,7 +10,7 @@ import torchtrim
 from torchtrim.rules.waits import CODES
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-REPAIRED_LOSS = '''
+REPAIRED_LOSS = """
 class MaskedLoss(nn.Module):
     def forward(self, scores, labels):
         labels.masked_fill_(labels == BACKGROUND, IGNORE)
@@ -20,7 +20,7 @@ class MaskedLoss(nn.Module):
         return torch.where(classes < MIN_CLASSES, 0.0 * scores.sum(), loss)
 
 
-def parse_args'''
+def parse_args"""
 
 
 def sites(path: Path, *args: str) -> set[tuple[str, str, int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 from typing import Literal
 
@@ -10,7 +9,13 @@ import msgspec
 from msgspec import Struct
 
 from torchtrim.errors import UnreadableInput
-from torchtrim.records.files import MOST_BYTES, decode, load_profile, read_bounded
+from torchtrim.records.files import (
+    MOST_BYTES,
+    decode,
+    load_profile,
+    read_bounded,
+    without_collection,
+)
 from torchtrim.records.finding import Finding
 from torchtrim.records.profile import Profile
 from torchtrim.records.report import Report
@@ -78,17 +83,11 @@ class Record(Struct):
 
 def load_report_or_profile(path: Path) -> Report | Profile:
     """Load what `--json`, report.json or profile.json hold. Raises `UnreadableInput` for anything else."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
+    with without_collection():
         return _load(path)
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _load(path: Path) -> Report | Profile:
-    """Collecting garbage while a million operators are made takes ten times as long as making them."""
     data = read_bounded(path, MOST_BYTES)
     peek = decode(data, Record, str(path))
     if bytes(peek.operators):

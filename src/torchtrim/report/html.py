@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import gc
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from torchtrim.records import Profile, Report
+from torchtrim.records.files import without_collection
 from torchtrim.report import facts
 from torchtrim.report.safe import clean, without_source
 from torchtrim.report.views import CAPS, draw, view
@@ -29,17 +29,11 @@ def render(
 
     Without `source` the page holds no path, no script name, no line of source and no diff.
     """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
+    with without_collection():
         return _rendered(report, before, after, source)
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _rendered(report: Report, before: Profile | None, after: Profile | None, source: bool) -> str:
-    """Without collecting garbage, which takes longer than to draw a step of a million operators."""
     shown = report if source else without_source(report)
     template = _environment().get_template("page.html.jinja")
     drawn = draw(shown, before, after)

@@ -50,9 +50,7 @@ def test_lines_are_looked_up_in_the_source(tmp_path: Path) -> None:
 
 
 def test_it_needs_no_torch() -> None:
-    code = (
-        "import sys, torchtrim.observe.trace, torchtrim.sync.model.modelled, torchtrim.report.trace_text"
-    )
+    code = "import sys, torchtrim.observe.trace, torchtrim.sync.model.modelled, torchtrim.report.trace_text"
     done = subprocess.run(
         [sys.executable, "-c", f"{code}; print('torch' in sys.modules)"],
         capture_output=True,

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 from msgspec import Struct, field
 
 from torchtrim.errors import UnreadableInput
+from torchtrim.records.files import without_collection
 from torchtrim.records.trace_events import Event
 
 _VERSIONS = (
@@ -64,7 +62,7 @@ def decode(data: bytes | bytearray, source: str) -> Decoded:
             "Profile fewer steps: torch.profiler.schedule(wait=1, warmup=1, active=1)."
         )
     notes: list[str] = []
-    with _without_collection():
+    with without_collection():
         try:
             return _decode(data, source, notes)
         except RecursionError:
@@ -164,15 +162,3 @@ def _meta(data: bytes | bytearray) -> Meta:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return Meta()
     return meta
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Collecting garbage while half a million events are made takes longer than making them."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
