@@ -5,7 +5,8 @@
 `original` does what the published code does, with its L x L tensors; `gather` is the same with
 `gather` and `scatter_add`; `none` is torch's attention without positions. Each round takes the ways
 in another order; a ratio is of one round, and its spread is half of what the middle half spans. Times
-are those of the processor in the thread that computes, the only one. B 2, H 6, D 64, float32, product method with 49 buckets, tables shared by heads.
+are those of the processor in the thread that computes, the only one. B 2, H 6, D 64, float32, product
+method with 49 buckets, tables shared by heads.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ def test_it_equals_the_reference(on: str, shape: tuple[int, int, int]) -> None:
 
 @pytest.mark.usefixtures("only_torch")
 def test_masks_and_nothing_large() -> None:
-    buckets = Buckets.of_ratio("cross", 16, 16)
-    case = Case(buckets, mask=torch.rand(2, 1, 1, 256) > 0.3)
+    buckets = Buckets.of_ratio("cross", 12, 12)
+    case = Case(buckets, mask=torch.rand(2, 1, 1, 144) > 0.3)
     with Largest() as largest:
         case.check("auto", forward=4e-6)
     assert largest.elements > 0
