@@ -111,11 +111,16 @@ def by_dynamo(snippet: Snippet) -> int:
 
 @contextlib.contextmanager
 def seeded() -> Iterator[None]:
-    """The same numbers each time, and no warnings."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.manual_seed(0)
-        yield
+    """The same numbers each time, no warnings, and distributions that check: dynamo stops them for good."""
+    checks = torch.distributions.Distribution._validate_args
+    torch.distributions.Distribution.set_default_validate_args(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.manual_seed(0)
+            yield
+    finally:
+        torch.distributions.Distribution.set_default_validate_args(checks)
 
 
 @contextlib.contextmanager
