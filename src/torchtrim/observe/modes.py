@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch._C import _disabled_torch_dispatch_impl
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -33,6 +34,12 @@ def is_composite(func: Any) -> bool:
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     name: str = func.name()  # type: ignore[no-untyped-call]
     return has(name, COMPOSITE) and not has(name, "CPU")
+
+
+def has_own_dispatch(kind: type) -> bool:
+    """Whether a class of tensors has a dispatch of its own."""
+    own: Any = kind
+    return own.__torch_dispatch__ is not _disabled_torch_dispatch_impl
 
 
 def run_parts(func: Any, args: Any, kwargs: Any, whole: Callable[..., Any]) -> Any:

@@ -15,7 +15,6 @@ import torch
 from torch._C import (
     DisableTorchFunctionSubclass,
     _current_autograd_node,
-    _disabled_torch_dispatch_impl,
 )
 from torch._C._autograd import _get_sequence_nr
 from torch._C._dynamo import eval_frame
@@ -24,7 +23,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtrim.observe.emulated.device import current
-from torchtrim.observe.modes import enter_below, is_composite, leave, run_parts
+from torchtrim.observe.modes import (
+    enter_below,
+    has_own_dispatch,
+    is_composite,
+    leave,
+    run_parts,
+    tensors_among,
+)
 from torchtrim.observe.places import ENGINE, Places, Spot, is_in_function, line_of
 from torchtrim.observe.storages import PLAIN, Storages, parts_of, reachable_tensors
 from torchtrim.observe.waiting import NOTHING, Asking, Origin, Ran, waiting_here
@@ -213,7 +219,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if (types and any(map(_dispatches, types))) or os.getpid() != self._pid:
+        if (types and any(map(has_own_dispatch, types))) or os.getpid() != self._pid:
             return self._passed_on(func, types, args, kwargs)
         known = self._known.get(id(func)) or self._know(func)
         if known.is_label:
@@ -406,16 +412,8 @@ def profiler_range(name: str) -> Any:
 
 
 def _parts_among(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield from parts_of(value)
-        elif isinstance(value, (list, tuple)):
-            yield from _parts_among(value)
-
-
-def _dispatches(kind: type) -> bool:
-    """Whether a class of tensors has a dispatch of its own."""
-    return kind.__torch_dispatch__ is not _disabled_torch_dispatch_impl  # type: ignore[attr-defined]
+    for tensor in tensors_among(values):
+        yield from parts_of(tensor)
 
 
 def _skip_in_dynamo(function: Any) -> None:

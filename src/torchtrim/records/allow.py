@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
-from torchtrim.errors import UnreadableInput
-from torchtrim.records.files import read_bounded, write_atomically
+from torchtrim.records.files import load_toml, write_atomically
 
 FILE_NAME = "torchtrim-allow.toml"
 MOST_ENTRIES = 10_000
@@ -68,23 +66,15 @@ class Allowed(Struct, frozen=True, kw_only=True):
 
 def load_allow(path: Path) -> AllowList:
     """Load an allow-list. Raises `UnreadableInput`, naming the field, for anything that is none."""
-    data = read_bounded(path, _MOST_BYTES)
-    try:
-        tree: Any = tomllib.loads(data.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UnreadableInput(f"{path} is no readable allow-list: {error}.") from None
-    if tree.get("schema_version", 1) != 1:
-        raise UnreadableInput(
-            f"{path} has schema_version {tree['schema_version']!r}, and this torchtrim reads 1. "
-            "Update torchtrim."
-        )
-    try:
-        return msgspec.convert(tree, AllowList)
-    except msgspec.ValidationError as error:
-        raise UnreadableInput(
-            f"{path} is no allow-list: {error}. Mend that field; an entry has code, path, "
-            "line_text and count, and may have function and reason."
-        ) from None
+    return load_toml(
+        path,
+        AllowList,
+        name="allow-list",
+        most=_MOST_BYTES,
+        newer="Update torchtrim.",
+        mend="Mend that field; an entry has code, path, line_text and count, and may have function "
+        "and reason.",
+    )
 
 
 def save_allow(entries: Iterable[Entry], path: Path) -> None:

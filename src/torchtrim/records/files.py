@@ -122,22 +122,35 @@ def save_plan(plan: Plan, path: Path) -> None:
 
 def load_plan(path: Path) -> Plan:
     """Load a plan. Raises `UnreadableInput`, naming the field, for anything that is none."""
-    data = read_bounded(path, _MOST_PLAN_BYTES)
+    return load_toml(
+        path,
+        Plan,
+        name="plan",
+        most=_MOST_PLAN_BYTES,
+        newer="Update torchtrim, or plan again with this version.",
+        mend="Mend that field, or plan again.",
+    )
+
+
+def load_toml(path: Path, kind: type[T], *, name: str, most: int, newer: str, mend: str) -> T:
+    """Load a record from TOML of at most `most` bytes. Raises `UnreadableInput`, naming the field.
+
+    `newer` and `mend` say what to do with a file of another version and with a wrong field.
+    """
+    data = read_bounded(path, most)
     try:
         tree: Any = tomllib.loads(data.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UnreadableInput(f"{path} is no readable plan: {error}.") from None
+        raise UnreadableInput(f"{path} is no readable {name}: {error}.") from None
     if tree.get("schema_version", 1) != 1:
+        version = tree["schema_version"]
         raise UnreadableInput(
-            f"{path} has schema_version {tree['schema_version']!r}, and this torchtrim reads 1. "
-            "Update torchtrim, or plan again with this version."
+            f"{path} has schema_version {version!r}, and this torchtrim reads 1. {newer}"
         )
     try:
-        return msgspec.convert(tree, Plan)
+        return msgspec.convert(tree, kind)
     except msgspec.ValidationError as error:
-        raise UnreadableInput(
-            f"{path} is no plan: {error}. Mend that field, or plan again."
-        ) from None
+        raise UnreadableInput(f"{path} is no {name}: {error}. {mend}") from None
 
 
 def plan_text(plan: Plan) -> str:

@@ -8,13 +8,13 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch._C import _current_autograd_node, _disabled_torch_dispatch_impl
+from torch._C import _current_autograd_node
 from torch._C._autograd import _get_sequence_nr
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtrim.errors import Unsupported
 from torchtrim.observe.emulated.tags import HOST, Tags
-from torchtrim.observe.modes import is_composite, run_parts, tensors_among
+from torchtrim.observe.modes import has_own_dispatch, is_composite, run_parts, tensors_among
 from torchtrim.observe.storages import PLAIN
 
 _MEETS_HOST = frozenset(
@@ -106,7 +106,7 @@ class Accelerator(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if types and any(map(_dispatches, types)):
+        if types and any(map(has_own_dispatch, types)):
             return NotImplemented
         known = self._known.get(id(func)) or self._know(func)
         if known.parts is not None:
@@ -265,10 +265,6 @@ class Accelerator(TorchDispatchMode):
 def _is_indexed(known: _Known, tensor: torch.Tensor, args: Any) -> bool:
     """Whether an operator indexes the tensor, or assigns it, rather than index by it."""
     return known.indexes and any(tensor is argument for argument in args)
-
-
-def _dispatches(kind: type) -> bool:
-    return kind.__torch_dispatch__ is not _disabled_torch_dispatch_impl  # type: ignore[attr-defined]
 
 
 def _described(tensor: torch.Tensor) -> str:
