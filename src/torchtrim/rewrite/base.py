@@ -1,0 +1,153 @@
+"""What a cure is, what it matches, and what it writes."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from torchtrim.records.seen import Probe
+from torchtrim.rewrite.facts import Facts
+from torchtrim.rewrite.forms import match_form
+from torchtrim.rewrite.source import Source, spot
+
+Equivalence = Literal["BITWISE", "ROUNDING"]
+
+
+class Edit(NamedTuple):
+    """A span of the text, and what comes in its place."""
+
+    start: int
+    end: int
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Match:
+    """A place in the source that a cure is for.
+
+    `node` is what would be written anew, `parts` the expressions it is made of, by name; `watched`
+    are those whose values the cure wants to know. `keywords` are what `**REST` of the form took, and
+    `form` is the form that fitted.
+    """
+
+    cure: Cure
+    source: Source
+    node: ast.AST
+    parts: Mapping[str, ast.expr]
+    keywords: Mapping[str, list[ast.keyword]] = field(default_factory=dict)
+    form: str = ""
+
+    @property
+    def lines(self) -> tuple[int, int]:
+        """First and last line of the statement's own code, without the body that it heads."""
+        statement = self.source.statement(self.node)
+        if self.node is not statement or not hasattr(statement, "body"):
+            return self.node.lineno, self.node.end_lineno or self.node.lineno  # type: ignore[attr-defined]
+        return statement.lineno, statement.end_lineno or statement.lineno
+
+    def text(self, part: str) -> str:
+        """A part as it stands."""
+        return self.source.segment(self.parts[part])
+
+    def probe(self, number: int) -> Probe:
+        """What to watch for the facts that the cure needs."""
+        return Probe(
+            number=number,
+            path=self.source.path,
+            parts={
+                name: spot(node)
+                for name, node in self.parts.items()
+                if not isinstance(node, ast.Slice | ast.Starred)
+            },
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fix:
+    """A cure of one match, ready to be made.
+
+    `equivalence` is what the certificate may say at most. `open_needs` are facts that it rests on and
+    nobody has seen; `risk` says what may differ even so. Only with neither is it safe.
+    """
+
+    match: Match
+    edits: tuple[Edit, ...]
+    equivalence: Equivalence
+    open_needs: tuple[str, ...] = ()
+    risk: str = ""
+
+    @property
+    def safe(self) -> bool:
+        """Whether it may be made without being asked for."""
+        return not self.open_needs and not self.risk
+
+
+class Writing(NamedTuple):
+    """What a cure writes: its edits, and what may differ even where all its needs are met."""
+
+    edits: tuple[Edit, ...]
+    risk: str = ""
+    equivalence: Equivalence | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cure:
+    """A way to write a place of the source so that it does not wait.
+
+    `codes` are the rules whose findings it cures. `find` gives the places that have its form. `write`
+    says what to write there, by the facts; it asks `facts.need` for what it rests on, and raises
+    `Refused` where the cure would change what is computed. The docstring of its module is its
+    documentation: a line of summary, then what must hold, why, and when it refuses.
+    """
+
+    codes: tuple[str, ...]
+    equivalence: Equivalence
+    find: Callable[[Source], Iterator[Match]]
+    write: Callable[[Match, Facts], Writing]
+
+    @property
+    def name(self) -> str:
+        """The name of its file, of its test and in reports."""
+        return self.write.__module__.rpartition(".")[2]
+
+    @property
+    def summary(self) -> str:
+        """What it does, in a sentence."""
+        doc = inspect.cleandoc(sys.modules[self.write.__module__].__doc__ or "")
+        return doc.partition("\n\n")[0].replace("\n", " ")
+
+    def fix(self, match: Match, facts: Facts) -> Fix:
+        """The cure of one place. Raises `Refused` with the reason where there is none."""
+        written = self.write(match, facts)
+        return Fix(
+            match=match,
+            edits=written.edits,
+            equivalence=written.equivalence or self.equivalence,
+            open_needs=tuple(facts.missing),
+            risk=written.risk,
+        )
+
+
+def of_forms(cure: Callable[[], Cure], *forms: str) -> Callable[[Source], Iterator[Match]]:
+    """A `find` that gives each place of one of the forms, the first form first."""
+
+    def find(source: Source) -> Iterator[Match]:
+        for node in ast.walk(source.tree):
+            for text in forms:
+                bound = match_form(text, node, source)
+                if bound is not None:
+                    yield Match(
+                        cure=cure(),
+                        source=source,
+                        node=node,
+                        parts=bound.parts,
+                        keywords=bound.keywords,
+                        form=text,
+                    )
+                    break
+
+    return find

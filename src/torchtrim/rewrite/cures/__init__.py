@@ -1,0 +1,1 @@
+"""The cures: each file has a `CURE`."""

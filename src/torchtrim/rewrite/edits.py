@@ -1,0 +1,93 @@
+"""Puts fixes together into a new text."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from torchtrim.rewrite.base import Edit, Fix
+from torchtrim.rewrite.facts import Refused
+from torchtrim.rewrite.source import Source
+
+
+class Patched(NamedTuple):
+    """A new text, and the lines in which each fix stands in it."""
+
+    text: str
+    regions: tuple[tuple[int, int], ...]
+
+
+def compatible(fixes: Iterable[Fix]) -> list[Fix]:
+    """Fixes that do not touch each other, the first of those that do; the others wait for their turn."""
+    chosen: list[Fix] = []
+    for fix in fixes:
+        if not any(_touch(fix, other) for other in chosen):
+            chosen.append(fix)
+    return chosen
+
+
+def patch(source: Source, fixes: Sequence[Fix]) -> Patched:
+    """The source's text with the fixes in it. Raises `Refused` if that is no Python any more."""
+    edits = sorted({edit for fix in fixes for edit in fix.edits}, key=lambda edit: edit[:2])
+    text, moved, at = [], [], 0
+    length = 0
+    for edit in edits:
+        kept = source.text[at : edit.start]
+        text += [kept, edit.text]
+        length += len(kept)
+        moved.append((edit, length, length + len(edit.text)))
+        length += len(edit.text)
+        at = edit.end
+    new = "".join([*text, source.text[at:]])
+    try:
+        ast.parse(new)
+    except (SyntaxError, ValueError) as error:
+        raise Refused(f"what it would write is no Python: {error}") from None
+    regions = tuple(_region(new, fix, moved) for fix in fixes)
+    return Patched(new, regions)
+
+
+def diff_of(path: str, before: str, after: str) -> str:
+    """A unified diff, as `git apply` takes it."""
+    lines = difflib.unified_diff(_lines(before), _lines(after), f"a/{path}", f"b/{path}", n=3)
+    return "".join(
+        line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines
+    )
+
+
+def line_before(before: str, after: str, line: int) -> int:
+    """The line of the text before that a line of the text after was, or came in the place of."""
+    if before == after:
+        return line
+    matcher = difflib.SequenceMatcher(None, _lines(before), _lines(after), autojunk=False)
+    for tag, start, _, new_start, new_end in matcher.get_opcodes():
+        if new_start < line <= new_end:
+            return start + (line - new_start if tag == "equal" else 1)
+    return line
+
+
+def _lines(text: str) -> list[str]:
+    return text.splitlines(keepends=True) if "\f" not in text else text.split("\n")
+
+
+def _region(new: str, fix: Fix, moved: Sequence[tuple[Edit, int, int]]) -> tuple[int, int]:
+    spans = [(start, end) for edit, start, end in moved if edit in fix.edits]
+    begin, end = min(span[0] for span in spans), max(span[1] for span in spans)
+    first = new.count("\n", 0, begin) + 1
+    return first, first + new.count("\n", begin, max(begin, end - new[begin:end].endswith("\n")))
+
+
+def _touch(one: Fix, other: Fix) -> bool:
+    if one.match.source is not other.match.source:
+        return False
+    return any(_overlap(a, b) for a in one.edits for b in other.edits)
+
+
+def _overlap(one: Edit, other: Edit) -> bool:
+    if one == other:
+        return one.start != one.end
+    if one.start == one.end or other.start == other.end:
+        return one.start < other.end and other.start < one.end
+    return one.start < other.end and other.start < one.end

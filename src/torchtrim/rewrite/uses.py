@@ -1,0 +1,105 @@
+"""Where a value goes: whether a tensor of no dimensions may take a Python number's place."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from dataclasses import replace as changed
+
+from torchtrim.rewrite.base import Match
+from torchtrim.rewrite.facts import Facts, Refused, is_floating
+from torchtrim.rewrite.source import Function, Source
+
+_ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div)
+_READS = ("float", "int", "bool")
+_WITH = "WITH"
+Find = Callable[[Source], Iterator[Match]]
+
+
+def loads(function: ast.AST, name: str) -> Iterator[ast.Name]:
+    """Each place of a function's code, nested functions included, that reads a name."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load):
+            yield node
+
+
+def stores(function: ast.AST, name: str) -> Iterator[ast.Name]:
+    """Each place of a function's code that binds or deletes a name."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Name) and node.id == name and not isinstance(node.ctx, ast.Load):
+            yield node
+
+
+def with_companions(find: Find) -> Find:
+    """The same places, with what each value is computed with as parts `WITH0`, `WITH1`, ..."""
+
+    def found(source: Source) -> Iterator[Match]:
+        for match in find(source):
+            others = [use for use in _uses(source, match.node, 0) if isinstance(use, ast.expr)]
+            parts = {**match.parts, **{f"{_WITH}{n}": one for n, one in enumerate(others)}}
+            yield changed(match, parts=parts)
+
+    return found
+
+
+def need_tensor_uses(match: Match, facts: Facts, part: str) -> None:
+    """What must hold where the value of the match becomes a tensor on the device of a part.
+
+    Each use is arithmetic with a floating tensor there, whose result is one as before, or a read that
+    takes a tensor too. Raises `Refused` with the first use that is neither.
+    """
+    for use in _uses(match.source, match.node, 0):
+        if isinstance(use, str):
+            raise Refused(
+                f"its value is needed as a number of Python's: {use}. Keep the read, and make it late or "
+                "together with others"
+            )
+    for name in match.parts:
+        if name.startswith(_WITH):
+            facts.need(
+                f"`{match.text(name)[:60]}` is a floating tensor on the same device",
+                lambda v, name=name: (
+                    is_floating(getattr(v, name))  # type: ignore[misc]
+                    and getattr(v, name).device == getattr(v, part).device
+                ),
+            )
+
+
+def _uses(source: Source, node: ast.AST, depth: int) -> Iterator[ast.expr | str]:
+    """What a value is computed with, and, as text, each use that needs a number."""
+    outer = source.parents[node]
+    where = f"line {node.lineno}"  # type: ignore[attr-defined]
+    if depth > 8:
+        yield f"{where}, and it goes on from there"
+    elif isinstance(outer, ast.BinOp) and isinstance(outer.op, _ARITHMETIC):
+        yield outer.left if outer.right is node else outer.right
+    elif isinstance(outer, ast.AugAssign) and isinstance(outer.op, _ARITHMETIC):
+        yield outer.target
+    elif isinstance(outer, ast.UnaryOp) and not isinstance(outer.op, ast.Not):
+        yield from _uses(source, outer, depth + 1)
+    elif isinstance(outer, ast.Call) and node in outer.args and _reads(outer):
+        return
+    elif isinstance(outer, ast.Assign) and len(outer.targets) == 1:
+        yield from _uses_of_name(source, outer, depth)
+    else:
+        yield f"{where}, `{source.segment(outer)[:60]}`" if isinstance(outer, ast.expr) else where
+
+
+def _reads(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Name) and call.func.id in _READS
+
+
+def _uses_of_name(source: Source, assigned: ast.Assign, depth: int) -> Iterator[ast.expr | str]:
+    target = assigned.targets[0]
+    function = source.function(assigned)
+    if not isinstance(target, ast.Name) or not isinstance(function, Function):
+        yield f"line {assigned.lineno}, where it leaves the function"
+        return
+    if len(list(stores(function, target.id))) > 1:
+        yield f"line {assigned.lineno}, where a name that has other values too is given it"
+        return
+    for use in loads(function, target.id):
+        if source.function(use) is not function:
+            yield f"line {use.lineno}, in a function within"
+        else:
+            yield from _uses(source, use, depth + 1)
