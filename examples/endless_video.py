@@ -94,6 +94,7 @@ def main() -> None:
     session.add_point_inputs(session.obj_id_to_idx(1), 0, points)
     session.obj_with_new_inputs = [1]
     full = 0
+    torch.manual_seed(1)
     for number, image in enumerate(itertools.islice(video(), options.frames)):
         mask = tracker(session, frame=image).pred_masks
         held = state_bytes(session)
@@ -110,4 +111,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        print()

@@ -32,6 +32,7 @@ RUNS_WHAT_IT_READS = {
     *("pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "yaml"),
     *("eval", "exec", "compile", "__import__", "torch.load"),
 }
+RUNS_THE_SCRIPT = "torchtrim.observe.sources"
 HEAVY = {"torch", "rich", "numpy", "jinja2"}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -113,9 +114,11 @@ def test_every_function_is_annotated() -> None:
 
 
 def test_nothing_runs_what_it_reads() -> None:
-    """No pickle and no eval: profiles, traces and plans are not trusted."""
+    """No pickle and no eval: profiles, traces and plans are not trusted. The script itself is run."""
     found = []
     for name, module in parsed():
+        if name == RUNS_THE_SCRIPT:
+            continue
         for node in ast.walk(module):
             used = set()
             if isinstance(node, ast.Import):
@@ -136,7 +139,7 @@ def test_every_rule_technique_and_verb_is_found_by_its_file() -> None:
     verbs = command_line.list_commands(click.Context(command_line))
     assert {found.stem for found in all_rules()} == files("rules", "RULE = ")
     assert set(names()) == files("techniques", "TECHNIQUE = ")
-    assert set(verbs) == files("cli", "def command(")
+    assert {verb.replace("-", "_") for verb in verbs} == files("cli", "def command(")
 
 
 @pytest.mark.parametrize("name", names())

@@ -401,3 +401,65 @@ def test_the_package_offers_the_plugin() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["entry-points"]["pytest11"] == {"torchtrim": "torchtrim.pytest_plugin"}
     subprocess.run([sys.executable, "-c", "import torchtrim.pytest_plugin"], check=True)
+
+
+STREAM = """
+import torch
+class Tracker(torch.nn.Module):
+    def __init__(self, keep):
+        super().__init__()
+        self.memory, self.keep, self.frame = {}, keep, 0
+    def forward(self, image):
+        self.memory[self.frame] = image * 2
+        self.memory.pop(self.frame - self.keep, None)
+        self.frame += 1
+        return self.memory[self.frame - 1]
+
+def stream(keep, frames=30):
+    tracker = Tracker(keep)
+    for frame in range(frames):
+        tracker(torch.ones(256))
+"""
+
+
+def test_growth_is_held_to_its_limit(session) -> None:
+    result = session(
+        STREAM
+        + """
+@mark(max_growth="0B")
+def test_flat():
+    stream(keep=3)
+
+@mark(max_growth="0B")
+def test_grows():
+    stream(keep=1000)
+
+@mark(max_growth="2KiB", frames_of="stream")
+def test_few():
+    stream(keep=3)
+""",
+        own=True,
+    )
+    result.assert_outcomes(passed=1, failed=2)
+    result.stdout.fnmatch_lines(
+        [
+            "*KiB a frame (a call of Tracker), max_growth=0 B",
+            "*test_it.py:*dict *memory grows by 1*",
+        ],
+        consecutive=False,
+    )
+    result.stdout.fnmatch_lines(["*1 frames were seen, and growth shows in 6 or more*"])
+
+
+@pytest.mark.parametrize(
+    ("mark", "words"),
+    [
+        ('max_growth="much"', "cannot read 'much'"),
+        ('max_growth="0B", max_peak="1MiB"', "mark two tests"),
+        ('frames_of="Tracker"', "goes with max_growth"),
+    ],
+)
+def test_a_wrong_growth_is_refused(session, mark: str, words: str) -> None:
+    result = session(f"@mark({mark})\ndef test_wrong(): pass\n")
+    result.assert_outcomes(errors=1)
+    assert words in result.stdout.str()

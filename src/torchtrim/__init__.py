@@ -11,12 +11,15 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from torchtrim.api import Fitted as Fitted
     from torchtrim.api import apply as apply
+    from torchtrim.api import cure as cure
     from torchtrim.api import diagnose as diagnose
+    from torchtrim.api import estimate as estimate
     from torchtrim.api import fit as fit
     from torchtrim.api import measure as measure
     from torchtrim.api import plan as plan
     from torchtrim.api import record as record
     from torchtrim.api import verify as verify
+    from torchtrim.certify.estimate import Estimate as Estimate
     from torchtrim.errors import ApplyFailed as ApplyFailed
     from torchtrim.errors import InfeasibleBudget as InfeasibleBudget
     from torchtrim.errors import ScriptFailed as ScriptFailed
@@ -24,7 +27,11 @@ if TYPE_CHECKING:
     from torchtrim.errors import UnreadableInput as UnreadableInput
     from torchtrim.errors import Unsupported as Unsupported
     from torchtrim.errors import UsageError as UsageError
+    from torchtrim.inference import FittedMemory as FittedMemory
+    from torchtrim.inference import count_memory as count_memory
+    from torchtrim.inference import optimize_memory as optimize_memory
     from torchtrim.observe.emulated import emulate as emulate
+    from torchtrim.observe.growth import measure_growth as measure_growth
     from torchtrim.observe.script import Script as Script
     from torchtrim.observe.trace import diagnose_traces as diagnose_traces
     from torchtrim.observe.workload import Inference as Inference
@@ -37,9 +44,30 @@ if TYPE_CHECKING:
     from torchtrim.records.files import load_profile as load_profile
     from torchtrim.records.files import save_plan as save_plan
     from torchtrim.records.files import save_profile as save_profile
+    from torchtrim.rewrite.lint_files import lint as lint
+    from torchtrim.stream import StateStore as StateStore
+    from torchtrim.stream import bound_caches as bound_caches
+    from torchtrim.stream import bound_session as bound_session
+    from torchtrim.stream import bound_state as bound_state
+    from torchtrim.stream import learn_state as learn_state
+    from torchtrim.stream import share_positions as share_positions
+    from torchtrim.stream import sink_cache as sink_cache
+    from torchtrim.stream import try_lifetimes as try_lifetimes
 
 _HOMES = {
-    "torchtrim.api": ("Fitted", "apply", "diagnose", "fit", "measure", "plan", "record", "verify"),
+    "torchtrim.api": (
+        "Fitted",
+        "apply",
+        "cure",
+        "diagnose",
+        "estimate",
+        "fit",
+        "measure",
+        "plan",
+        "record",
+        "verify",
+    ),
+    "torchtrim.certify.estimate": ("Estimate",),
     "torchtrim.errors": (
         "ApplyFailed",
         "InfeasibleBudget",
@@ -49,10 +77,23 @@ _HOMES = {
         "Unsupported",
         "UsageError",
     ),
+    "torchtrim.inference": ("FittedMemory", "count_memory", "optimize_memory"),
     "torchtrim.observe.emulated": ("emulate",),
     "torchtrim.observe.trace": ("diagnose_traces",),
     "torchtrim.observe.script": ("Script",),
     "torchtrim.observe.workload": ("Inference", "TrainStep"),
+    "torchtrim.observe.growth": ("measure_growth",),
+    "torchtrim.rewrite.lint_files": ("lint",),
+    "torchtrim.stream": (
+        "StateStore",
+        "bound_caches",
+        "bound_session",
+        "bound_state",
+        "learn_state",
+        "share_positions",
+        "sink_cache",
+        "try_lifetimes",
+    ),
     "torchtrim.records": ("Certificate", "Finding", "Plan", "Profile"),
     "torchtrim.records.files": ("load_plan", "load_profile", "save_plan", "save_profile"),
 }

@@ -13,7 +13,10 @@ import msgspec
 import torch
 
 from torchtrim import __version__
+from torchtrim.certify.cured import cures_of, with_cures
+from torchtrim.certify.estimate import Estimate, memory_findings
 from torchtrim.certify.fit import Fit, Fitting, measured
+from torchtrim.certify.fixing import Fixing
 from torchtrim.certify.runs import Workload, run_trial
 from torchtrim.certify.trial import Request, Trial
 from torchtrim.certify.verify import Contest, certify
@@ -24,9 +27,11 @@ from torchtrim.observe.script import Script, working_folder
 from torchtrim.observe.workload import Inference, TrainStep
 from torchtrim.records.certificate import Certificate
 from torchtrim.records.finding import Finding
+from torchtrim.records.fix import Cures
 from torchtrim.records.plan import MemoryKind, Plan
 from torchtrim.records.profile import Profile
-from torchtrim.records.report import FrontierPoint, PlanSummary, Report
+from torchtrim.records.report import Figures, FrontierPoint, PlanSummary, Report
+from torchtrim.rewrite.files import write_sources
 from torchtrim.rules.prices import priced
 from torchtrim.rules.registry import diagnose as find
 from torchtrim.rules.waits import waits_in
@@ -51,7 +56,7 @@ class Fitted:
     """A live model that was fitted into a budget. As a context manager it is reverted at the end."""
 
     def __init__(self, fit: Fit, applied: Applied) -> None:
-        self.original = fit.original.figures()
+        self.original: Figures | None = fit.original.figures()
         self.planned = fit.planned.figures() if fit.planned else None
         self.plan = fit.plan
         self.certificate = fit.certificate
@@ -165,6 +170,52 @@ def verify(
     return certificate.report.certificate
 
 
+def estimate(
+    workload: Workload | Callable[[], Model],
+    *,
+    device: str | None = None,
+    progress: Progress = _silent,
+) -> Estimate:
+    """What a step would need, without running it: nothing is computed, and nothing takes memory.
+
+    `workload` may be a function that makes one; then what it makes takes no memory either, so that a
+    model can be estimated that does not fit here. `device`: `"cpu"`, by default; the name of a GPU to
+    estimate for, such as `"h100"`; or `"emulated"` for any. Raises `UsageError` for what is no workload,
+    and `Unsupported` for an operator of which nobody knows what it gives.
+    """
+    return Estimate(workload, device=device, progress=progress)
+
+
+def estimate_report(
+    script: Script,
+    request: Request,
+    *,
+    fits: str | None = None,
+    max_batch: str | None = None,
+    progress: Progress = _silent,
+) -> Result:
+    """`estimate` of a script with its figures, and the largest batch of its loaders that fits."""
+    budget = parse_bytes(fits) if fits is not None else None
+    found = Estimate(script, device=script.device, request=request, progress=progress)
+    facts = found.facts
+    if max_batch is not None:
+        facts = msgspec.structs.replace(facts, growth=(found.grown("batch", max_batch),))
+    figures = found.trial.figures()
+    report = msgspec.structs.replace(
+        _report("estimate", script, found.trial),
+        original=msgspec.structs.replace(
+            figures, step_seconds=0.0, spread_seconds=0.0, rss_bytes=None
+        ),
+        findings=memory_findings(found.profile),
+        waiting=None,
+        steps=0,
+        budget_bytes=budget,
+        memory_kind="reserved" if found.reserved_bytes else "allocated",
+        estimated=facts,
+    )
+    return Result(report, found.profile)
+
+
 def diagnose_report(
     workload: Workload, request: Request, *, progress: Progress = _silent
 ) -> Result:
@@ -207,9 +258,13 @@ def optimize_report(
     request: Request,
     *,
     memory_kind: MemoryKind = "allocated",
+    cures: bool = False,
     progress: Progress = _silent,
 ) -> Result:
-    """The whole loop. Where nothing fits, the report says the smallest budget that would."""
+    """The whole loop. Where nothing fits, the report says the smallest budget that would.
+
+    With `cures`, a script's waits are cured too, as a diff beside the plan.
+    """
     fitting = Fitting(workload, request, progress)
     try:
         found = fitting.fit(memory, memory_kind)
@@ -225,6 +280,9 @@ def optimize_report(
         certificate=found.certificate,
         notes=(*found.original.notes, *found.notes),
     )
+    if cures and isinstance(workload, Script):
+        fixed = Fixing(workload, request, progress).fix(found.original)
+        report = with_cures(report, cures_of(fixed, workload.project))
     after = found.planned.profile if found.planned else None
     return Result(report, found.original.profile, after, found.plan)
 
@@ -267,6 +325,41 @@ def verify_scripts(
         certificate=certificate,
     )
     return Result(report, original.profile, planned.profile)
+
+
+def cure_report(
+    script: Script,
+    request: Request,
+    *,
+    unsafe: bool = False,
+    write: bool = False,
+    progress: Progress = _silent,
+) -> Result:
+    """The cures of the waits in a script's own source, each proved.
+
+    With `write` they are in the files afterwards, else only in the report's diff. `unsafe`: make also
+    those that rest on what no run has shown.
+    """
+    fixed = Fixing(script, request, progress, unsafe=unsafe).fix()
+    if write:
+        write_sources(fixed.texts, fixed.before, script.project)
+    cures = cures_of(fixed, script.project, written=write and bool(fixed.texts))
+    report = msgspec.structs.replace(
+        _report("optimize", script, fixed.original),
+        planned=fixed.planned.figures() if fixed.planned else None,
+        certificate=cures.certificate,
+    )
+    after = fixed.planned.profile if fixed.planned else None
+    return Result(with_cures(report, cures), fixed.original.profile, after)
+
+
+def cure(
+    script: Script, *, unsafe: bool = False, write: bool = False, progress: Progress = _silent
+) -> Cures:
+    """Cure the waits in a script's own source, and prove each cure. With `write`, into the files."""
+    result = cure_report(script, Request(), unsafe=unsafe, write=write, progress=progress)
+    assert result.report.cures is not None
+    return result.report.cures
 
 
 def check_script(plan: Plan, workload: Workload) -> None:

@@ -1,8 +1,9 @@
 """For pytest: `@pytest.mark.torchtrim(max_syncs=0, max_peak="300MiB")` holds a test to waits and a peak.
 
 The body of a marked test is called `warmup` times, then once more, measured; one test at a time, since
-`torchtrim.api.measure` takes one call at a time. Importing this imports no torch, and neither does a
-session without a marked test.
+`torchtrim.api.measure` takes one call at a time. With `max_growth="0B"` the body streams frames, and what
+a frame adds to memory is held to that; `frames_of` names what a frame is. Importing this imports no torch,
+and neither does a session without a marked test.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
 FILE_NAME = "torchtrim-baseline.json"
 _MARK = "torchtrim"
 _USAGE = (
-    'torchtrim(max_syncs=0, max_peak="300MiB", warmup=1, device=None): hold what the test waits for '
-    "and needs to limits; without a limit, to torchtrim-baseline.json."
+    'torchtrim(max_syncs=0, max_peak="300MiB", max_growth="0B", frames_of=None, warmup=1, device=None): '
+    "hold what the test waits for and needs, and what each frame of a stream in it adds, to limits; without "
+    "a limit, to torchtrim-baseline.json."
 )
 _SECTION = pytest.StashKey[str]()
 _LEDGER = pytest.StashKey["Ledger"]()
@@ -78,7 +80,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if mark is None:
         return None
     limits = Limits.of(mark)
-    _judge(pyfuncitem, limits, _measured(pyfuncitem, limits))
+    if limits.max_growth is not None:
+        _judge_growth(pyfuncitem, limits)
+    else:
+        _judge(pyfuncitem, limits, _measured(pyfuncitem, limits))
     return True
 
 
@@ -120,6 +125,8 @@ class Limits:
 
     max_syncs: int | None = None
     max_peak: int | None = None
+    max_growth: int | None = None
+    frames_of: str | None = None
     warmup: int = 1
     device: Device | None = None
 
@@ -131,19 +138,13 @@ class Limits:
     @classmethod
     def of(cls, mark: pytest.Mark) -> Limits:
         """The arguments of a mark; a test with a wrong one fails and says what is right."""
-        from torchtrim.errors import UsageError
-        from torchtrim.units import parse_bytes
-
-        unknown = sorted(set(mark.kwargs) - {"max_syncs", "max_peak", "warmup", "device"})
+        known = {"max_syncs", "max_peak", "max_growth", "frames_of", "warmup", "device"}
+        unknown = sorted(set(mark.kwargs) - known)
         if mark.args or unknown:
             wrong = repr(mark.args[0]) if mark.args else unknown[0]
             _fail(f"the mark torchtrim takes no {wrong}. Write it as\n{_USAGE}")
-        peak = mark.kwargs.get("max_peak")
-        try:
-            limit = parse_bytes(peak) if peak is not None else None
-        except UsageError as error:
-            _fail(f"max_peak of the mark torchtrim: {error}")
-        return cls(**{**mark.kwargs, "max_peak": limit}).checked()
+        amounts = {name: _amount(name, mark) for name in ("max_peak", "max_growth")}
+        return cls(**{**mark.kwargs, **amounts}).checked()
 
     def checked(self) -> Limits:
         """These limits, if they are some."""
@@ -151,9 +152,48 @@ class Limits:
             none = value is None and name == "max_syncs"
             if not none and (type(value) is not int or value < 0):
                 _fail(f"{name} of the mark torchtrim is a number from 0 on, not {value!r}.")
+        if self.max_growth is not None and self.explicit:
+            _fail(
+                "max_growth watches frames and goes with no max_syncs or max_peak: mark two tests."
+            )
+        if self.frames_of is not None and (self.max_growth is None or not self.frames_of):
+            _fail(
+                "frames_of of the mark torchtrim names a class or a function, and goes with max_growth."
+            )
         if self.device not in (None, "cpu", "emulated", "cuda"):
             _fail(f"device of the mark torchtrim is cpu, emulated or cuda, not {self.device!r}.")
         return self
+
+
+def _amount(name: str, mark: pytest.Mark) -> int | None:
+    from torchtrim.errors import UsageError
+    from torchtrim.units import parse_bytes
+
+    given = mark.kwargs.get(name)
+    try:
+        return None if given is None else parse_bytes(given, zero=name == "max_growth")
+    except UsageError as error:
+        _fail(f"{name} of the mark torchtrim: {error}")
+
+
+def _judge_growth(item: pytest.Function, limits: Limits) -> None:
+    """Call a test that streams once, and hold what its frames add to the limit."""
+    from torchtrim.errors import TorchtrimError
+    from torchtrim.observe.growth import measure_growth
+    from torchtrim.rules.tt501_growing_state import check
+    from torchtrim.units import format_bytes
+
+    root = item.config.rootpath
+    try:
+        profile, stream = measure_growth(_body(item), frames_of=limits.frames_of, project=root)
+    except TorchtrimError as error:
+        _fail(str(error))
+    assert limits.max_growth is not None
+    if stream.growth_bytes > limits.max_growth:
+        lines = [f"  {_place(one.path, one.line, root)}  {one.message}" for one in check(profile)]
+        item.stash[_SECTION] = "\n".join(["what grows:", *lines])
+        grew, most = format_bytes(stream.growth_bytes), format_bytes(limits.max_growth)
+        _fail(f"{grew} a frame ({stream.frame}), max_growth={most}")
 
 
 def _judge(item: pytest.Function, limits: Limits, measured: Measured) -> None:

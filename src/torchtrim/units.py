@@ -21,10 +21,10 @@ _FACTORS = {
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*|%)\s*", re.ASCII)
 
 
-def parse_bytes(text: str | int, *, whole: int | None = None) -> int:
+def parse_bytes(text: str | int, *, whole: int | None = None, zero: bool = False) -> int:
     """Bytes of `"8GiB"`, `"8GB"`, `"1024"`, `1024` or, where `whole` is given, `"60%"` of it.
 
-    Raises `UsageError` for anything else, for zero and for a share where there is no whole.
+    Raises `UsageError` for anything else, for zero unless `zero`, and for a share where there is no whole.
     """
     if isinstance(text, int):
         amount, unit = float(text), ""
@@ -36,7 +36,7 @@ def parse_bytes(text: str | int, *, whole: int | None = None) -> int:
                 "(8 x 2^30), 500MB (500 x 10^6), 1048576 (bytes), or 60% of the original's own peak."
             )
         amount, unit = float(match[1]), match[2].lower()
-    if amount <= 0:
+    if amount < 0 or not (amount or zero):
         raise UsageError(
             f"{text!r} is no amount of memory that a program could run in; give one above zero."
         )

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attention.reference import published_ids
+from attention.reference import published_ids, published_index
 from torchtrim.attention.buckets import METHODS, Buckets, Coefficients, parsed
 from torchtrim.errors import UsageError
 
@@ -27,6 +27,39 @@ def test_ids_are_the_published(method: str, ratio: float) -> None:
         for skip in (0, 1, 10):
             found = Buckets.of_ratio(method, height, width, skip=skip, ratio=ratio)
             assert torch.equal(found.ids(), expected(method, height, width, skip, ratio))
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("method", METHODS)
+def test_maps_of_every_rectangle_are_the_published_formula(method: str, ratio: float) -> None:
+    """A pair's bucket depends on its distances alone, so a shape's map is what it says of each."""
+    most = int(2 * ratio)
+    side = 2 * most + 1
+    every = [(height, width) for height in range(1, 43) for width in range(1, 43)]
+    for height, width in every if ratio == RATIOS[0] else every[41::42] + every[-42:]:
+        found = Buckets.of_ratio(method, height, width, ratio=ratio)
+        maps = found.maps()
+        ids = maps.pattern[maps.group.long()]
+        down = torch.arange(1 - height, height)[:, None].expand_as(ids)
+        right = torch.arange(1 - width, width)[None].expand_as(ids)
+        if method in ("product", "cross"):
+            rows, columns = (published_index(one, ratio) + most for one in (down, right))
+            expected = rows * side + columns
+        else:
+            squares = down.square() + right.square()
+            distance = squares if method == "quantization" else squares.float().sqrt().round()
+            expected = published_index(distance, ratio) + most
+        assert torch.equal(ids.long(), expected), (height, width)
+        assert found.number == (side * side if method == "product" else side)
+
+
+@pytest.mark.parametrize("skip", range(11))
+def test_every_skip_and_ratio_on_long_images(skip: int) -> None:
+    for ratio in RATIOS:
+        for height, width in ((1, 7), (5, 2), (3, 3)):
+            for method in METHODS:
+                found = Buckets.of_ratio(method, height, width, skip=skip, ratio=ratio)
+                assert torch.equal(found.ids(), expected(method, height, width, skip, ratio))
 
 
 @pytest.mark.parametrize("method", METHODS)

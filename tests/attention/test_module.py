@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from attention.deit import both
-from torchtrim.attention import RelativeAttention, get_rpe_config, module
+from torchtrim.attention import RelativeAttention, encodings, get_rpe_config
 from torchtrim.attention.irpe import RPEConfigs
 from torchtrim.errors import Unsupported, UsageError
 
@@ -117,7 +117,7 @@ def test_a_mirrored_bias_is_that_of_the_other_direction() -> None:
     for method in ("product", "euclidean", "quantization"):
         buckets = Buckets.of_ratio(method, 5, 9, skip=1)
         table = torch.randn(2, buckets.number)
-        turned = module.mirrored(table, buckets)
+        turned = encodings.mirrored(table, buckets)
         assert isinstance(turned, torch.Tensor)
         ids = buckets.ids()
         assert torch.equal(turned[:, ids], table[:, ids.T])

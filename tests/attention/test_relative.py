@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
@@ -153,8 +154,9 @@ def test_nothing_large_is_made(path: str, size: int) -> None:
     assert 0 < largest.elements < case.batch * case.heads * size**4 / 2
 
 
-def test_little_is_kept_for_the_backward() -> None:
-    case = Case(grid(16, 16, 0), heads=4, dim=32)
+@pytest.mark.parametrize("size", [8, 14, 32])
+def test_little_is_kept_for_the_backward(size: int) -> None:
+    case = Case(grid(size, size, 0), heads=6, dim=64)
     with saved() as ours:
         case.found()
     with saved() as plain:
@@ -186,6 +188,36 @@ def test_lookups_and_values_of_each_sample(path: str) -> None:
     }
     case.tables = {name: case.leaf(*shape) for name, shape in shapes.items()}
     case.check(path)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("size", [5, 12])
+def test_watched_and_not_it_is_the_same(path: str, size: int) -> None:
+    """With a mode around it the dispatcher's operator runs, without one the same functions."""
+    case = Case(grid(size, size, 1))
+    with Largest():
+        seen = case.found(path)
+        gradients = case.gradients(seen)
+    assert torch.equal(case.found(path), seen)
+    assert all(map(torch.equal, case.gradients(case.found(path)), gradients))
+    found = case.found(path)
+    with Largest():
+        assert all(map(torch.equal, case.gradients(found), gradients))
+
+
+def test_it_runs_in_threads_at_once() -> None:
+    case = Case(grid(6, 6, 1))
+    expected = case.found()
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(lambda _: case.found(), range(24)):
+            assert torch.equal(found, expected)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    case = Case(grid(3, 3, 0))
+    (gradient, *_) = torch.autograd.grad(case.found().sum(), case.leaves, create_graph=True)
+    with pytest.raises(RuntimeError):
+        gradient.sum().backward()
 
 
 def test_torch_checks_the_operator() -> None:

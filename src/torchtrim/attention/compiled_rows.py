@@ -26,7 +26,7 @@ inlined: Callable[[F], F] = import_module("numba").njit(
     inline="always",
 )
 CHUNK = 8
-LANES, MANY_LANES = 16, 64
+FEW_LANES, LANES, MANY_LANES = 8, 16, 64
 LOG2E, HALF, ONE, ZERO = (np.float32(x) for x in (1.44269504088896341, 0.5, 1.0, 0.0))
 LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
 LOWEST = np.float32(-127 * 0.6931471805599453)
@@ -176,8 +176,13 @@ def largest(t: Any, count: int, lanes: Any) -> Any:
         chunk = t[j : j + MANY_LANES]
         for u in range(MANY_LANES):
             lanes[u] = chunk[u] if chunk[u] > lanes[u] else lanes[u]
+    half = MANY_LANES // 2
+    while half >= FEW_LANES:
+        for u in range(half):
+            lanes[u] = lanes[half + u] if lanes[half + u] > lanes[u] else lanes[u]
+        half //= 2
     top = lanes[0]
-    for u in range(1, MANY_LANES):
+    for u in range(1, FEW_LANES):
         top = lanes[u] if lanes[u] > top else top
     return top
 

@@ -38,21 +38,12 @@ from torchtrim.attention.compiled_rows import (
 
 @inlined
 def biased_row(
-    scores: Any,
-    offset: int,
-    n: int,
-    i: int,
-    k_lookup: Any,
-    q_lookup: Any,
-    t: Any,
-    slab: Any,
-    column: Any,
-    geometry: Any,
-    group: Any,
-    seen: Any,
-    used: Any,
+    scores: Any, offset: int, n: int, i: int, lookups: Any, work: Any, column: Any, grid: Any
 ) -> None:
-    """t = a query's scores with all that positions add to them."""
+    """t = a query's scores with all that positions add to them; work is (t, slab)."""
+    k_lookup, q_lookup = lookups
+    t, slab = work
+    geometry, group, seen, used = grid
     wide, skip, length = geometry[1], geometry[2], geometry[3]
     query_only, key_only, both = geometry[5], geometry[6], geometry[7]
     has_k, has_q = k_lookup.size > 0, q_lookup.size > 0
@@ -60,7 +51,9 @@ def biased_row(
         y, x = (i - skip) // wide, (i - skip) % wide
         if has_k:
             slab_of(k_lookup[n, i], seen, used[y, 0], used[y, 1], x, wide, slab)
-        add_slab(scores, offset, slab, group, y, geometry, t)
+            add_slab(scores, offset, slab, group, y, geometry, t)
+        else:
+            t[skip:length] = scores[offset + skip : offset + length]
         if has_q:
             add_column(column, group, y, geometry, t)
         of_k, of_q = key_only, query_only
@@ -77,20 +70,12 @@ def biased_row(
 
 
 @inlined
-def sum_row(
-    t: Any,
-    n: int,
-    i: int,
-    sums: Any,
-    slab: Any,
-    geometry: Any,
-    group: Any,
-    seen: Any,
-    used: Any,
-) -> None:
-    """Add a row to the buckets of its query."""
+def sum_row(t: Any, n: int, i: int, sums: Any, slab: Any, grid: Any) -> None:
+    """What a row adds to the buckets of its query; before it, nothing."""
+    geometry, group, seen, used = grid
     wide, skip, length = geometry[1], geometry[2], geometry[3]
     row = sums[n, i]
+    row[:] = ZERO
     if i >= skip:
         y, x = (i - skip) // wide, (i - skip) % wide
         sum_slab(t, group, y, geometry, used[y, 0], used[y, 1], slab)
@@ -106,8 +91,9 @@ def sum_row(
 
 
 @inlined
-def sum_back(t: Any, n: int, i: int, sums: Any, column: Any, geometry: Any, group: Any) -> None:
+def sum_back(t: Any, n: int, i: int, sums: Any, column: Any, grid: Any) -> None:
     """Add a row to the buckets of its keys; those of the grid wait in `column`."""
+    geometry, group = grid[0], grid[1]
     wide, skip, length = geometry[1], geometry[2], geometry[3]
     if i >= skip:
         sum_column(t, group, (i - skip) // wide, geometry, column)
@@ -165,41 +151,26 @@ def forward_tile(
 ) -> None:
     """Turn a block of scores into probabilities, in place; note lse and sums by bucket."""
     first_head, heads, first_row, rows = place
-    k_lookup, q_lookup = lookups
+    k_lookup, q_lookup = borrowed(lookups[0]), borrowed(lookups[1])
     kind, allowed, added = masks[0], borrowed(masks[1]), borrowed(masks[2])
-    t, slab, sums_slab, column, lanes, exponents, powers, keep, _, _ = room
+    t, slab, sums_slab = borrowed(room[0]), borrowed(room[1]), borrowed(room[2])
+    column, lanes = borrowed(room[3]), borrowed(room[4])
+    exponents, powers, keep = borrowed(room[5]), borrowed(room[6]), borrowed(room[7])
     geometry, group, pattern, used, seen = maps
-    lse, sums = results
-    scores, k_lookup, q_lookup = borrowed(scores), borrowed(k_lookup), borrowed(q_lookup)
-    t, slab, sums_slab, column = borrowed(t), borrowed(slab), borrowed(sums_slab), borrowed(column)
-    lanes, exponents, powers = borrowed(lanes), borrowed(exponents), borrowed(powers)
     group, pattern, used, seen = borrowed(group), borrowed(pattern), borrowed(used), borrowed(seen)
-    sums, lse = borrowed(sums), borrowed(lse)
-    skip, length = geometry[2], geometry[3]
+    sums, lse, scores = borrowed(results[1]), borrowed(results[0]), borrowed(scores)
+    grid = (geometry, group, seen, used)
+    wide, skip, length = geometry[1], geometry[2], geometry[3]
     for head in range(heads):
         n, now = first_head + head, -1
         for row in range(rows):
             i = token_of(first_row + row, geometry)
-            x = (i - skip) % geometry[1]
+            x = (i - skip) % wide
             if q_lookup.size and i >= skip and x != now:
                 column_of(q_lookup[n], pattern, used, x, geometry, column)
                 now = x
             offset = (head * rows + row) * length
-            biased_row(
-                scores,
-                offset,
-                n,
-                i,
-                k_lookup,
-                q_lookup,
-                t,
-                slab,
-                column,
-                geometry,
-                group,
-                seen,
-                used,
-            )
+            biased_row(scores, offset, n, i, (k_lookup, q_lookup), (t, slab), column, grid)
             mask_row(t, n, i, kind, allowed, added, length)
             lse[n, i] = softmax_row(t, length, lanes, exponents, powers)
             if drop[1] > 0:
@@ -207,7 +178,7 @@ def forward_tile(
                 t[:length] *= keep[:length]
             scores[offset : offset + length] = t[:length]
             if sums.size:
-                sum_row(t, n, i, sums, sums_slab, geometry, group, seen, used)
+                sum_row(t, n, i, sums, sums_slab, grid)
 
 
 @jit
@@ -216,61 +187,49 @@ def backward_tile(
 ) -> None:
     """Scores become probabilities and slopes of probabilities become slopes of scores, in place."""
     first_head, heads, first_row, rows = place
-    k_lookup, q_lookup, v_lookup = lookups
+    k_lookup, q_lookup = borrowed(lookups[0]), borrowed(lookups[1])
+    v_lookup, scores, slopes = borrowed(lookups[2]), borrowed(tiles[0]), borrowed(tiles[1])
     kind, allowed, added = masks[0], borrowed(masks[1]), borrowed(masks[2])
-    t, slab, sums_slab, column, _, exponents, powers, keep, v_slab, d = room
+    t, slab, sums_slab = borrowed(room[0]), borrowed(room[1]), borrowed(room[2])
+    column, exponents, powers = borrowed(room[3]), borrowed(room[5]), borrowed(room[6])
+    keep, v_slab, d = borrowed(room[7]), borrowed(room[8]), borrowed(room[9])
     geometry, group, pattern, used, seen = maps
-    back_column, of_q_lookup, of_k_lookup, sums, lse, delta = results
-    scores, slopes, k_lookup = borrowed(tiles[0]), borrowed(tiles[1]), borrowed(k_lookup)
-    q_lookup, v_lookup, d = borrowed(q_lookup), borrowed(v_lookup), borrowed(d)
-    v_slab, lse, delta = borrowed(v_slab), borrowed(lse), borrowed(delta)
-    t, slab, sums_slab, column = borrowed(t), borrowed(slab), borrowed(sums_slab), borrowed(column)
-    exponents, powers, back_column = borrowed(exponents), borrowed(powers), borrowed(back_column)
     group, pattern, used, seen = borrowed(group), borrowed(pattern), borrowed(used), borrowed(seen)
-    of_q_lookup, of_k_lookup, sums = borrowed(of_q_lookup), borrowed(of_k_lookup), borrowed(sums)
-    skip, length = geometry[2], geometry[3]
+    back, of_q_lookup, of_k_lookup, sums, lse, delta = results
+    back, of_q_lookup, of_k_lookup = borrowed(back), borrowed(of_q_lookup), borrowed(of_k_lookup)
+    sums, lse, delta = borrowed(sums), borrowed(lse), borrowed(delta)
+    grid = (geometry, group, seen, used)
+    wide, skip, length = geometry[1], geometry[2], geometry[3]
     count = (length + LANES - 1) // LANES * LANES
     for head in range(heads):
         n, now = first_head + head, -1
+        if of_q_lookup.size and not first_row:
+            of_q_lookup[n] = ZERO
         for row in range(rows):
             i = token_of(first_row + row, geometry)
-            x = (i - skip) % geometry[1]
+            x = (i - skip) % wide
             if q_lookup.size and i >= skip and x != now:
                 if now >= 0:
-                    spread_column(back_column, pattern, used, now, geometry, of_q_lookup[n])
+                    spread_column(back, pattern, used, now, geometry, of_q_lookup[n])
                 column_of(q_lookup[n], pattern, used, x, geometry, column)
                 now = x
             offset = (head * rows + row) * length
-            biased_row(
-                scores,
-                offset,
-                n,
-                i,
-                k_lookup,
-                q_lookup,
-                t,
-                slab,
-                column,
-                geometry,
-                group,
-                seen,
-                used,
-            )
+            biased_row(scores, offset, n, i, (k_lookup, q_lookup), (t, slab), column, grid)
             mask_row(t, n, i, kind, allowed, added, length)
             t[length:count] = NOTHING
             exponentials(t, count, lse[n, i], exponents, powers)
-            biased_slopes(slopes, offset, n, i, v_lookup, v_slab, d, geometry, group, seen, used)
+            biased_slopes(slopes, offset, n, i, v_lookup, (d, v_slab), grid)
             slopes_row(t, d, delta[n, i], n * length + i, length, drop, keep)
             scores[offset : offset + length] = t[:length]
             slopes[offset : offset + length] = d[:length]
             if sums.size:
-                sum_row(t, n, i, sums, sums_slab, geometry, group, seen, used)
+                sum_row(t, n, i, sums, sums_slab, grid)
             if of_k_lookup.size:
-                sum_row(d, n, i, of_k_lookup, sums_slab, geometry, group, seen, used)
+                sum_row(d, n, i, of_k_lookup, sums_slab, grid)
             if of_q_lookup.size:
-                sum_back(d, n, i, of_q_lookup, back_column, geometry, group)
+                sum_back(d, n, i, of_q_lookup, back, grid)
         if now >= 0:
-            spread_column(back_column, pattern, used, now, geometry, of_q_lookup[n])
+            spread_column(back, pattern, used, now, geometry, of_q_lookup[n])
 
 
 @inlined
@@ -288,19 +247,11 @@ def slopes_row(t: Any, d: Any, delta: Any, row: int, length: int, drop: Any, kee
 
 @inlined
 def biased_slopes(
-    slopes: Any,
-    offset: int,
-    n: int,
-    i: int,
-    v_lookup: Any,
-    slab: Any,
-    d: Any,
-    geometry: Any,
-    group: Any,
-    seen: Any,
-    used: Any,
+    slopes: Any, offset: int, n: int, i: int, v_lookup: Any, work: Any, grid: Any
 ) -> None:
-    """d = the slopes of a query's probabilities with what the values' table adds."""
+    """d = the slopes of a query's probabilities with what the values' table adds; work is (d, slab)."""
+    d, slab = work
+    geometry, group, seen, used = grid
     wide, skip, length = geometry[1], geometry[2], geometry[3]
     if v_lookup.size == 0:
         d[:length] = slopes[offset : offset + length]

@@ -6,7 +6,7 @@ Weights of tables meet queries, keys and gradients in plain matrix products outs
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -72,15 +72,18 @@ class Path(Protocol):
         ...
 
 
-def blocks(number: int, length: int, dim: int, most: int) -> Iterator[tuple[slice, slice]]:
+@lru_cache(maxsize=256)
+def blocks(number: int, length: int, dim: int, most: int) -> tuple[tuple[slice, slice], ...]:
     """Slices of queries, and for each of them slices of heads: about `most` scores, and less than
     half of all of them or no more than queries have numbers."""
     budget = max(length, min(most, max((number * length * length - 1) // 2, number * length * dim)))
     rows = _evenly(length, max(1, min(length, budget // length)))
     heads = _evenly(number, max(1, min(number, budget // (rows * length))))
-    for row in range(0, length, rows):
-        for head in range(0, number, heads):
-            yield slice(row, min(length, row + rows)), slice(head, min(number, head + heads))
+    return tuple(
+        (slice(row, min(length, row + rows)), slice(head, min(number, head + heads)))
+        for row in range(0, length, rows)
+        for head in range(0, number, heads)
+    )
 
 
 def _evenly(number: int, most: int) -> int:

@@ -29,7 +29,7 @@ class METHOD:
     CROSS_COLS = 42
 
 
-_NAMED = {
+NAMED = {
     METHOD.EUCLIDEAN: "euclidean",
     METHOD.QUANT: "quantization",
     METHOD.PRODUCT: "product",
@@ -151,7 +151,7 @@ class iRPE(nn.Module):  # noqa: N801
     ) -> None:
         """`num_heads` is 1 for a table that heads share."""
         super().__init__()
-        if method not in _NAMED or num_buckets is None or mode not in (None, "bias", "contextual"):
+        if method not in NAMED or num_buckets is None or mode not in (None, "bias", "contextual"):
             raise UsageError(
                 f"iRPE got the method {method!r}, the mode {mode!r} and {num_buckets} buckets. "
                 "Let build_rpe(get_rpe_config(...), head_dim, num_heads) make it."
@@ -319,9 +319,9 @@ def buckets_of(
             "Give height and width of this input, and the number of tokens without a place as "
             "skip to get_rpe_config."
         )
-    if method not in _NAMED:
+    if method not in NAMED:
         raise UsageError(f"There is no method {method!r}. Choose one of METHOD.")
     wanted = Coefficients.of_ratio(1.9)
     if config is not None:
         wanted = Coefficients(config.alpha, config.beta, config.gamma)
-    return Buckets(_NAMED[method], height, width, found, "piecewise", wanted)
+    return Buckets(NAMED[method], height, width, found, "piecewise", wanted)

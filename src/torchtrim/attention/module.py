@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import cast
 
-import torch
 from torch import Tensor, nn
 
-from torchtrim.attention.buckets import Buckets
-from torchtrim.attention.compose import Table
+from torchtrim.attention.buckets import Coefficients
+from torchtrim.attention.encodings import Encoded, Encodings, encoded_attention
 from torchtrim.attention.irpe import Encoding, RPEConfigs, build_rpe
-from torchtrim.attention.relative import relative_attention
-from torchtrim.errors import Unsupported, UsageError
+from torchtrim.errors import UsageError
 
 
 class RelativeAttention(nn.Module):
@@ -72,69 +70,24 @@ class RelativeAttention(nn.Module):
         mask: Tensor | None,
     ) -> Tensor:
         dropout = self.attn_drop.p if self.training else 0.0
-        encodings = [one for one in (self.rpe_q, self.rpe_k, self.rpe_v) if one and one.mode]
-        if not encodings:
+        modules = (self.rpe_q, self.rpe_k, self.rpe_v)
+        used = [one for one in modules if one is not None and one.mode]
+        if not used:
             return nn.functional.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, dropout_p=dropout, scale=self.scale
             )
-        _check_alike(encodings)
-        buckets = encodings[0].buckets(q.shape[2], height, width)
-        return relative_attention(
-            q,
-            k,
-            v,
-            buckets=buckets,
-            q_table=_table(self.rpe_q, "contextual"),
-            k_table=_table(self.rpe_k, "contextual"),
-            v_table=_table(self.rpe_v, "contextual"),
-            bias=self._bias(buckets),
-            mask=mask,
-            dropout_p=dropout,
-            scale=self.scale,
+        buckets = used[0].buckets(q.shape[2], height, width)
+        encodings = Encodings(*map(_encoded, modules))
+        return encoded_attention(
+            q, k, v, encodings, buckets, mask=mask, dropout_p=dropout, scale=self.scale
         )
 
-    def _bias(self, buckets: Buckets) -> Table:
-        on_keys, on_queries = _table(self.rpe_k, "bias"), _table(self.rpe_q, "bias")
-        if on_queries is None:
-            return on_keys
-        turned = mirrored(on_queries, buckets)
-        if on_keys is None:
-            return turned
-        if isinstance(on_keys, tuple) and isinstance(turned, tuple):
-            return on_keys[0] + turned[0], on_keys[1] + turned[1]
-        assert isinstance(on_keys, Tensor)
-        assert isinstance(turned, Tensor)
-        return on_keys + turned
 
-
-def mirrored(table: Tensor | tuple[Tensor, Tensor], buckets: Buckets) -> Table:
-    """A bias whose bucket of (i, j) is what the given one has for (j, i)."""
-    if buckets.method in ("euclidean", "quantization"):
-        return table
-    kept = buckets.has_extra
-
-    def turned(one: Tensor) -> Tensor:
-        number = one.shape[-1] - kept
-        return torch.cat([one[..., :number].flip(-1), one[..., number:]], -1)
-
-    if isinstance(table, tuple):
-        return turned(table[0]), turned(table[1])
-    return turned(table)
-
-
-def _table(one: Encoding | None, mode: str) -> Tensor | tuple[Tensor, Tensor] | None:
-    return one.table if one is not None and one.mode == mode else None
-
-
-def _check_alike(encodings: list[Encoding]) -> None:
-    kinds = {
-        (one.method, c and (c.alpha, c.beta, c.gamma, c.skip))
-        for one in encodings
-        for c in (one.rpe_config,)
-    }
-    if len(kinds) > 1:
-        raise Unsupported(
-            "Queries, keys and values have encodings of different methods, coefficients or skip "
-            "tokens, and one call uses one map of buckets. Give them the same configuration, as "
-            "get_rpe_config does."
-        )
+def _encoded(one: Encoding | None) -> Encoded | None:
+    if one is None or one.mode is None or one.method is None:
+        return None
+    config = one.rpe_config
+    coefficients = Coefficients.of_ratio(1.9)
+    if config is not None:
+        coefficients = Coefficients(config.alpha, config.beta, config.gamma)
+    return Encoded(one.mode, one.method, coefficients, one.table)

@@ -1,6 +1,9 @@
 """The operators `torchtrim::relative_attention` and its backward, as torch knows them.
 
-Both take a key in place of `Buckets`, so that graphs and exported programs carry plain values.
+Both take a key in place of `Buckets`, so that graphs and exported programs carry plain values. Where
+nothing looks at operators (no compiler, no mode, no transform), `attend` computes the same without the
+dispatcher, which costs as much as the attention of a few tokens, and keeps the lookups of short
+sequences for the backward.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from torchtrim.attention.buckets import maps_of
 from torchtrim.attention.core import Dropout, Inputs, Path
@@ -37,27 +41,93 @@ _library.define(
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 Call = tuple[Any, ...]
-_SEVEN = 7
+Lookups = tuple[Tensor | None, Tensor | None]
+_SEVEN, _TENSORS = 7, 9
+_PLAIN = (Tensor, torch.nn.Parameter)
+_SHORT = 100
+
+
+def attend(*call: Any) -> Tensor:
+    """The operator's output, for its arguments."""
+    if _is_watched(call[:_TENSORS]):
+        found: Tensor = torch.ops.torchtrim.relative_attention(*call)[0]
+    else:
+        found = _Direct.apply(*call)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _is_watched(tensors: tuple[Any, ...]) -> bool:
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return True
+    if torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    return any(x is not None and type(x) not in _PLAIN for x in tensors)
+
+
+class _Direct(torch.autograd.Function):
+    """The operator without the dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, *call: Any) -> Tensor:
+        """The output."""
+        out, lse, lookups = _exactly(_computed)(*call)
+        kept = lookups if _is_short(call, lookups) else (None, None)
+        ctx.save_for_backward(*call[:_TENSORS], out, lse, *kept)
+        ctx.rest = call[_TENSORS:]
+        return cast(Tensor, out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of all tensors that were given."""
+        *tensors, out, lse, k_lookup, q_lookup = ctx.saved_tensors
+        call = (*tensors, *ctx.rest)
+        if _is_watched((grad, *tensors)):
+            found = torch.ops.torchtrim.relative_attention_backward(grad, out, lse, *call)
+        else:
+            lookups = None if k_lookup is None and q_lookup is None else (k_lookup, q_lookup)
+            found = _exactly(_gradients)(grad, out, lse, lookups, *call)
+        return _wanted(found, call)
+
+
+def _is_short(call: Call, lookups: Lookups) -> bool:
+    """Whether lookups of a short sequence are no more than half of q, k, v and the output."""
+    q, v = call[0], call[2]
+    kept = sum(one.nbytes for one in lookups if one is not None)
+    return bool(q.shape[2] <= _SHORT and kept <= q.nbytes + v.nbytes)
 
 
 def _forward(*call: Any) -> tuple[Tensor, Tensor]:
+    return _computed(*call)[:2]
+
+
+def _computed(*call: Any) -> tuple[Tensor, Tensor, Lookups]:
     q, _, v, tables, inputs, path = _unpacked(call)
     outcome = path.forward(inputs, with_sums=tables.v is not None)
-    out = outcome.out.view(*q.shape[:3], v.shape[-1]).to(outcome.lse.dtype)
-    sums = outcome.sums
+    out = outcome.out.view(*q.shape[:3], v.shape[-1])
+    out, sums = _cast(out, outcome.lse.dtype), outcome.sums
     spread = None if sums is None else sums.view(*q.shape[:3], sums.shape[-1])
     out = add_values(out, spread, tables.v)
-    return out.to(q.dtype), outcome.lse.view(q.shape[:3])
+    lookups = (inputs.k_lookup, inputs.q_lookup)
+    return _cast(out, q.dtype), outcome.lse.view(q.shape[:3]), lookups
 
 
 def _backward(grad: Tensor, out: Tensor, lse: Tensor, *call: Any) -> tuple[Tensor, ...]:
-    q, k, v, tables, inputs, path = _unpacked(call)
-    grad = grad.to(lse.dtype).contiguous()
+    return _gradients(grad, out, lse, None, *call)
+
+
+def _gradients(
+    grad: Tensor, out: Tensor, lse: Tensor, lookups: Lookups | None, *call: Any
+) -> tuple[Tensor, ...]:
+    q, k, v, tables, inputs, path = _unpacked(call, lookups)
+    grad = _cast(grad, lse.dtype).contiguous()
     delta = (grad * out).sum(-1).view(inputs.q.shape[:2])
     v_lookup = values_lookup(grad, tables.v)
     found = path.backward(
         inputs,
-        _heads(grad.to(inputs.q.dtype)),
+        _heads(_cast(grad, inputs.q.dtype)),
         lse.view(inputs.q.shape[:2]),
         delta,
         None if v_lookup is None else _heads(v_lookup),
@@ -67,40 +137,46 @@ def _backward(grad: Tensor, out: Tensor, lse: Tensor, *call: Any) -> tuple[Tenso
         None if one is None else one.view(*q.shape[:3], one.shape[-1]) for one in found[3:]
     )
     scale = inputs.scale
-    wide_q, wide_k = (x.to(lse.dtype) for x in (q, k))
+    wide_q, wide_k = (_cast(x, lse.dtype) for x in (q, k))
     of_k_table = table_gradient(wide_q, of_k_lookup, tables.k, scale, of_q)
     of_q_table = table_gradient(wide_k, of_q_lookup, tables.q, scale, of_k)
     of_v_table = values_gradient(sums, grad, tables.v)
     of_bias = bias_gradient(of_k_lookup, tables.bias)
     of_tables = (of_q_table, of_k_table, of_v_table, of_bias)
-    nothing = (q.new_empty(0) for _ in of_tables)
     return (
-        *(one.to(x.dtype) for one, x in zip((of_q, of_k, of_v), (q, k, v), strict=True)),
-        *(empty if one is None else one for one, empty in zip(of_tables, nothing, strict=True)),
+        *(_cast(one, x.dtype) for one, x in zip((of_q, of_k, of_v), (q, k, v), strict=True)),
+        *(q.new_empty(0) if one is None else one for one in of_tables),
     )
 
 
-def _unpacked(call: Call) -> tuple[Tensor, Tensor, Tensor, Tables, Inputs, Path]:
+def _unpacked(
+    call: Call, lookups: Lookups | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tables, Inputs, Path]:
     q, k, v, q_table, k_table, v_table, bias, mask, seed, buckets, dropout_p, scale, path = call
     tables = Tables(q_table, k_table, v_table, bias)
     exact = torch.promote_types(q.dtype, torch.float32)
     name = fastest(q) if path == "auto" else path
     kept = q.dtype if name == "triton" else exact
-    wide_q, wide_k = (x.to(exact).contiguous() for x in (q, k))
-    k_lookup = lookup(wide_q, k_table, scale, bias)
-    q_lookup = lookup(wide_k, q_table, scale, None)
+    wide_q, wide_k = (_cast(x, exact).contiguous() for x in (q, k))
+    if lookups is None:
+        of_q, of_k = lookup(wide_q, k_table, scale, bias), lookup(wide_k, q_table, scale, None)
+        lookups = of_q if of_q is None else _heads(of_q), of_k if of_k is None else _heads(of_k)
     inputs = Inputs(
-        _heads(wide_q.to(kept)),
-        _heads(wide_k.to(kept)),
-        _heads(v.to(kept).contiguous()),
-        None if k_lookup is None else _heads(k_lookup),
-        None if q_lookup is None else _heads(q_lookup),
+        _heads(_cast(wide_q, kept)),
+        _heads(_cast(wide_k, kept)),
+        _heads(_cast(v, kept).contiguous()),
+        lookups[0],
+        lookups[1],
         None if mask is None else mask.expand(*q.shape[:3], q.shape[2]),
         None if seed is None else Dropout(dropout_p, seed),
         scale,
         maps_of(buckets, q.device),
     )
     return q, k, v, tables, inputs, cast(Path, module_of(name))
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype is dtype else x.to(dtype)
 
 
 def _heads(x: Tensor) -> Tensor:
@@ -120,19 +196,21 @@ def _backward_fake(grad: Tensor, out: Tensor, lse: Tensor, *call: Any) -> tuple[
 
 
 def _save(ctx: Any, inputs: Call, output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:9], *output)
-    ctx.rest = inputs[9:]
+    ctx.save_for_backward(*inputs[:_TENSORS], *output)
+    ctx.rest = inputs[_TENSORS:]
     ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     *tensors, out, lse = ctx.saved_tensors
-    found = torch.ops.torchtrim.relative_attention_backward(grad, out, lse, *tensors, *ctx.rest)
-    wanted = (
-        one if given is not None else None
-        for one, given in zip(found, tensors[:_SEVEN], strict=True)
-    )
-    return (*wanted, *(None,) * (2 + len(ctx.rest)))
+    call = (*tensors, *ctx.rest)
+    return _wanted(torch.ops.torchtrim.relative_attention_backward(grad, out, lse, *call), call)
+
+
+def _wanted(found: tuple[Tensor, ...], call: Call) -> tuple[Tensor | None, ...]:
+    pairs = zip(found, call[:_SEVEN], strict=True)
+    wanted = (one if given is not None else None for one, given in pairs)
+    return (*wanted, *(None,) * (len(call) - _SEVEN))
 
 
 def _exactly(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -82,10 +82,10 @@ class _Ids:
         self.back = ids_of(inputs.maps, tokens, reverse=True).T if asked else self.forth
 
 
-def _blocks(inputs: Inputs) -> list[tuple[slice, slice]]:
+def _blocks(inputs: Inputs) -> tuple[tuple[slice, slice], ...]:
     number, length, dim = inputs.q.shape
     most = _CPU_SCORES if inputs.q.device.type == "cpu" else _DEVICE_SCORES
-    return list(blocks(number, length, dim, most))
+    return blocks(number, length, dim, most)
 
 
 def _scores(inputs: Inputs, ids: _Ids, rows: slice, heads: slice) -> Tensor:

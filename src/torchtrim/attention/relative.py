@@ -103,11 +103,7 @@ def _attended(
         given = composed(given, buckets)
     tables = _checked(given, q, v, buckets)
     seed = new_seed(q.device) if dropout_p > 0 else None
-    out, _ = torch.ops.torchtrim.relative_attention(
-        q, k, v, *tables, mask, seed, buckets.key, float(dropout_p), scale, path
-    )
-    found: Tensor = out
-    return found
+    return ops.attend(q, k, v, *tables, mask, seed, buckets.key, float(dropout_p), scale, path)
 
 
 def _with_skip(buckets: Buckets, skip: int | None) -> Buckets:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from torchtrim.certify.fixing import Fixed, waiting_lines
+from torchtrim.certify.attempt import waiting_lines
+from torchtrim.certify.fixing import Fixed
 from torchtrim.certify.trial import Trial
 from torchtrim.records.finding import Cure, Finding
 from torchtrim.records.fix import Cures, FixRecord

@@ -41,14 +41,22 @@ class Step(Struct, kw_only=True):
 
 
 class Evidence(Listener):
-    """Collects the evidence of a step. `keep` is called with the name and value of each tensor."""
+    """Collects the evidence of a step. `keep` is called with the name and value of each tensor.
+
+    `graded`: outputs count only where gradients are on, since a step that trains may look at others.
+    """
 
     def __init__(
-        self, modules: Modules, keep: Callable[[str, torch.Tensor], None] | None = None
+        self,
+        modules: Modules,
+        keep: Callable[[str, torch.Tensor], None] | None = None,
+        *,
+        graded: bool = True,
     ) -> None:
         self.step = Step()
         self._modules = modules
         self._keep = keep
+        self._graded = graded
         self._counts: dict[str, int] = {}
 
     def next_step(self) -> Step:
@@ -58,7 +66,7 @@ class Evidence(Listener):
         return step
 
     def module_ends(self, module: nn.Module, output: Any, depth: int) -> None:
-        if depth != 0 or not torch.is_grad_enabled():
+        if depth != 0 or (self._graded and not torch.is_grad_enabled()):
             return
         name = self._count(f"output:{self._root_name(module)}")
         for number, tensor in enumerate(tensors_in(output)):

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
+from torchtrim.certify.attempt import (
+    Attempt,
+    Waits,
+    attempt,
+    grown_ms,
+    profile_of,
+    waiting_lines,
+    waits_of,
+)
 from torchtrim.certify.runs import Progress, run_trial
 from torchtrim.certify.trial import Request, Trial
 from torchtrim.certify.verify import Contest, certify
-from torchtrim.errors import ScriptFailed, UnreadableInput
+from torchtrim.certify.worth import costs_more
+from torchtrim.errors import UnreadableInput
 from torchtrim.observe.script import Script, working_folder
 from torchtrim.records.certificate import Certificate
 from torchtrim.records.fix import FixRecord, State
@@ -24,14 +32,18 @@ from torchtrim.rewrite.edits import compatible, diff_of, line_before, patch
 from torchtrim.rewrite.facts import Facts, Refused
 from torchtrim.rewrite.registry import matches
 from torchtrim.rewrite.source import Source, read_source
-from torchtrim.rules.waits import waits_in
 
 _MOST_ROUNDS = 20
+Key = tuple[str, str, str]
+"""A cure's name, the file, and the text that it is for."""
 
 
 @dataclass
 class Fixed:
-    """What fixing gave: the new texts by absolute path, what became of each cure, and the proof."""
+    """What fixing gave: the new texts by absolute path, what became of each cure, and the proof.
+
+    `grown` has, for each cure made, the number of its record and by how many ms it keeps the device longer.
+    """
 
     original: Trial
     texts: dict[str, str] = field(default_factory=dict)
@@ -39,16 +51,7 @@ class Fixed:
     records: list[FixRecord] = field(default_factory=list)
     certificate: Certificate | None = None
     planned: Trial | None = None
-
-
-class _Tried(NamedTuple):
-    """A set of fixes that was run, and what came of it; `wrong` is empty where it may stay."""
-
-    texts: dict[str, str]
-    trial: Trial | None
-    certificate: Certificate | None
-    left: tuple[int, ...]
-    wrong: str
+    grown: dict[Key, tuple[int, float]] = field(default_factory=dict)
 
 
 class Fixing:
@@ -64,34 +67,55 @@ class Fixing:
         self._request = request
         self._progress = progress
         self._unsafe = unsafe
-        self._done: set[tuple[str, str, str]] = set()
+        self._done: set[Key] = set()
+        self._left_out: set[Key] = set()
+        self._too_dear: list[FixRecord] = []
         self._again: Trial | None = None
 
     def fix(self, original: Trial | None = None) -> Fixed:
-        """Cure what can be cured until nothing more is found."""
-        fixed = Fixed(original or self._run({}, "original"))
-        trial = fixed.original
+        """Cure what can be cured until nothing more is found, and is worth it together.
+
+        Each cure can uncover the next wait, so whether they pay is judged at the end. Where they do not,
+        the one that keeps the device longest is left out, and all begins anew.
+        """
+        original = original or self._run({}, "original")
+        while True:
+            fixed = self._rounds(original)
+            dear = self._dearest(fixed)
+            if dear is None:
+                fixed.records += self._too_dear
+                return fixed
+            self._left_out.add(dear)
+            self._done = set(self._left_out)
+
+    def _rounds(self, original: Trial) -> Fixed:
+        fixed, trial = Fixed(original), original
         for number in range(_MOST_ROUNDS):
             if trial.profile is None:
                 break
-            fixes, records = self._propose(fixed, trial.profile)
-            fixed.records += records
+            fixes = self._propose(fixed, trial.profile)
             if not fixes:
                 break
-            tried = self._settle(fixed, trial, fixes, f"cures, round {number + 1}")
-            if tried is None:
-                continue
-            assert tried.trial is not None
-            fixed.texts, fixed.certificate, fixed.planned = (
-                tried.texts,
-                tried.certificate,
-                tried.trial,
-            )
-            trial = tried.trial
+            made = self._settle(fixed, trial, fixes, f"cures, round {number + 1}")
+            trial = made or trial
         return fixed
 
-    def _propose(self, fixed: Fixed, profile: Profile) -> tuple[list[Fix], list[FixRecord]]:
-        """The fixes to try next, and records of those that are not to be made."""
+    def _dearest(self, fixed: Fixed) -> Key | None:
+        """The cure that costs the device most, where all together cost more than the waits."""
+        if fixed.planned is None or not fixed.grown:
+            return None
+        total = sum(grown for _, grown in fixed.grown.values())
+        reason = costs_more(profile_of(fixed.planned), profile_of(fixed.original), total)
+        key, (number, grown) = max(fixed.grown.items(), key=lambda item: item[1][1])
+        if not reason:
+            return None
+        record = fixed.records[number]
+        why = f"its dense form keeps the device {grown:.3g} ms longer, more than the waits cost: {reason}"
+        self._too_dear.append(msgspec.structs.replace(record, state="taken back", reason=why))
+        return key
+
+    def _propose(self, fixed: Fixed, profile: Profile) -> list[Fix]:
+        """The fixes to try next; those that are not to be made are noted."""
         waits = waiting_lines(profile, self._script.project)
         found = [
             match
@@ -99,27 +123,26 @@ class Fixing:
             for match in self._matches(fixed, path)
             if waits_of(match, waits) and self._key(match) not in self._done
         ]
-        if not found:
-            return [], []
-        observed = self._observe(fixed, found)
-        fixes, records = [], []
-        for match, seen in zip(found, observed, strict=True):
-            try:
-                fix = match.cure.fix(match, Facts(seen))
-            except Refused as error:
-                self._done.add(self._key(match))
-                records.append(self._record(fixed, match, "refused", waits, reason=str(error)))
-                continue
+        observed = self._observe(fixed, found) if found else ()
+        return compatible(
+            fix
+            for match, seen in zip(found, observed, strict=True)
+            if (fix := self._judge(fixed, match, seen, waits)) is not None
+        )
+
+    def _judge(self, fixed: Fixed, match: Match, seen: Observed, waits: Waits) -> Fix | None:
+        """The fix of a match if it may be made; else what speaks against it is noted."""
+        try:
+            fix = match.cure.fix(match, Facts(seen))
             if fix.safe or self._unsafe:
-                fixes.append(fix)
-            else:
-                self._done.add(self._key(match))
-                reason = fix.risk or f"nobody has seen that {' and that '.join(fix.open_needs)}"
-                diff = self._diff(fixed, match.source, [fix])
-                records.append(
-                    self._record(fixed, match, "offered", waits, reason=reason, diff=diff)
-                )
-        return compatible(fixes), records
+                return fix
+            diff = self._diff(match.source, fix)
+        except Refused as error:
+            self._note(fixed, match, "refused", waits, reason=str(error))
+            return None
+        reason = fix.risk or f"nobody has seen that {' and that '.join(fix.open_needs)}"
+        self._note(fixed, match, "offered", waits, reason=reason, diff=diff)
+        return None
 
     def _matches(self, fixed: Fixed, path: str) -> list[Match]:
         try:
@@ -134,134 +157,96 @@ class Fixing:
         request = msgspec.structs.replace(self._request, texts=fixed.texts, probes=probes)
         return self._run_request(request, "looking at values").observed
 
-    def _settle(self, fixed: Fixed, trial: Trial, fixes: Sequence[Fix], what: str) -> _Tried | None:
-        """Try all together; where that fails, one after the other. None if none may stay."""
-        tried = self._try(fixed, fixed.texts, trial, fixes, what)
-        if not tried.wrong:
-            self._made(fixed, trial, fixes, tried)
-            return tried
+    def _settle(self, fixed: Fixed, trial: Trial, fixes: Sequence[Fix], what: str) -> Trial | None:
+        """Make all fixes together; where that fails, the first that may stay. None if none may."""
+        together = self._try(fixed, trial, fixes, what)
+        if not together.wrong:
+            return self._keep(fixed, trial, together)
         if len(fixes) == 1:
-            self._taken_back(fixed, trial, fixes[0], tried)
+            self._take_back(fixed, trial, together)
             return None
         for fix in fixes:
-            alone = self._try(fixed, fixed.texts, trial, [fix], f"{what}, {fix.match.cure.name}")
+            alone = self._try(fixed, trial, [fix], f"{what}, {fix.match.cure.name}")
             if not alone.wrong:
-                self._made(fixed, trial, [fix], alone)
-                return alone
-            self._taken_back(fixed, trial, fix, alone)
+                return self._keep(fixed, trial, alone)
+            self._take_back(fixed, trial, alone)
         return None
 
-    def _try(
-        self, fixed: Fixed, texts: dict[str, str], trial: Trial, fixes: Sequence[Fix], what: str
-    ) -> _Tried:
-        assert trial.profile is not None
-        new, regions = dict(texts), []
-        try:
-            for source in {id(fix.match.source): fix.match.source for fix in fixes}.values():
-                own = [fix for fix in fixes if fix.match.source is source]
-                patched = patch(source, own)
-                new[source.path] = patched.text
-                regions += list(zip(own, patched.regions, strict=True))
-            after = self._run(new, what)
-        except (Refused, ScriptFailed) as error:
-            return _Tried(new, None, None, (), str(error))
-        left, wrong = self._waits_left(trial.profile, after, regions)
-        if wrong:
-            return _Tried(new, after, None, left, wrong)
-        certificate = self._certify(fixed, after, new)
+    def _try(self, fixed: Fixed, trial: Trial, fixes: Sequence[Fix], what: str) -> Attempt:
+        before, project = profile_of(trial), self._script.project
+
+        def run(texts: dict[str, str]) -> Trial:
+            return self._run(texts, what)
+
+        found = attempt(fixes, fixed.texts, before, project, run)
+        if found.wrong or found.trial is None:
+            return found
+        certificate = self._certify(fixed, found.trial, found.texts)
         unequal = certificate.verdict == "NOT EQUAL"
-        return _Tried(new, after, certificate, left, certificate.reason if unequal else "")
+        return found._replace(certificate=certificate, wrong=certificate.reason if unequal else "")
 
-    def _waits_left(
-        self,
-        before: Profile,
-        after: Trial,
-        regions: Sequence[tuple[Fix, tuple[int, int]]],
-    ) -> tuple[tuple[int, ...], str]:
-        """How many waits each fix leaves, and what is wrong if one leaves as many as there were."""
-        if after.profile is None:
-            return (), "with it the script did not come to a recorded step"
-        was = waiting_lines(before, self._script.project)
-        now = waiting_lines(after.profile, self._script.project)
-        left = []
-        for fix, (first, last) in regions:
-            path = fix.match.source.path
-            left.append(
-                sum(n for (p, line), n in now.items() if p == path and first <= line <= last)
-            )
-            if left[-1] >= waits_of(fix.match, was):
-                return tuple(left), "the line waits as often as before"
-        if sum(now.values()) >= sum(was.values()):
-            return tuple(left), "the step waits as often as before: the wait has moved"
-        return tuple(left), ""
-
-    def _certify(self, fixed: Fixed, after: Trial, texts: dict[str, str]) -> Certificate:
+    def _certify(self, fixed: Fixed, after: Trial, texts: Mapping[str, str]) -> Certificate:
         if self._again is None:
             self._again = self._run({}, "original again")
-        request = msgspec.structs.replace(self._request, texts=texts)
+        request = msgspec.structs.replace(self._request, texts=dict(texts))
         contest = Contest(self._script, self._script, self._request, request)
         return certify(contest, fixed.original, self._again, after, self._progress)
 
-    def _made(self, fixed: Fixed, trial: Trial, fixes: Sequence[Fix], tried: _Tried) -> None:
-        assert trial.profile is not None
-        waits = waiting_lines(trial.profile, self._script.project)
-        for fix, left in zip(fixes, tried.left, strict=True):
-            self._done.add(self._key(fix.match))
-            fixed.records.append(
-                self._record(
-                    fixed,
-                    fix.match,
-                    "made",
-                    waits,
-                    diff=self._diff(fixed, fix.match.source, [fix]),
-                    left=left,
-                )
-            )
+    def _keep(self, fixed: Fixed, trial: Trial, made: Attempt) -> Trial:
+        assert made.trial is not None
+        before, project = profile_of(trial), self._script.project
+        waits = waiting_lines(before, project)
+        grown = grown_ms(made, before, project)
+        for fix, left, more in zip(made.fixes, made.left, grown, strict=True):
+            diff = self._diff(fix.match.source, fix)
+            fixed.grown[self._key(fix.match)] = (len(fixed.records), more)
+            self._note(fixed, fix.match, "made", waits, diff=diff, left=left)
+        fixed.texts, fixed.certificate = dict(made.texts), made.certificate
+        fixed.planned = made.trial
+        return made.trial
 
-    def _taken_back(self, fixed: Fixed, trial: Trial, fix: Fix, tried: _Tried) -> None:
-        assert trial.profile is not None
-        self._done.add(self._key(fix.match))
-        waits = waiting_lines(trial.profile, self._script.project)
+    def _take_back(self, fixed: Fixed, trial: Trial, tried: Attempt) -> None:
+        waits = waiting_lines(profile_of(trial), self._script.project)
+        (fix,) = tried.fixes
         left = tried.left[0] if tried.left else None
-        fixed.records.append(
-            self._record(fixed, fix.match, "taken back", waits, reason=tried.wrong, left=left)
-        )
+        self._note(fixed, fix.match, "taken back", waits, reason=tried.wrong, left=left)
 
-    def _first_line(self, fixed: Fixed, match: Match) -> int:
-        source = match.source
-        return line_before(fixed.before[source.path], source.text, match.lines[0])
-
-    def _record(
+    def _note(
         self,
         fixed: Fixed,
         match: Match,
         state: State,
-        waits: Counter[tuple[str, int]],
+        waits: Waits,
         *,
         reason: str = "",
         diff: str = "",
         left: int | None = None,
-    ) -> FixRecord:
-        return FixRecord(
-            cure=match.cure.name,
-            path=self._relative(match.source.path),
-            line=self._first_line(fixed, match),
-            state=state,
-            equivalence=match.cure.equivalence,
-            waits_before=waits_of(match, waits),
-            waits_after=left,
-            diff=diff,
-            reason=reason,
+    ) -> None:
+        """Note what became of a match, which is not tried again."""
+        self._done.add(self._key(match))
+        before = fixed.before[match.source.path]
+        fixed.records.append(
+            FixRecord(
+                cure=match.cure.name,
+                path=self._relative(match.source.path),
+                line=line_before(before, match.source.text, match.lines[0]),
+                state=state,
+                equivalence=match.cure.equivalence,
+                waits_before=waits_of(match, waits),
+                waits_after=left,
+                diff=diff,
+                reason=reason,
+            )
         )
 
-    def _diff(self, fixed: Fixed, source: Source, fixes: Sequence[Fix]) -> str:
-        return diff_of(self._relative(source.path), source.text, patch(source, fixes).text)
+    def _diff(self, source: Source, fix: Fix) -> str:
+        return diff_of(self._relative(source.path), source.text, patch(source, [fix]).text)
 
     def _relative(self, path: str) -> str:
         project = self._script.project
         return str(Path(path).relative_to(project)) if Path(path).is_relative_to(project) else path
 
-    def _key(self, match: Match) -> tuple[str, str, str]:
+    def _key(self, match: Match) -> Key:
         return match.cure.name, match.source.path, match.source.segment(match.node)
 
     def _run(self, texts: dict[str, str], what: str) -> Trial:
@@ -272,20 +257,3 @@ class Fixing:
             return run_trial(
                 self._script, request, folder, lambda text: self._progress(f"{what}: {text}")
             )
-
-
-def waiting_lines(profile: Profile, project: Path) -> Counter[tuple[str, int]]:
-    """How often a step waits at each line of the project's files, by absolute path."""
-    found: Counter[tuple[str, int]] = Counter()
-    for path, line, _, _, count in waits_in(profile):
-        absolute = (project / path).resolve()
-        if absolute.is_relative_to(project) and line > 0:
-            found[str(absolute), line] += count
-    return found
-
-
-def waits_of(match: Match, waits: Counter[tuple[str, int]]) -> int:
-    """How often a step waits at the match's own lines."""
-    first, last = match.lines
-    path = match.source.path
-    return sum(n for (p, line), n in waits.items() if p == path and first <= line <= last)

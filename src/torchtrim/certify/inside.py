@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import CodeType
 from typing import NoReturn
@@ -20,11 +21,16 @@ import torch
 from torchtrim.certify.session import Session
 from torchtrim.certify.trial import Crash, Request, Trial, encode
 from torchtrim.observe.build import Setting
+from torchtrim.observe.dry.mode import Dry
+from torchtrim.observe.dry.run import current as current_dry
+from torchtrim.observe.dry.run import dry_run
 from torchtrim.observe.emulated.device import Emulation
 from torchtrim.observe.emulated.model import model_named
 from torchtrim.observe.emulated.start import OnDemand
 from torchtrim.observe.places import line_of
+from torchtrim.observe.probes import Probes
 from torchtrim.observe.script import OUTCOME, STATUS, TASK
+from torchtrim.observe.sources import Sources
 from torchtrim.records.files import write_atomically
 
 SEED = 1_927_031
@@ -57,6 +63,9 @@ class Runner:
         device = request.device or ""
         if device not in ("", "cpu", "cuda"):
             device = self._emulation.device
+        self._probes = Probes(request.probes)
+        probed = [probe.path for probe in request.probes]
+        self._sources = Sources(request.texts, self._probes, probed)
         setting = Setting(device, self._task.target, self._task.project)
         self._session = Session(
             request,
@@ -72,21 +81,34 @@ class Runner:
         if self._task.request.double:
             torch.set_default_dtype(torch.float64)
         self._emulate()
+        self._sources.install()
         _say(self._folder, "the script starts")
+        with self._dry():
+            self._write(self._run_watched())
+
+    def _run_watched(self) -> Crash | None:
+        """Run the script; how it failed, None where it did not."""
         crash = None
         with self._session.watcher:
             try:
-                run_target(self._task.target, self._task.module, self._task.args)
+                run_target(self._task.target, self._task.module, self._task.args, self._sources)
             except Stop:
                 pass
             except SystemExit as exit_:
                 crash = self._exited(exit_)
             except BaseException as error:
-                crash = self._crash(error)
+                crash = crash_of(error)
             if self._session.watcher.stepped and not self._written and crash is None:
                 with contextlib.suppress(Stop):
                     self._session.step_ends()
-        self._write(crash)
+        return crash
+
+    def _dry(self) -> contextlib.AbstractContextManager[Dry | None]:
+        """A dry run, if it is to be one. Unlike a live model's, all numbers are the script's own."""
+        request, project = self._task.request, self._task.project
+        if not request.dry:
+            return contextlib.nullcontext()
+        return dry_run(project, owned_only=False, batch_size=request.batch_size)
 
     def _emulate(self) -> None:
         """Emulate a device: at once where that was asked for, else when the script asks for one."""
@@ -132,6 +154,10 @@ class Runner:
                 )
         session.finish()
         trial.notes = tuple(sorted(self._emulation.notes))
+        if (dry := current_dry()) is not None:
+            trial.notes += dry.guesses.notes()
+            trial.batch_size = dry.batch_size
+        trial.observed = self._probes.observed()
         if crash is None and not trial.steps:
             crash = Crash(kind="no step", message="the script ended, and no step was complete")
         trial.crash = crash
@@ -142,23 +168,30 @@ class Runner:
             return None
         return Crash(kind="exited", message=f"the script exited with {error.code!r}")
 
-    def _crash(self, error: BaseException) -> Crash:
-        text = "".join(traceback.format_exception(_without_own_frames(error))).strip()
-        message = f"{type(error).__name__}: {error}"
-        full = any(word in str(error).lower() for word in _MEMORY_WORDS)
-        memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or full
-        return Crash(kind="out of memory" if memory else "crashed", message=message, traceback=text)
+
+def crash_of(error: BaseException) -> Crash:
+    """What the error of a script says."""
+    text = "".join(traceback.format_exception(_without_own_frames(error))).strip()
+    message = f"{type(error).__name__}: {error}"
+    full = any(word in str(error).lower() for word in _MEMORY_WORDS)
+    memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or full
+    return Crash(kind="out of memory" if memory else "crashed", message=message, traceback=text)
 
 
-def run_target(target: str, module: bool, args: tuple[str, ...]) -> None:
-    """Run a script or a module as `python` would."""
+def run_target(
+    target: str, module: bool, args: tuple[str, ...], sources: Sources | None = None
+) -> None:
+    """Run a script or a module as `python` would, of the sources if they have it."""
     sys.argv = [target, *args]
     if module:
         sys.path[0] = str(Path.cwd())
         runpy.run_module(target, run_name="__main__", alter_sys=True)
     else:
         sys.path[0] = str(Path(target).resolve().parent)
-        runpy.run_path(target, run_name="__main__")
+        if sources is not None and sources.covers(target):
+            sources.run(target)
+        else:
+            runpy.run_path(target, run_name="__main__")
 
 
 def seed_all() -> None:
@@ -202,16 +235,16 @@ def _watch_parent(lifeline: int) -> None:
         os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
-def main() -> None:
+def run_in_folder(run: Callable[[Path], None]) -> None:
     """Run the task in the folder, then end at once: no exit handler of the script's may hang."""
     folder, lifeline = Path(sys.argv[1]), int(sys.argv[2])
     if lifeline >= 0:
         threading.Thread(target=_watch_parent, args=(lifeline,), daemon=True).start()
-    Runner(folder).run()
+    run(folder)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
 if __name__ == "__main__":
-    main()
+    run_in_folder(lambda folder: Runner(folder).run())

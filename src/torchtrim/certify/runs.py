@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -15,6 +16,7 @@ from torchtrim.certify.trial import Crash, Request, Trial
 from torchtrim.errors import ApplyFailed, ScriptFailed, UsageError
 from torchtrim.memory.peak import holders
 from torchtrim.observe.build import Setting
+from torchtrim.observe.dry.run import dry_run
 from torchtrim.observe.script import Script, failure, run_script
 from torchtrim.observe.snapshot import Snapshot
 from torchtrim.observe.workload import Inference, TrainStep
@@ -38,6 +40,10 @@ def run_trial(
 
 def _run_script(script: Script, request: Request, folder: Path, progress: Progress) -> Trial:
     script.check()
+    if script.device == "cuda" and request.dry:
+        raise UsageError(
+            "an estimate needs no GPU, but the name of one: --device h100, or emulated for any."
+        )
     if script.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: there is no CUDA device here. Leave it out, or say cpu.")
     task = Task(
@@ -53,6 +59,7 @@ def _run_script(script: Script, request: Request, folder: Path, progress: Progre
         entry="torchtrim.certify.inside",
         folder=folder,
         progress=progress,
+        hide_gpu=request.dry,
     )
     if ended.outcome is None:
         raise failure(ended, script.timeout)
@@ -65,7 +72,8 @@ def _run_script(script: Script, request: Request, folder: Path, progress: Progre
 def _run_live(
     workload: TrainStep | Inference, request: Request, folder: Path, progress: Progress
 ) -> Trial:
-    snapshot = Snapshot([workload.model], workload.optimizers)
+    dry = request.dry
+    snapshot = Snapshot([workload.model], workload.optimizers, values=not dry)
     setting = Setting(request.device or "", "", str(Path.cwd()))
     session = Session(request, setting, folder=folder, progress=progress, trains=workload.trains)
     dtype = torch.float64 if request.double else None
@@ -74,13 +82,14 @@ def _run_live(
         if dtype is not None:
             _widen(workload.optimizers, dtype)
         session.watcher.optimizers.extend(workload.optimizers)
-        with session.watcher:
+        with session.watcher, _running_dry(dry) as notes:
             for number in range(request.total):
-                workload.step(number, dtype)
+                workload.step(0 if dry else number, dtype)
                 if not workload.trains or number == request.total - 1:
                     session.step_ends()
         trial = session.finish()
         trial.seeds = "script"
+        trial.notes += tuple(notes)
         return trial
     except CheckpointError as error:
         if request.plan is None:
@@ -92,6 +101,18 @@ def _run_live(
         for parameter, kind in kept_dtypes:
             parameter.data = parameter.data.to(kind)
         snapshot.restore()
+
+
+@contextlib.contextmanager
+def _running_dry(dry: bool) -> Iterator[list[str]]:
+    """A dry run, if it is to be one; the list has its notes at the end."""
+    notes: list[str] = []
+    if not dry:
+        yield notes
+        return
+    with dry_run(str(Path.cwd()), owned_only=True) as mode:
+        yield notes
+        notes += mode.guesses.notes()
 
 
 def _not_the_same(error: CheckpointError) -> str:

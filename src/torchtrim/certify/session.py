@@ -52,7 +52,8 @@ class Session(Listener):
         self._progress = progress
         self._places = Places(setting.project)
         self._folder = folder
-        self._evidence = Evidence(self.modules, self._keep if request.keep else None)
+        keep = self._keep if request.keep else None
+        self._evidence = Evidence(self.modules, keep, graded=trains)
         self._recording: Recording | None = None
         self._watching: Allocator = allocator_for(setting.device)
         self._fallback: Profile | None = None
@@ -90,8 +91,9 @@ class Session(Listener):
             self._seconds = time.perf_counter() - self._began - self._own
             self._stop_measuring()
         self._close()
-        with torch.no_grad():
-            self._evidence.state(self.watcher.optimizers)
+        if not self.trial.request.dry:
+            with torch.no_grad():
+                self._evidence.state(self.watcher.optimizers)
         self._evidence.step.seconds = self._seconds
         self.trial.steps.append(self._evidence.next_step())
         if len(self.trial.steps) >= self.trial.request.total:
@@ -216,7 +218,8 @@ class Session(Listener):
 
     def _gathers(self) -> bool:
         """Whether the inside of this step is compared; that of the recorded one is not."""
-        return len(self.trial.steps) != self.trial.request.warmup
+        request = self.trial.request
+        return not request.dry and len(self.trial.steps) != request.warmup
 
     def module_starts(self, module: nn.Module, args: Any, kwargs: Any, depth: int) -> None:
         if self._over:

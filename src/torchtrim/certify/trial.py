@@ -13,13 +13,16 @@ from torchtrim.memory.timeline import by_kind, peak_operator
 from torchtrim.records.plan import Plan
 from torchtrim.records.profile import Profile
 from torchtrim.records.report import Figures
+from torchtrim.records.seen import Observed, Probe
 
 
 class Request(Struct, frozen=True, kw_only=True):
     """What to run: `warmup` steps, one that is recorded, and `steps` that are timed and compared.
 
     `keep`: evidence whose values are wanted, as `"step/quantity:name"`, saved in a folder.
-    `double`: run in float64.
+    `double`: run in float64. `dry`: nothing is computed, and what it would need is modelled.
+    `batch_size`: what a script's loaders are to give in a dry run, if not what they would.
+    `texts`: what files, by absolute path, are run as instead. `probes`: expressions to look at.
     """
 
     plan: Plan | None = None
@@ -27,7 +30,11 @@ class Request(Struct, frozen=True, kw_only=True):
     warmup: int = 1
     keep: tuple[str, ...] = ()
     double: bool = False
+    dry: bool = False
+    batch_size: int | None = None
     device: str | None = None
+    texts: dict[str, str] = {}
+    probes: tuple[Probe, ...] = ()
 
     @property
     def total(self) -> int:
@@ -51,7 +58,8 @@ class Crash(Struct, frozen=True, kw_only=True):
 class Trial(Struct, kw_only=True):
     """What one run left. `profile` is of the recorded step, or of the one that failed.
 
-    `notes` say what an emulated device did not do as a real one would.
+    `notes` say what an emulated device did not do as a real one would, and what a dry run assumed.
+    `batch_size` is what a script's loaders gave in a dry run, None where none was seen.
     """
 
     request: Request
@@ -66,6 +74,8 @@ class Trial(Struct, kw_only=True):
     seeds: Literal["script", "torchtrim"] = "torchtrim"
     rss_bytes: int | None = None
     notes: tuple[str, ...] = ()
+    batch_size: int | None = None
+    observed: tuple[Observed, ...] = ()
     crash: Crash | None = None
 
     @property

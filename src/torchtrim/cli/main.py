@@ -28,13 +28,15 @@ class Verbs(click.Group):
         """Names of the verbs."""
         from torchtrim import cli
 
-        return [m.name for m in pkgutil.iter_modules(cli.__path__) if m.name not in _SERVING]
+        files = [m.name for m in pkgutil.iter_modules(cli.__path__)]
+        return [name.replace("_", "-") for name in files if name not in _SERVING]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """One verb, None if there is none of that name."""
         if cmd_name not in self.list_commands(ctx):
             return None
-        command: click.Command = importlib.import_module(f"torchtrim.cli.{cmd_name}").command
+        stem = cmd_name.replace("-", "_")
+        command: click.Command = importlib.import_module(f"torchtrim.cli.{stem}").command
         return command
 
 

@@ -2,40 +2,77 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from torchtrim.cli.options import fits, request_of, runs_script, script_of, writes
 from torchtrim.cli.output import command_for, folder_for, progress, show, write_files
 
+if TYPE_CHECKING:
+    from torchtrim.api import Result
+
 
 @click.command()
 @runs_script
-@fits
+@fits(required=False)
 @writes
+@click.option("--fix", is_flag=True, help="Write the cures of waits into the source.")
+@click.option(
+    "--unsafe-fixes",
+    is_flag=True,
+    help="Also cures that rest on what no run has shown, or may differ otherwise.",
+)
 def command(**options: Any) -> None:
-    """Fit SCRIPT into a budget: diagnose, plan, run planned, verify, report.
+    """Cure what makes SCRIPT wait and fit it into a budget: diagnose, plan, run, verify, report.
 
-    Exit code 1 if the budget is missed or the planned script is not equal. Arguments of the script
-    come after `--`.
+    Without --memory only waits are cured. Exit code 1 if the budget is missed or the planned script is
+    not equal. Arguments of the script come after `--`.
     """
-    from torchtrim.api import optimize_report
-
     with progress() as tell:
-        result = optimize_report(
-            script_of(options),
-            options["memory"],
-            request_of(options),
-            memory_kind=options["memory_kind"],
-            progress=tell,
-        )
+        result = _optimized(options, tell)
     paths = write_files(result, folder_for(options))
+    show(result, form=options["form"], next_command=_next(options, result, paths), paths=paths)
     report = result.report
-    if report.smallest_bytes is not None:
-        following = command_for(options, "optimize", "--memory", str(report.smallest_bytes))
-    else:
-        following = command_for(options, "run", "--plan", str(paths["plan"]))
-    show(result, form=options["form"], next_command=following, paths=paths)
     unequal = report.certificate is not None and report.certificate.verdict == "NOT EQUAL"
     raise click.exceptions.Exit(1 if report.smallest_bytes is not None or unequal else 0)
+
+
+def _optimized(options: dict[str, Any], tell: Callable[[str], None]) -> Result:
+    from torchtrim.api import cure_report, optimize_report
+    from torchtrim.certify.cured import with_cures
+
+    script, request = script_of(options), request_of(options)
+    write, unsafe = options["fix"], options["unsafe_fixes"]
+    cured = None
+    if options["memory"] is None or write or unsafe:
+        cured = cure_report(script, request, unsafe=unsafe, write=write, progress=tell)
+    if options["memory"] is None:
+        assert cured is not None
+        return cured
+    fitted = optimize_report(
+        script,
+        options["memory"],
+        request,
+        memory_kind=options["memory_kind"],
+        cures=cured is None,
+        progress=tell,
+    )
+    if cured is None or cured.report.cures is None:
+        return fitted
+    return fitted._replace(report=with_cures(fitted.report, cured.report.cures))
+
+
+def _next(options: dict[str, Any], result: Result, paths: dict[str, Path]) -> str:
+    report = result.report
+    if report.smallest_bytes is not None:
+        return command_for(options, "optimize", "--memory", str(report.smallest_bytes))
+    cures = report.cures
+    if cures is not None and cures.diff and not cures.written:
+        budget = ("--memory", options["memory"]) if options["memory"] is not None else ()
+        return command_for(options, "optimize", *budget, "--fix")
+    if "plan" in paths:
+        return command_for(options, "run", "--plan", str(paths["plan"]))
+    return command_for(options, "optimize", "--memory", "60%")

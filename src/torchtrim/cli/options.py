@@ -29,69 +29,103 @@ def chosen_form(context: click.Context, _: click.Parameter, value: str | None) -
     return value or ("json" if as_json else "text")
 
 
+_WHAT_RUNS = (
+    click.argument("script"),
+    click.argument("args", nargs=-1),
+    click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as in python -m."),
+)
+_STEPS = (
+    click.option(
+        "--steps", type=click.IntRange(1, 1000), default=3, help="Steps timed and compared."
+    ),
+    click.option(
+        "--warmup", type=click.IntRange(0, 1000), default=1, help="Steps run before that."
+    ),
+)
+_TIMEOUT = click.option(
+    "--timeout",
+    type=click.FloatRange(1.0),
+    default=600.0,
+    metavar="S",
+    help="Seconds that one run may take.",
+)
+_DEVICE = click.option(
+    "--device",
+    type=click.Choice(["cpu", "emulated", "cuda", *DEVICES]),
+    metavar="DEVICE",
+    help="cpu, cuda, emulated (a GPU on this CPU), or the name of one to emulate, such as "
+    "a10g or h100. By default what the script uses.",
+)
+_SHOWN = (
+    click.option(
+        "--json",
+        "as_json",
+        is_flag=True,
+        is_eager=True,
+        help="The report as JSON, on stdout; short for --format json.",
+    ),
+    click.option(
+        "--format",
+        "form",
+        type=click.Choice(FORMATS),
+        callback=chosen_form,
+        help="What stands on stdout; text by default.",
+    ),
+)
+
+
 def runs_script(function: F) -> F:
-    """The script, its arguments, and how it is run."""
-    for decorate in reversed(
-        (
-            click.argument("script"),
-            click.argument("args", nargs=-1),
-            click.option(
-                "-m", "--module", is_flag=True, help="SCRIPT is a module, as in python -m."
-            ),
-            click.option(
-                "--steps", type=click.IntRange(1, 1000), default=3, help="Steps timed and compared."
-            ),
-            click.option(
-                "--warmup", type=click.IntRange(0, 1000), default=1, help="Steps run before that."
-            ),
-            click.option(
-                "--timeout",
-                type=click.FloatRange(1.0),
-                default=600.0,
-                metavar="S",
-                help="Seconds that one run may take.",
-            ),
-            click.option(
-                "--device",
-                type=click.Choice(["cpu", "emulated", "cuda", *DEVICES]),
-                metavar="DEVICE",
-                help="cpu, cuda, emulated (a GPU on this CPU), or the name of one to emulate, such as "
-                "a10g or h100. By default what the script uses.",
-            ),
-            click.option(
-                "--json",
-                "as_json",
-                is_flag=True,
-                is_eager=True,
-                help="The report as JSON, on stdout; short for --format json.",
-            ),
-            click.option(
-                "--format",
-                "form",
-                type=click.Choice(FORMATS),
-                callback=chosen_form,
-                help="What stands on stdout; text by default.",
-            ),
-        )
-    ):
+    """The script, its arguments, and how its steps are run."""
+    for decorate in reversed((*_WHAT_RUNS, *_STEPS, _TIMEOUT, _DEVICE, *_SHOWN)):
         function = decorate(function)
     return function
 
 
-def fits(function: F) -> F:
-    """The budget."""
+def estimates_script(function: F) -> F:
+    """The script, its arguments, and the device that it is estimated for."""
+    for decorate in reversed((*_WHAT_RUNS, _TIMEOUT, _DEVICE, *_SHOWN)):
+        function = decorate(function)
+    return function
+
+
+def runs_stream(function: F) -> F:
+    """The script, its arguments, and how its frames are run: on the CPU."""
+    for decorate in reversed((*_WHAT_RUNS, _TIMEOUT, *_SHOWN)):
+        function = decorate(function)
+    return function
+
+
+def counts_frames(function: F) -> F:
+    """How many frames, and what one is."""
     function = click.option(
-        "--memory-kind",
-        type=click.Choice(["allocated", "reserved", "rss"]),
-        default="allocated",
-        help="What the budget is on.",
+        "--frames-of",
+        metavar="NAME",
+        help="A frame is a call of this class of module, or of this function; by default of the module "
+        "called first.",
     )(function)
     return click.option(
-        "--memory",
-        required=True,
-        metavar="B",
-        help="The budget: 8GiB, 500MB, or 60% of the original.",
+        "--frames", type=click.IntRange(6), default=60, help="Frames of a stream; 60 by default."
     )(function)
+
+
+def fits(*, required: bool = True) -> Callable[[F], F]:
+    """The budget."""
+
+    def decorate(function: F) -> F:
+        function = click.option(
+            "--memory-kind",
+            type=click.Choice(["allocated", "reserved", "rss"]),
+            default="allocated",
+            help="What the budget is on.",
+        )(function)
+        return click.option(
+            "--memory",
+            required=required,
+            metavar="B",
+            help="The budget: 8GiB, 500MB, or 60% of the original.",
+        )(function)
+
+    return decorate
 
 
 def writes(function: F) -> F:
@@ -117,7 +151,7 @@ def script_of(options: dict[str, Any]) -> Script:
         options["script"],
         tuple(options["args"]),
         options["module"],
-        options["device"],
+        options.get("device", "cpu"),
         options["timeout"],
     )
 

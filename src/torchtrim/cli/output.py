@@ -53,6 +53,9 @@ def write_files(result: Result, folder: Path) -> dict[str, Path]:
     page = html.render(result.report, result.before, result.after, source=source)
     write_atomically(paths["page"], page.encode())
     write_atomically(paths["report"], json.render(result.report))
+    if result.report.cures is not None and result.report.cures.diff:
+        paths["diff"] = folder / "cures.diff"
+        write_atomically(paths["diff"], result.report.cures.diff.encode())
     if result.plan is not None:
         paths["plan"] = folder / "plan.toml"
         save_plan(result.plan, paths["plan"])
@@ -73,7 +76,7 @@ def show(
 
     from torchtrim.report import terminal
 
-    shown = {name: path for name, path in (paths or {}).items() if name in ("page", "plan")}
+    shown = {name: path for name, path in (paths or {}).items() if name in ("page", "plan", "diff")}
     terminal.render(result.report, Console(), next_command=next_command, paths=shown)
 
 
@@ -107,13 +110,18 @@ def _own_name() -> list[str]:
     return [str(called)] if called.is_file() else ["torchtrim"]
 
 
+def own_command(*words: str) -> str:
+    """A command that is on no script."""
+    return shlex.join([*_own_name(), *words])
+
+
 def command_for(options: dict[str, Any], verb: str, *more: str) -> str:
     """A command on the same script."""
     words = [*_own_name(), verb]
     if options["module"]:
         words.append("-m")
     words += [options["script"], *more]
-    if options["device"]:
+    if options.get("device"):
         words += ["--device", options["device"]]
     if options["args"]:
         words += ["--", *options["args"]]

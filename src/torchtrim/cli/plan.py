@@ -12,7 +12,7 @@ from torchtrim.cli.output import command_for, folder_for, progress, show, write_
 
 @click.command()
 @runs_script
-@fits
+@fits()
 @writes
 @click.option("--frontier", is_flag=True, help="Also what other budgets would cost.")
 def command(**options: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from torchtrim.cli.options import request_of, runs_script, script_of, writes
+from torchtrim.cli.options import counts_frames, request_of, runs_script, script_of, writes
 from torchtrim.cli.output import command_for, folder_for, progress, show, write_files
 from torchtrim.errors import UsageError
 
@@ -16,16 +16,24 @@ from torchtrim.errors import UsageError
 @runs_script
 @writes
 @click.option("--plan", "plan_path", type=click.Path(path_type=Path), help="The plan to verify.")
+@click.option(
+    "--stream",
+    is_flag=True,
+    help="SCRIPT streams: compare its frames with its state bounded and without bounds.",
+)
+@counts_frames
 def command(**options: Any) -> None:
     """Compare SCRIPT with itself under --plan, or with a second script: `verify A B`.
 
+    With --stream the state of SCRIPT's stream is bounded, as it says itself, as --plan says, or by what
+    torchtrim knows of its models, and compared frame by frame with the same stream without bounds.
     Exit code 1 if they are not equal.
     """
     with progress() as tell:
         result = _verify(options, tell)
     paths = write_files(result, folder_for(options))
     following = None
-    if options["plan_path"] is not None:
+    if options["plan_path"] is not None and not options["stream"]:
         following = command_for(options, "run", "--plan", str(options["plan_path"]))
     show(result, form=options["form"], next_command=following, paths=paths)
     certificate = result.report.certificate
@@ -37,6 +45,8 @@ def _verify(options: dict[str, Any], tell: Any) -> Any:
     from torchtrim.api import verify_report, verify_scripts
     from torchtrim.records.files import load_plan
 
+    if options["stream"]:
+        return _verify_stream(options, tell)
     script, request = script_of(options), request_of(options)
     if options["plan_path"] is not None:
         plan = load_plan(options["plan_path"])
@@ -50,3 +60,17 @@ def _verify(options: dict[str, Any], tell: Any) -> Any:
     for one in (script, other):
         one.check()
     return verify_scripts(script._replace(args=script.args[1:]), other, request, progress=tell)
+
+
+def _verify_stream(options: dict[str, Any], tell: Any) -> Any:
+    from torchtrim.api import Result, check_script
+    from torchtrim.certify.stream_reports import compared_report
+    from torchtrim.certify.streams import StreamRequest
+    from torchtrim.records.files import load_plan
+
+    script = script_of(options)
+    plan = load_plan(options["plan_path"]) if options["plan_path"] is not None else None
+    if plan is not None:
+        check_script(plan, script)
+    request = StreamRequest(options["frames"], options["frames_of"], plan)
+    return Result(*compared_report(script, request, tell))

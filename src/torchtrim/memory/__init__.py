@@ -2,6 +2,10 @@
 
 from torchtrim.memory.gradients import Zeroed as Zeroed
 from torchtrim.memory.gradients import zeroed_gradients as zeroed_gradients
+from torchtrim.memory.packing import Buffer as Buffer
+from torchtrim.memory.packing import Packing as Packing
+from torchtrim.memory.packing import pack as pack
+from torchtrim.memory.packing import why_invalid as why_invalid
 from torchtrim.memory.peak import holders as holders
 from torchtrim.memory.saved import released_by_recompute as released_by_recompute
 from torchtrim.memory.saved import saved_by_module as saved_by_module

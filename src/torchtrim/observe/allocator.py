@@ -24,6 +24,7 @@ from torch._C._autograd import (
 from torch._C._profiler import RecordScope
 from torch.autograd import profiler as autograd_profiler
 
+from torchtrim.observe.dry.run import current as current_dry
 from torchtrim.observe.recorder import MARK, profiler_range
 from torchtrim.records.profile import is_emulated
 
@@ -200,10 +201,25 @@ class CudaAllocator:
         )
 
 
+class Unwatched:
+    """No allocator, as in a dry run: what kernels need is modelled."""
+
+    cuts_at_marks = False
+
+    def start(self) -> None:
+        """Nothing begins."""
+
+    def stop(self) -> Watched:
+        """Nothing was seen."""
+        return NOTHING
+
+
 def allocator_for(device: str) -> Allocator:
     """The allocator of a device such as `"cpu"`, `"emulated"` or `"cuda:0"`."""
     if is_emulated(device):
         return CudaAllocator()
+    if current_dry() is not None:
+        return Unwatched()
     if device.startswith("cuda"):
         return CudaAllocator(torch.device(device).index or 0)
     return CpuAllocator()

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import torch
+from msgspec.structs import replace
 
 from torchtrim import __version__
+from torchtrim.memory.timeline import timeline
 from torchtrim.observe.allocator import Watched, rss_bytes
 from torchtrim.observe.modules import Modules
 from torchtrim.observe.places import Spot, line_of
@@ -53,7 +55,7 @@ def build(
         for op, transient in zip(recorder.operators, transients, strict=True)
     ]
     tracked = recorder.storages.peak_bytes
-    return Profile(
+    profile = Profile(
         torchtrim=__version__,
         torch=str(torch.__version__),
         device=setting.device,
@@ -73,6 +75,9 @@ def build(
         waits=list(waits),
         syncs=_syncs(recorder, operators, places, setting.device),
     )
+    if not recorder.workspaces or is_emulated(setting.device):
+        return profile
+    return replace(profile, peak_bytes=max(timeline(profile).high))
 
 
 def _syncs(
@@ -161,6 +166,8 @@ def _transients(recorder: Recorder, watched: Watched) -> list[int]:
         )
         for i, op in enumerate(recorder.operators)
     ]
+    if recorder.workspaces:
+        return [size + more for size, more in zip(made, recorder.workspaces, strict=True)]
     raised = set(recorder.raised)
     rises = [rise for number, rise in enumerate(watched.transients) if number not in raised]
     return list(map(max, made, rises)) if len(rises) == len(made) else made

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
+import sys
 import sysconfig
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.autograd import graph
@@ -60,6 +62,10 @@ class Places:
         """Whether a place is in the user's own source."""
         return self._judge(spot[0]) == "user"
 
+    def is_of_a_library(self, spot: Spot) -> bool:
+        """Whether a place is in an installed package other than torch."""
+        return self._judge(spot[0]) == "library"
+
     def _judge(self, code: CodeType) -> Owner:
         owner = self._owners[id(code)] = _owner(code.co_filename, self._project)
         self._kept.append(code)
@@ -104,6 +110,16 @@ def _lines(code: CodeType) -> dict[int, int]:
         if line is not None
         for offset in range(start, end, 2)
     }
+
+
+def variables_of(frame: FrameType) -> dict[str, Any]:
+    """A frame's variables now. Before Python 3.13 the frame of a function keeps the values that it was once
+    asked for, and so keeps them alive: these are let go."""
+    seen = frame.f_locals
+    variables = dict(seen)
+    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        seen.clear()
+    return variables
 
 
 def project_of(script: Path) -> Path:

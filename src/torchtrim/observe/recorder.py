@@ -22,6 +22,8 @@ from torch._C._profiler import _RecordFunctionFast
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchtrim.observe.dry.mode import Dry
+from torchtrim.observe.dry.run import current as current_dry
 from torchtrim.observe.emulated.device import current
 from torchtrim.observe.modes import (
     enter_below,
@@ -109,7 +111,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     `recomputing` is above zero while a module's forward runs inside backward. `mark_operators` wraps each
     operator in a profiler range, so that a profiler that runs at the same time can cut the allocator's
     events at operators (`observe.allocator`); `raised` are the numbers of the ranges that have no
-    operator, since it raised. Bytes are counted on `device`, on all where it is empty.
+    operator, since it raised. `workspaces`: in a dry run, what each operator's kernel would need beside
+    its results. Bytes are counted on `device`, on all where it is empty.
     """
 
     supports_higher_order_operators = True
@@ -138,7 +141,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known: dict[int, _Known] = {}
         self._undo = contextlib.ExitStack()
         self.waits: list[RawWait] = []
+        self.workspaces: list[int] = []
         self._emulation = current()
+        self._dry = current_dry()
         self._call = self._emulation.accelerator.call if self._emulation is not None else _plainly
         self._waiting = waiting_here(self._emulation, self._waited)
 
@@ -240,6 +245,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             mutates = self._mutated(known, args, kwargs) if known.written else ()
             outputs = self._uses((result,), index)
             self.storages.note_peak()
+            if self._dry is not None:
+                self._take_workspace(self._dry)
             self.operators.append(
                 RawOperator(
                     func,
@@ -262,6 +269,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             ran = Ran(index, func, args, kwargs, result, known.written)
             waiting.ran(ran, asking, node, self._origin)
         return result
+
+    def _take_workspace(self, dry: Dry) -> None:
+        """What the operator's kernel would need; nobody knows it for another device's."""
+        size = dry.take_workspace()
+        self.workspaces.append(size if self._emulation is None else 0)
 
     def _origin(self, index: int, tensor: torch.Tensor) -> Origin:
         """What made a tensor that an operator reads."""

@@ -62,11 +62,17 @@ class Ended(NamedTuple):
 
 
 def run_script(
-    script: Script, task: bytes, *, entry: str, folder: Path, progress: Callable[[str], None]
+    script: Script,
+    task: bytes,
+    *,
+    entry: str,
+    folder: Path,
+    progress: Callable[[str], None],
+    hide_gpu: bool = False,
 ) -> Ended:
     """Run `python -m entry FOLDER`, which finds its task there and leaves its outcome there.
 
-    The process and all that it started are gone when this returns or raises.
+    The process and all that it started are gone when this returns or raises. `hide_gpu`: it sees none.
     """
     (folder / TASK).write_bytes(task)
     output = folder / "output"
@@ -76,7 +82,7 @@ def run_script(
             stdin=subprocess.DEVNULL,
             stdout=sink,
             stderr=subprocess.STDOUT,
-            env=_environment(script),
+            env=_environment(script, hide_gpu),
             start_new_session=_POSIX,
             pass_fds=fds,
         )
@@ -133,14 +139,14 @@ def _lifeline() -> Iterator[tuple[int, tuple[int, ...]]]:
         os.close(write_end)
 
 
-def _environment(script: Script) -> dict[str, str]:
+def _environment(script: Script, hide_gpu: bool) -> dict[str, str]:
     environment = {
         "PYTHONHASHSEED": "0",
         **os.environ,
         "KINETO_LOG_LEVEL": "99",
         "PYTHONUNBUFFERED": "1",
     }
-    if script.device not in (None, "cuda"):
+    if hide_gpu or script.device not in (None, "cuda"):
         environment["CUDA_VISIBLE_DEVICES"] = ""
     return environment
 

@@ -19,11 +19,20 @@ _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 
 class Snapshot:
     """Parameters, buffers, gradients, attributes of modules (their lists, dicts and sets too, one level
-    deep), optimizer state and every random generator, as they were."""
+    deep), optimizer state and every random generator, as they were.
+
+    Without `values`, which take as much memory as there is, elements are not: enough where nothing is
+    computed.
+    """
 
     def __init__(
-        self, modules: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+        self,
+        modules: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        values: bool = True,
     ) -> None:
+        self._values = values
         every = list(dict.fromkeys(module for root in modules for module in root.modules()))
         self._modules = [_KeptModule(module) for module in every]
         self._optimizers = [_KeptOptimizer(optimizer) for optimizer in optimizers]
@@ -61,7 +70,7 @@ class Snapshot:
             )
         if id(tensor) in self._tensors:
             return
-        self._tensors[id(tensor)] = _KeptTensor(tensor)
+        self._tensors[id(tensor)] = _KeptTensor(tensor, self._values)
         if tensor.is_leaf:
             self._gradients.append((tensor, tensor.grad))
             if tensor.grad is not None:
@@ -69,20 +78,22 @@ class Snapshot:
 
 
 class _KeptTensor:
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, values: bool) -> None:
         self._tensor = tensor
         self._memory = tensor.detach()
         self._requires_grad = tensor.requires_grad
         self._strided = tensor.layout is torch.strided
         self._overlaps = self._strided and 0 in tensor.stride()
         source: Any = self._memory.untyped_storage() if self._overlaps else self._memory
-        self._value = source.clone()
+        self._value = source.clone() if values else None
 
     def restore(self) -> None:
         tensor, memory = self._tensor, self._memory
         if tensor.dtype != memory.dtype or (self._strided and not tensor.is_set_to(memory)):
             tensor.data = memory
-        if self._overlaps:
+        if self._value is None:
+            pass
+        elif self._overlaps:
             memory.untyped_storage().copy_(self._value)
         else:
             tensor.copy_(self._value)
@@ -143,7 +154,7 @@ def _shallow(state: Any) -> Any:
 
 
 def _random_state() -> dict[str, Any]:
-    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    state: dict[str, Any] = {"python": random.getstate(), "torch": bytes(torch.get_rng_state().tolist())}
     if "numpy" in sys.modules:
         state["numpy"] = sys.modules["numpy"].random.get_state()
     if torch.cuda.is_available():
@@ -153,7 +164,7 @@ def _random_state() -> dict[str, Any]:
 
 def _set_random_state(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
-    torch.set_rng_state(state["torch"])
+    torch.set_rng_state(torch.tensor(list(state["torch"]), dtype=torch.uint8))
     if "numpy" in state:
         sys.modules["numpy"].random.set_state(state["numpy"])
     if "cuda" in state:

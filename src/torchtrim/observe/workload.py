@@ -4,19 +4,43 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
 
 from torchtrim.errors import UsageError
+from torchtrim.observe.dry.blank import blanks
 from torchtrim.observe.recording import tensors_in
 
+_NUMBERS = 2**22
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
 
-class TrainStep:
+class _Batched:
+    """What has a batch, and a second one for odd steps: made when one is first wanted, if not given."""
+
+    def __init__(self, batch: Any, second: Any = None) -> None:
+        self.batch = batch
+        self._second = second
+
+    def resized(self, dimension: int, length: int, wanted: int) -> Self:
+        """The same with a batch whose tensors of that length have the wanted one: whole numbers repeat,
+        others are blank. It is to be run dry."""
+        changed = copy.copy(self)
+        changed._second = None
+        changed.batch = _each(self.batch, lambda t: _resized(t, dimension, length, wanted))
+        return changed
+
+    def _batch_of(self, number: int, dtype: torch.dtype | None) -> Any:
+        if number % 2 and self._second is None:
+            self._second = _rolled(self.batch)
+        return _cast(self._second if number % 2 else self.batch, dtype)
+
+
+class TrainStep(_Batched):
     """One training step: `loss_fn(model, batch)`, backward, `optimizer.step()`, `zero_grad()`.
 
     `batch` is any nest of tensors. A second batch, which the verifier wants, is `batch` with its
@@ -43,11 +67,11 @@ class TrainStep:
         self.model = model
         self.optimizers: tuple[torch.optim.Optimizer, ...] = (optimizer,)
         self._loss_fn = loss_fn
-        self._batches = (batch, _rolled(batch) if second_batch is None else second_batch)
+        super().__init__(batch, second_batch)
 
     def step(self, number: int, dtype: torch.dtype | None = None) -> None:
         """Run step `number`; even ones take the batch, odd ones the second."""
-        batch = _cast(self._batches[number % 2], dtype)
+        batch = self._batch_of(number, dtype)
         loss = self._loss_fn(self.model, batch)
         loss.backward()  # type: ignore[no-untyped-call]
         del loss
@@ -56,7 +80,7 @@ class TrainStep:
         optimizer.zero_grad()
 
 
-class Inference:
+class Inference(_Batched):
     """One call of a model without gradients. `inputs`: a tensor, a tuple, or a dict of arguments."""
 
     trains = False
@@ -64,11 +88,11 @@ class Inference:
     def __init__(self, model: nn.Module, inputs: Any) -> None:
         self.model = model
         self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
-        self._batches = (inputs, _rolled(inputs))
+        super().__init__(inputs)
 
     def step(self, number: int, dtype: torch.dtype | None = None) -> None:
         """Call the model; even numbers take the inputs, odd ones the same with samples rolled."""
-        inputs = _cast(self._batches[number % 2], dtype)
+        inputs = self._batch_of(number, dtype)
         with torch.no_grad():
             if isinstance(inputs, Mapping):
                 self.model(**inputs)
@@ -76,6 +100,18 @@ class Inference:
                 self.model(*inputs)
             else:
                 self.model(inputs)
+
+
+def _resized(tensor: torch.Tensor, dimension: int, length: int, wanted: int) -> torch.Tensor:
+    strided = tensor.layout is torch.strided and not tensor.is_nested
+    if not strided or tensor.dim() <= dimension or tensor.shape[dimension] != length:
+        return tensor
+    shape = (*tensor.shape[:dimension], wanted, *tensor.shape[dimension + 1 :])
+    if tensor.is_floating_point() or tensor.is_complex() or math.prod(shape) > _NUMBERS:
+        strides = torch.empty(shape, device="meta").stride()
+        blank: torch.Tensor = blanks().tensor(shape, strides, tensor.dtype)
+        return blank.requires_grad_(tensor.requires_grad)
+    return tensor.index_select(dimension, torch.arange(wanted) % length)
 
 
 def _rolled(batch: Any) -> Any:

@@ -10,6 +10,7 @@ from msgspec import Meta, Struct
 Count = Annotated[int, Meta(ge=0, le=2**62)]
 Index = Annotated[int, Meta(ge=-1, le=2**31)]
 Seconds = Annotated[float, Meta(ge=0)]
+Rate = Annotated[float, Meta(ge=0)]
 Text = Annotated[str, Meta(max_length=4096)]
 Phase = Literal["forward", "backward", "recompute", "optimizer", "loader", "other"]
 Kind = Literal[
@@ -27,7 +28,7 @@ KINDS: tuple[Kind, ...] = (
 ALWAYS: frozenset[Kind] = frozenset(("parameter", "buffer", "optimizer_state"))
 
 
-class TensorUse(Struct, frozen=True, array_like=True):
+class TensorUse(Struct, frozen=True, array_like=True, gc=False):
     """A tensor as an operator saw it: which storage, and the view of it. Strides are in elements."""
 
     storage: Count
@@ -36,7 +37,7 @@ class TensorUse(Struct, frozen=True, array_like=True):
     strides: tuple[int, ...]
 
 
-class Operator(Struct, frozen=True, array_like=True):
+class Operator(Struct, frozen=True, array_like=True, gc=False):
     """One ATen operator. `module`, `place`, `caller`, `label` and `forward` are indices, -1 for none.
 
     `forward` is the operator whose gradient a backward operator computes; its place and module are this
@@ -59,7 +60,7 @@ class Operator(Struct, frozen=True, array_like=True):
     transient_bytes: Count
 
 
-class Storage(Struct, frozen=True, array_like=True):
+class Storage(Struct, frozen=True, array_like=True, gc=False):
     """A block of memory, alive during operators `birth <= i < death`.
 
     `bytes` are those of the memory that the profile is about: in a profile of a GPU's, what lies on the
@@ -77,7 +78,7 @@ class Storage(Struct, frozen=True, array_like=True):
     name: Text
 
 
-class Module(Struct, frozen=True, array_like=True):
+class Module(Struct, frozen=True, array_like=True, gc=False):
     """A module of a root. `chain`: its children run one after the other (`nn.Sequential`).
 
     `hooked`: it carries hooks of the user's. `trains`: in training mode.
@@ -91,7 +92,7 @@ class Module(Struct, frozen=True, array_like=True):
     parameter_bytes: Count
 
 
-class Call(Struct, frozen=True, array_like=True):
+class Call(Struct, frozen=True, array_like=True, gc=False):
     """One forward call of a module: operators `first <= i < last`; `depth` 0 for a root.
 
     `inputs` and `outputs` are the storages of the tensors that went in and came out.
@@ -107,7 +108,7 @@ class Call(Struct, frozen=True, array_like=True):
     graded: bool
 
 
-class Place(Struct, frozen=True, array_like=True):
+class Place(Struct, frozen=True, array_like=True, gc=False):
     """A line of source."""
 
     path: Text
@@ -115,7 +116,7 @@ class Place(Struct, frozen=True, array_like=True):
     function: Text
 
 
-class LoaderWait(Struct, frozen=True, array_like=True):
+class LoaderWait(Struct, frozen=True, array_like=True, gc=False):
     """Time in which the step waited for its data loader."""
 
     start: Seconds
@@ -123,7 +124,7 @@ class LoaderWait(Struct, frozen=True, array_like=True):
     workers: Count
 
 
-class Sync(Struct, frozen=True, array_like=True):
+class Sync(Struct, frozen=True, array_like=True, gc=False):
     """A moment at which the host waits for the device, or may read what has not arrived yet.
 
     `row` names the row of `sync.table` that says why. `operator` is the one that waits; -1 for a call
@@ -139,8 +140,25 @@ class Sync(Struct, frozen=True, array_like=True):
     seconds: Seconds | None
 
 
+class Growth(Struct, frozen=True, array_like=True, gc=False):
+    """Something that a stream fills and never empties. `bytes` and `entries` are what a frame adds.
+
+    `name` says where it is, as a person would write it; `kind` what it is: `dict`, `list`, `tensor` for one
+    tensor that gets larger, `graph` for what only autograd holds. `adapter` is the function of
+    `torchtrim.stream` that bounds it, empty for none. `place` and `caller` are indices, -1 for none.
+    """
+
+    name: Text
+    kind: Text
+    bytes: Count
+    entries: Rate
+    adapter: Text
+    place: Index
+    caller: Index
+
+
 class Profile(Struct, frozen=True, kw_only=True):
-    """The record of one step."""
+    """The record of one step, or, where it has `growths`, of the frames of a stream."""
 
     schema_version: Literal[1] = 1
     torchtrim: Text
@@ -161,6 +179,7 @@ class Profile(Struct, frozen=True, kw_only=True):
     labels: list[Text]
     waits: list[LoaderWait]
     syncs: list[Sync] = []
+    growths: list[Growth] = []
 
     def place_of(self, operator: int) -> Place | None:
         """Where the operator was asked for, in the user's own source if it was, else in the library's."""
@@ -237,6 +256,15 @@ def check(profile: Profile) -> str | None:
     for i, module in enumerate(profile.modules):
         if not -1 <= module.parent < i:
             return f"`modules[{i}].parent` is {module.parent}; a parent stands before its children"
+    return _wrong_growth(profile)
+
+
+def _wrong_growth(profile: Profile) -> str | None:
+    count = len(profile.places)
+    for i, growth in enumerate(profile.growths):
+        for name, index in (("place", growth.place), ("caller", growth.caller)):
+            if index >= count:
+                return f"`growths[{i}].{name}` is {index}, and `places` has {count} entries"
     return None
 
 

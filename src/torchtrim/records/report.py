@@ -9,7 +9,9 @@ from msgspec import Meta, Struct
 
 from torchtrim.records.allow import Allowed
 from torchtrim.records.certificate import Certificate
+from torchtrim.records.estimate import Estimated
 from torchtrim.records.finding import Finding, Source
+from torchtrim.records.fix import Cures
 from torchtrim.records.plan import MemoryKind, Prediction, Technique
 
 Bytes = Annotated[int, Meta(ge=0)]
@@ -77,12 +79,34 @@ class Waiting(Struct, frozen=True, kw_only=True):
     sets: tuple[WaitSet, ...] = ()
 
 
+class Stream(Struct, frozen=True, kw_only=True):
+    """What the frames of a stream need. `growth_bytes` is what a frame adds to what containers hold.
+
+    `frame` says what a frame is, `frames` how many there were, `first` from which on growth was measured.
+    `process_growth_bytes` is what a frame added to the process, the allocators' noise included. The fields
+    of `unbounded` are of the same stream without bounds, null where it was not run.
+    """
+
+    frame: str
+    frames: int
+    first: int
+    growth_bytes: Bytes
+    process_growth_bytes: int
+    frame_seconds: float
+    max_growth_bytes: Bytes | None = None
+    bounded: tuple[str, ...] = ()
+    unbounded_growth_bytes: Bytes | None = None
+    unbounded_frame_seconds: float | None = None
+
+
 class Report(Struct, frozen=True, kw_only=True):
     """What a verb found. A field is null only where the verb does not measure it.
 
     `smallest_bytes` is the smallest feasible peak, where a budget was refused. `project` is the folder
     of the user's own source, `machine` the processor and its threads. `allowed` is what the
     allow-list covers of the findings. `waiting` is null where nothing waits or no device is known.
+    `stream` is null but for verbs that watch a stream, `cures` but for those that write source,
+    `estimated` but for an estimate.
     """
 
     schema_version: Literal[1] = 1
@@ -107,6 +131,9 @@ class Report(Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     allowed: tuple[Allowed, ...] = ()
     waiting: Waiting | None = None
+    stream: Stream | None = None
+    cures: Cures | None = None
+    estimated: Estimated | None = None
 
 
 def schema() -> dict[str, object]:

@@ -111,7 +111,13 @@ def _report(report: Report) -> Iterable[Markup]:
     yield _findings(report.findings)
     techniques = report.plan.techniques if report.plan else ()
     proof = facts.certificate_lines(report.certificate) if report.certificate else []
-    told = [*facts.waiting_lines(report), *map(facts.technique_line, techniques), *proof]
+    told = [
+        *facts.estimate_lines(report),
+        *facts.waiting_lines(report),
+        *facts.cure_lines(report),
+        *map(facts.technique_line, techniques),
+        *proof,
+    ]
     yield _lines([*told, *report.notes])
 
 

@@ -11,6 +11,8 @@ from pathlib import PurePath
 from typing import Literal
 
 from torchtrim.records import Certificate, Figures, Finding, Report, Technique
+from torchtrim.records.estimate import Growth
+from torchtrim.records.fix import FixRecord, State
 from torchtrim.records.profile import is_emulated
 from torchtrim.units import format_bytes, format_seconds
 
@@ -54,7 +56,12 @@ _NEARLY = 0.9
 
 def headline(report: Report) -> Headline:
     """The report in one line."""
-    parts = (*_peak_parts(report), *_step_parts(report), *_failure_parts(report))
+    parts = (
+        *_peak_parts(report),
+        *_stream_parts(report),
+        *_step_parts(report),
+        *_failure_parts(report),
+    )
     missed = over_budget(report) > 0
     if report.certificate:
         verdict = report.certificate.verdict
@@ -64,6 +71,11 @@ def headline(report: Report) -> Headline:
         )
     if missed:
         return Headline(word="BUDGET MISSED", tone="bad", parts=parts)
+    if report.stream is not None:
+        grows = report.stream.growth_bytes > (report.stream.max_growth_bytes or 0)
+        return Headline(
+            word="GROWS" if grows else "FLAT", tone="bad" if grows else "good", parts=parts
+        )
     word = report.verb.upper() if report.verb != "diagnose" else count_of(report.findings)
     return Headline(word=word, tone="neutral", parts=parts)
 
@@ -85,6 +97,16 @@ def _peak_parts(report: Report) -> Iterable[str]:
         missed = over_budget(report)
         by = f" missed by {format_bytes(missed)}" if missed > 0 else ""
         yield f"budget {format_bytes(report.budget_bytes)}{by}"
+
+
+def _stream_parts(report: Report) -> Iterable[str]:
+    stream = report.stream
+    if stream is None:
+        return
+    text = f"{format_bytes(stream.growth_bytes)} a frame"
+    if stream.unbounded_growth_bytes is not None:
+        text += f", {format_bytes(stream.unbounded_growth_bytes)} without bounds"
+    yield f"{text}, over {stream.frames} frames"
 
 
 def _step_parts(report: Report) -> Iterable[str]:
@@ -242,6 +264,77 @@ def waiting_lines(report: Report) -> list[str]:
         sites = ", ".join(_site(report.findings[number]) for number in best.findings)
         lines.append(f"{said(best.saves_ms)} of it from {sites}")
     return lines
+
+
+def estimate_lines(report: Report) -> list[str]:
+    """What an estimate knows to the byte, what would free memory, and how far the batch can grow."""
+    found = report.estimated
+    if found is None:
+        return []
+    exact = (
+        ("parameters", found.parameter_bytes),
+        ("gradients", found.gradient_bytes),
+        ("optimizer state", found.optimizer_bytes),
+    )
+    lines = [", ".join(f"{name} {format_bytes(size)}" for name, size in exact if size)]
+    if found.recomputed_bytes is not None:
+        places = ", ".join(runs(found.recomputed))
+        lines.append(
+            f"recomputing {places} is predicted to bring it to {format_bytes(found.recomputed_bytes)}"
+        )
+    return [line for line in (*lines, *map(_growth_line, found.growth)) if line]
+
+
+def _growth_line(growth: Growth) -> str:
+    """`"largest batch in 24 GiB: 96 (23.8 GiB; 97 needs 24.1 GiB), now 8"`."""
+    known = growth.peak_bytes is not None
+    parts = [format_bytes(growth.peak_bytes)] if growth.peak_bytes is not None else []
+    if growth.next_bytes is not None:
+        parts.append(f"{growth.largest + 1} needs {format_bytes(growth.next_bytes)}")
+    elif growth.limited_by:
+        parts.append(f"{growth.largest + 1} does not run: {growth.limited_by}")
+    told = f"{growth.largest if known else 'none fits'} ({'; '.join(parts)})"
+    return f"largest {growth.what} in {format_bytes(growth.budget_bytes)}: {told}, now {growth.now}"
+
+
+def cure_lines(report: Report) -> list[str]:
+    """What became of the cures: how many, what they were proved to be, then each with its place."""
+    cures = report.cures
+    if cures is None:
+        return []
+    counts = Counter(fix.state for fix in cures.fixes)
+    if not counts:
+        return ["no wait of the script's own source has a form that there is a cure for"]
+    told = [f"{counts[state]} {word}" for state, word in _STATES.items() if counts[state]]
+    waits = f"waits {cures.waits_before} -> {cures.waits_after} a step"
+    proof = cures.certificate
+    proved = (
+        [f"{proof.verdict}, largest difference {difference_figure(proof.largest_difference)}"]
+        if proof
+        else []
+    )
+    return [", ".join([*told, waits, *proved]), *map(_cure_line, cures.fixes)]
+
+
+_STATES: dict[State, str] = {
+    "made": "made",
+    "offered": "offered as unsafe",
+    "refused": "refused",
+    "taken back": "taken back",
+}
+
+
+def _cure_line(fix: FixRecord) -> str:
+    left = "" if fix.waits_after is None else f" -> {fix.waits_after}"
+    waits = f"waits {fix.waits_before}{left}"
+    text = f"{_STATES[fix.state]}: {fix.cure} at {place(fix.path, fix.line)}, {fix.equivalence}, {waits}"
+    return f"{text}: {fix.reason}" if fix.reason else text
+
+
+def diff_lines(report: Report) -> list[str]:
+    """The lines of the cures' diff that differ, and where."""
+    diff = report.cures.diff if report.cures else ""
+    return [line for line in diff.splitlines() if line.startswith(("+", "-", "@@"))]
 
 
 def _site(finding: Finding) -> str:

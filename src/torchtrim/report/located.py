@@ -46,9 +46,10 @@ class Located:
 
     @property
     def facts(self) -> str:
-        """`"12 a step, 74.0 MiB, 2 allowed"`."""
+        """`"12 a step, 74.0 MiB, 2 allowed"`; empty for what was found in the source alone."""
         allowed = f"{self.allowed} allowed" if self.allowed else ""
-        count = f"{self.finding.count_per_step} a step"
+        times = self.finding.count_per_step
+        count = f"{times} a step" if times else ""
         return ", ".join(part for part in (count, price(self.finding), allowed) if part)
 
 

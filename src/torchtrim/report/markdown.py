@@ -44,7 +44,9 @@ def _page(report: Report, found: Sequence[Located], shown: int) -> str:
         "\n".join(f"* {escape(part)}" for part in head.parts),
         _figures(report),
         _findings(report, found, shown),
+        _lines("Estimate", facts.estimate_lines(report)),
         _lines("Waits", facts.waiting_lines(report)),
+        _lines("Cures", facts.cure_lines(report)),
         _lines("Plan", map(facts.technique_line, report.plan.techniques if report.plan else ())),
         _lines(
             "Certificate", facts.certificate_lines(report.certificate) if report.certificate else ()

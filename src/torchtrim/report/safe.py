@@ -10,12 +10,14 @@ import msgspec
 from rich.cells import cell_len
 
 from torchtrim.records import Certificate, Finding, Report
+from torchtrim.records.fix import Cures
 from torchtrim.records.report import Holder
 
 _BLANK = frozenset("\t\n\r\v\f\x85\u2028\u2029")
 _DROPPED = frozenset(("Cc", "Cf", "Cs", "Co"))
 _ELLIPSIS = "..."
 _BREAK = re.compile(r"(?<!\+-)\s+(?!(?:%|[KMGT]iB|B|s|ms|us)(?:\W|$))")
+_QUOTED = re.compile(r"`[^`]*`")
 _PATHLIKE = re.compile(
     r"""(?<![^\s"'()<>,`])[^\s"'()<>,`]*\.py\b(?::\d+)?"""
     r"""|(?<![\w/])[/~][\w.~@+-]*(?:/[\w.@+-]+)+/?"""
@@ -95,6 +97,7 @@ def without_source(report: Report) -> Report:
         certificate=report.certificate and _bare_certificate(report.certificate, known),
         notes=tuple(_scrub(note, known) for note in report.notes),
         allowed=(),
+        cures=report.cures and _bare_cures(report.cures, known),
     )
 
 
@@ -120,11 +123,27 @@ def _scrub(text: str, known: list[str]) -> str:
 
 
 def _bare_finding(finding: Finding, known: list[str]) -> Finding:
-    cure = finding.cure and msgspec.structs.replace(
-        finding.cure, diff=None, reason=_scrub(finding.cure.reason, known)
-    )
+    reason = _scrub(finding.cure.reason, known) if finding.cure else ""
+    if finding.cure and finding.cure.kind in ("code", "refused"):
+        reason = _QUOTED.sub(_ELLIPSIS, reason)
+    cure = finding.cure and msgspec.structs.replace(finding.cure, diff=None, reason=reason)
     message = _scrub(finding.message, known)
     return msgspec.structs.replace(finding, path="", line=0, end_line=0, message=message, cure=cure)
+
+
+def _bare_cures(cures: Cures, known: list[str]) -> Cures:
+    fixes = tuple(
+        msgspec.structs.replace(
+            fix,
+            path="",
+            line=0,
+            diff="",
+            reason=_QUOTED.sub(_ELLIPSIS, _scrub(fix.reason, known)),
+        )
+        for fix in cures.fixes
+    )
+    proof = cures.certificate and _bare_certificate(cures.certificate, known)
+    return msgspec.structs.replace(cures, fixes=fixes, diff="", certificate=proof)
 
 
 def _bare_holder(holder: Holder, known: list[str]) -> Holder:

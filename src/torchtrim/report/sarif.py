@@ -104,7 +104,8 @@ def _result(
 
 def _text(found: Located) -> str:
     advice = f" {found.advice[:1].upper()}{found.advice[1:]}." if found.advice else ""
-    return f"{found.message}: {found.facts}.{advice}"
+    said = f"{found.message}: {found.facts}" if found.facts else found.message
+    return f"{said}.{advice}"
 
 
 def plain(text: str) -> str:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from torchtrim.records import Report
 from torchtrim.report import facts, sections
-from torchtrim.report.safe import keep_right, sentence
+from torchtrim.report.safe import keep_left, keep_right, sentence
 from torchtrim.report.sections import NARROW, Page, Room
 
 _SCREEN = 24
@@ -66,6 +66,7 @@ def _fitting(page: Page, height: int) -> list[Text]:
 def _lines(page: Page, room: Room) -> list[Text]:
     order: tuple[Callable[[Page, Room], list[Text]], ...] = (
         _verdict,
+        _cures,
         sections.evidence,
         sections.holders,
         sections.findings,
@@ -105,9 +106,26 @@ def _tail(page: Page, room: Room) -> list[Text]:
     return [
         *_labelled(page, "plan", map(facts.technique_line, techniques), room.findings, room),
         *_labelled(page, "certificate", proof, len(proof), room),
+        *_labelled(page, "estimate", facts.estimate_lines(report), 4, room),
         *_labelled(page, "waits", facts.waiting_lines(report), 2, room),
         *_labelled(page, "note", report.notes, room.notes, room),
     ]
+
+
+def _cures(page: Page, room: Room) -> list[Text]:
+    """The cures, and as much of their diff as there is room for; the file has the rest."""
+    told = facts.cure_lines(page.report)
+    if not told:
+        return []
+    lines = [
+        line for line in facts.diff_lines(page.report) if not line.startswith(("@@", "+++", "---"))
+    ]
+    shown = lines[: room.findings]
+    styles = {"+": "green", "-": "red"}
+    kept = [Text(keep_left(page.say(line), page.width), styles[line[0]]) for line in shown]
+    left = len(lines) - len(shown)
+    more = [Text(f"  +{left} more lines of diff", "dim")] if left > 0 else []
+    return [*_labelled(page, "cures", told, room.findings, room), *kept, *more]
 
 
 def _labelled(page: Page, label: str, texts: Iterable[str], most: int, room: Room) -> list[Text]:

@@ -102,6 +102,7 @@ class View:
     longest: int
     charts: Sequence[ChartView]
     findings: Capped[FindingView]
+    diff: Capped[str]
     holders: Capped[HolderView]
     techniques: Capped[Technique]
     frontier: Capped[FrontierPoint]
@@ -161,6 +162,7 @@ def view(report: Report, drawn: Drawn, caps: Caps, *, source: bool = True) -> Vi
         findings=Capped(
             [_finding(report, f, folders, caps) for f in findings.shown], findings.dropped
         ),
+        diff=_diff(report.cures.diff if report.cures else "", caps),
         holders=Capped([_holder(report, h) for h in holders.shown], holders.dropped),
         techniques=_capped(report.plan.techniques if report.plan else (), caps.rows),
         frontier=_capped(report.frontier, caps.rows),
@@ -206,13 +208,17 @@ def _place(report: Report, path: str, line: int) -> str:
 
 def _finding(report: Report, finding: Finding, folders: list[Path], caps: Caps) -> FindingView:
     diff = finding.cure.diff if finding.cure and finding.cure.diff else ""
-    lines = [line.expandtabs(4)[:_MOST_CHARACTERS] for line in diff.splitlines()]
     return FindingView(
         finding=finding,
         place=_place(report, finding.path, finding.line),
         source=excerpt(finding.path, finding.line, finding.end_line, folders),
-        diff=_capped(lines, caps.diff_lines),
+        diff=_diff(diff, caps),
     )
+
+
+def _diff(diff: str, caps: Caps) -> Capped[str]:
+    lines = [line.expandtabs(4)[:_MOST_CHARACTERS] for line in diff.splitlines()]
+    return _capped(lines, caps.diff_lines)
 
 
 def _holder(report: Report, holder: Holder) -> HolderView:

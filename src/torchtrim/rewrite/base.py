@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from torchtrim.records.seen import Probe
 from torchtrim.rewrite.facts import Facts
-from torchtrim.rewrite.forms import match_form
+from torchtrim.rewrite.forms import places
 from torchtrim.rewrite.source import Source, spot
 
 Equivalence = Literal["BITWISE", "ROUNDING"]
@@ -31,7 +31,7 @@ class Match:
 
     `node` is what would be written anew, `parts` the expressions it is made of, by name; `watched`
     are those whose values the cure wants to know. `keywords` are what `**REST` of the form took, and
-    `form` is the form that fitted.
+    `form` is the form that fitted. `begin` is where the lines begin that wait, if before the node.
     """
 
     cure: Cure
@@ -40,11 +40,14 @@ class Match:
     parts: Mapping[str, ast.expr]
     keywords: Mapping[str, list[ast.keyword]] = field(default_factory=dict)
     form: str = ""
+    begin: ast.AST | None = None
 
     @property
     def lines(self) -> tuple[int, int]:
         """First and last line of the statement's own code, without the body that it heads."""
         statement = self.source.statement(self.node)
+        if self.begin is not None:
+            return self.begin.lineno, self.node.end_lineno  # type: ignore[attr-defined]
         if self.node is not statement or not hasattr(statement, "body"):
             return self.node.lineno, self.node.end_lineno or self.node.lineno  # type: ignore[attr-defined]
         return statement.lineno, statement.end_lineno or statement.lineno
@@ -114,6 +117,12 @@ class Cure:
         """The name of its file, of its test and in reports."""
         return self.write.__module__.rpartition(".")[2]
 
+    def places(self, source: Source) -> tuple[Match, ...]:
+        """What `find` gives of a source, in which it looks once."""
+        if self.name not in source.memo:
+            source.memo[self.name] = tuple(self.find(source))
+        return source.memo[self.name]
+
     @property
     def summary(self) -> str:
         """What it does, in a sentence."""
@@ -136,18 +145,14 @@ def of_forms(cure: Callable[[], Cure], *forms: str) -> Callable[[Source], Iterat
     """A `find` that gives each place of one of the forms, the first form first."""
 
     def find(source: Source) -> Iterator[Match]:
-        for node in ast.walk(source.tree):
-            for text in forms:
-                bound = match_form(text, node, source)
-                if bound is not None:
-                    yield Match(
-                        cure=cure(),
-                        source=source,
-                        node=node,
-                        parts=bound.parts,
-                        keywords=bound.keywords,
-                        form=text,
-                    )
-                    break
+        for node, text, bound in places(forms, source):
+            yield Match(
+                cure=cure(),
+                source=source,
+                node=node,
+                parts=bound.parts,
+                keywords=bound.keywords,
+                form=text,
+            )
 
     return find

@@ -13,10 +13,10 @@ from torchtrim.rewrite.source import Source
 
 
 class Patched(NamedTuple):
-    """A new text, and the lines in which each fix stands in it."""
+    """A new text, and the spans of lines, first and last, in which each fix stands in it."""
 
     text: str
-    regions: tuple[tuple[int, int], ...]
+    regions: tuple[tuple[tuple[int, int], ...], ...]
 
 
 def compatible(fixes: Iterable[Fix]) -> list[Fix]:
@@ -30,7 +30,8 @@ def compatible(fixes: Iterable[Fix]) -> list[Fix]:
 
 def patch(source: Source, fixes: Sequence[Fix]) -> Patched:
     """The source's text with the fixes in it. Raises `Refused` if that is no Python any more."""
-    edits = sorted({edit for fix in fixes for edit in fix.edits}, key=lambda edit: edit[:2])
+    own = dict.fromkeys(edit for fix in fixes for edit in fix.edits)
+    edits = sorted(own, key=lambda edit: edit[:2])
     text, moved, at = [], [], 0
     length = 0
     for edit in edits:
@@ -42,11 +43,27 @@ def patch(source: Source, fixes: Sequence[Fix]) -> Patched:
         at = edit.end
     new = "".join([*text, source.text[at:]])
     try:
-        ast.parse(new)
+        ast.parse(_edited(source, new, edits))
     except (SyntaxError, ValueError) as error:
         raise Refused(f"what it would write is no Python: {error}") from None
     regions = tuple(_region(new, fix, moved) for fix in fixes)
     return Patched(new, regions)
+
+
+def _edited(source: Source, new: str, edits: Sequence[Edit]) -> str:
+    """The new text of the statements of the module that the edits lie in."""
+    if not edits:
+        return ""
+    first, last = edits[0].start, max(edit.end for edit in edits)
+    begin, end = 0, len(source.text)
+    for one in source.tree.body:
+        top = min([one, *getattr(one, "decorator_list", [])], key=lambda node: node.lineno)
+        start = source.line_start(top.lineno)
+        begin = start if start <= first else begin
+        if start > last:
+            end = start
+            break
+    return new[begin : end + len(new) - len(source.text)]
 
 
 def diff_of(path: str, before: str, after: str) -> str:
@@ -72,10 +89,16 @@ def _lines(text: str) -> list[str]:
     return text.splitlines(keepends=True) if "\f" not in text else text.split("\n")
 
 
-def _region(new: str, fix: Fix, moved: Sequence[tuple[Edit, int, int]]) -> tuple[int, int]:
-    spans = [(start, end) for edit, start, end in moved if edit in fix.edits]
-    begin, end = min(span[0] for span in spans), max(span[1] for span in spans)
+def _region(
+    new: str, fix: Fix, moved: Sequence[tuple[Edit, int, int]]
+) -> tuple[tuple[int, int], ...]:
+    return tuple(_lines_of(new, begin, end) for edit, begin, end in moved if edit in fix.edits)
+
+
+def _lines_of(new: str, begin: int, end: int) -> tuple[int, int]:
     first = new.count("\n", 0, begin) + 1
+    if begin == end:
+        return first, first - 1
     return first, first + new.count("\n", begin, max(begin, end - new[begin:end].endswith("\n")))
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 from torchtrim.records.seen import Execution, Observed, Seen
+
+T = TypeVar("T")
 
 
 class Refused(Exception):
@@ -18,6 +21,10 @@ class Values:
         self.grad = execution.grad
         self.count = execution.count
         self._values = execution.values
+
+    def has(self, name: str) -> bool:
+        """Whether the part was computed: what stands before a loop is not seen in each round of it."""
+        return name in self._values
 
     def __getattr__(self, name: str) -> Seen:
         try:
@@ -61,6 +68,16 @@ class Facts:
             return self.seen and all(map(test, self.executions))
         except AttributeError:
             return False
+
+    def only(self, what: str, get: Callable[[Values], T], unseen: T) -> T:
+        """What each execution has in common. Raises `Refused` where they differ."""
+        try:
+            found = {get(values) for values in self.executions}
+        except AttributeError:
+            return unseen
+        if len(found) > 1:
+            raise Refused(f"{what} is not the same in all runs that were watched")
+        return found.pop() if found else unseen
 
     def leave_open(self, text: str) -> None:
         """Note what is needed and not shown."""

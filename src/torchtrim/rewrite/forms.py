@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterable, Iterator
 from functools import cache
 
-from torchtrim.rewrite.source import Source
+from torchtrim.rewrite.source import Site, Source, called
 
 _CAPITALS = re.compile(r"[A-Z][A-Z0-9]*")
 _NO_FIELDS = ("ctx", "type_comment", "kind")
@@ -41,10 +42,59 @@ def capitals(text: str) -> list[str]:
     return [name for name in re.findall(r"\b[A-Za-z_]\w*\b", text) if _CAPITALS.fullmatch(name)]
 
 
+@cache
+def root(text: str) -> Site:
+    """The sites at which a form can be: the type of its node, and of a call what is called."""
+    node = form(text)
+    name = called(node.func) if isinstance(node, ast.Call) else ""
+    return type(node), "" if _CAPITALS.fullmatch(name) else name
+
+
+@cache
+def words(text: str) -> frozenset[str]:
+    """Names that a file has somewhere in it, or it has nothing of the form."""
+    found: set[str] = set()
+    pending = [form(text)]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.keyword) and node.arg is not None:
+            found.add(node.arg)
+        if _module_name(node) is None:
+            pending.extend(ast.iter_child_nodes(node))
+    return frozenset(found)
+
+
+def places(forms: Iterable[str], source: Source) -> Iterator[tuple[ast.AST, str, Bound]]:
+    """Each node that is of one of the forms, with the first form that it is of."""
+    live = [text for text in forms if words(text) <= source.words]
+    for node in source.at({root(text) for text in live}):
+        for text in live:
+            if (bound := match_form(text, node, source)) is not None:
+                yield node, text, bound
+                break
+
+
 def match_form(text: str, node: ast.AST, source: Source) -> Bound | None:
     """What the form's capitals stand for in a node, None if the node is not of that form."""
+    if not _may_be(root(text), node, source):
+        return None
     bound = Bound()
     return bound if _same(form(text), node, source, bound) else None
+
+
+def _may_be(site: Site, node: ast.AST, source: Source) -> bool:
+    """Whether a node is of a form's type, and a call of its name."""
+    kind, name = site
+    if kind in (ast.Name, ast.Attribute):
+        return True
+    if type(node) is not kind:
+        return False
+    if not name or not isinstance(node, ast.Call):
+        return True
+    own = called(node.func)
+    return own == name or source.imported.get(own, "").rpartition(".")[2] == name
 
 
 def equal(one: ast.AST, other: ast.AST) -> bool:

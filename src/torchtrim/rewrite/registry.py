@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib import import_module
 
@@ -19,7 +19,9 @@ def all_cures() -> tuple[Cure, ...]:
     return tuple(import_module(f"{cures.__name__}.{name}").CURE for name in names)
 
 
-def matches(source: Source) -> Iterator[Match]:
-    """Every place of a source that some cure is for, by line."""
-    found = [match for cure in all_cures() for match in cure.find(source)]
+def matches(source: Source, codes: Iterable[str] | None = None) -> Iterator[Match]:
+    """Every place of a source that some cure is for, by line; only cures of `codes` where given."""
+    wanted = None if codes is None else set(codes)
+    cures = [one for one in all_cures() if wanted is None or wanted & set(one.codes)]
+    found = [match for cure in cures for match in cure.places(source)]
     return iter(sorted(found, key=lambda match: match.lines))

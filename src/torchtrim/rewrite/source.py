@@ -7,17 +7,21 @@ import io
 import re
 import tokenize
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from torchtrim.errors import UnreadableInput
 from torchtrim.records.seen import Spot
 
 _LINE = re.compile(r"\r\n|\r|\n")
+_NAME = re.compile(r"\w+")
 _MOST_BYTES = 4 * 2**20
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 Loop = ast.For | ast.AsyncFor | ast.While
+Site = tuple[type[ast.AST], str]
+"""A type of node, and of a call the last name of what is called; `""` is any."""
 
 
 class Source:
@@ -27,26 +31,83 @@ class Source:
     edited keeps its form.
     """
 
-    def __init__(self, path: str, text: str) -> None:
+    def __init__(self, path: str, text: str, tree: ast.Module | None = None) -> None:
         self.path = path
         self.text = text
         try:
-            self.tree = ast.parse(text)
+            self.tree = tree or ast.parse(text)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
             raise UnreadableInput(f"{path}{line} is no Python that can be read: {error}.") from None
         self._lines = [0, *(found.end() for found in _LINE.finditer(text))]
         self._bound: dict[ast.AST, frozenset[str]] = {}
+        self.memo: dict[str, tuple[Any, ...]] = {}
 
-    @cached_property
+    @property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """Every node of the tree, as `ast.walk` gives them. The tree is walked once."""
+        return self._walked[0]
+
+    @property
     def parents(self) -> dict[ast.AST, ast.AST]:
         """The node around each node."""
-        return {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
+        return self._walked[1]
+
+    @cached_property
+    def _walked(self) -> tuple[tuple[ast.AST, ...], dict[ast.AST, ast.AST]]:
+        nodes: list[ast.AST] = [self.tree]
+        parents: dict[ast.AST, ast.AST] = {}
+        for node in nodes:
+            for child in _children(node):
+                parents[child] = node
+                nodes.append(child)
+        return tuple(nodes), parents
+
+    def only(self, lines: Iterable[int]) -> Source:
+        """The same file with fewer functions and classes in its tree: those around one of the lines.
+
+        Classes of the file from which these inherit stay, and so does what is neither.
+        """
+        wanted = sorted(lines)
+        kept: list[ast.stmt] = []
+        names: set[str] = set()
+        for one in reversed(self.tree.body):
+            if not isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                kept.append(one)
+                continue
+            at = bisect_right(wanted, (one.end_lineno or one.lineno))
+            if one.name in names or (at and wanted[at - 1] >= one.lineno):
+                kept.append(one)
+                bases = one.bases if isinstance(one, ast.ClassDef) else []
+                names.update(called(base) for base in bases)
+        return Source(self.path, self.text, ast.Module(kept[::-1], self.tree.type_ignores))
+
+    @cached_property
+    def words(self) -> frozenset[str]:
+        """Every name that stands in the text, comments included."""
+        return frozenset(_NAME.findall(self.text))
+
+    def at(self, sites: Iterable[Site]) -> Iterator[ast.AST]:
+        """The nodes at some sites, in the order of the tree."""
+        found = [one for site in sites for one in self._sites.get(site, ())]
+        return (node for _, node in sorted(found, key=lambda one: one[0]))
+
+    @cached_property
+    def _sites(self) -> dict[Site, list[tuple[int, ast.AST]]]:
+        found: dict[Site, list[tuple[int, ast.AST]]] = {}
+        for number, node in enumerate(self.nodes):
+            found.setdefault((type(node), ""), []).append((number, node))
+            if isinstance(node, ast.Call):
+                name = called(node.func)
+                if isinstance(node.func, ast.Name):
+                    name = self.imported.get(name, name).rpartition(".")[2]
+                found.setdefault((ast.Call, name), []).append((number, node))
+        return found
 
     @cached_property
     def imported(self) -> dict[str, str]:
         """What names of the file mean: `{"F": "torch.nn.functional"}`."""
-        return dict(_imported(self.tree))
+        return dict(_imported(self.nodes))
 
     def start(self, node: ast.AST) -> int:
         """Where the node begins in the text."""
@@ -155,6 +216,22 @@ class Source:
         return start + (column if text.isascii() else len(text.encode()[:column].decode()))
 
 
+def _children(node: ast.AST) -> Iterator[ast.AST]:
+    for name in node._fields:
+        value = getattr(node, name, None)
+        if isinstance(value, ast.AST):
+            yield value
+        elif isinstance(value, list):
+            yield from (one for one in value if isinstance(one, ast.AST))
+
+
+def called(function: ast.AST) -> str:
+    """The last name of what is called; `""` where it has none."""
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else ""
+
+
 def spot(node: ast.AST) -> Spot:
     """Where a node stands, as another process that parses the same text finds it."""
     return (node.lineno, node.col_offset, node.end_lineno, node.end_col_offset)  # type: ignore[attr-defined]
@@ -177,8 +254,8 @@ def read_source(path: Path) -> tuple[str, str]:
         raise UnreadableInput(f"{path} is no text in the encoding it claims: {error}.") from None
 
 
-def _imported(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    for node in ast.walk(tree):
+def _imported(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, str]]:
+    for node in nodes:
         if isinstance(node, ast.Import):
             for name in node.names:
                 yield (

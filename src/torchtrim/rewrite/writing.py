@@ -29,6 +29,21 @@ _ATOMS = (
     ast.JoinedStr,
 )
 
+_DELIMITING = (
+    ast.Assign,
+    ast.AugAssign,
+    ast.AnnAssign,
+    ast.Return,
+    ast.Expr,
+    ast.keyword,
+    ast.List,
+    ast.Tuple,
+    ast.Set,
+    ast.Dict,
+    ast.If,
+    ast.While,
+)
+
 
 def replace(
     match: Match, template: str, names: Mapping[str, str] | None = None
@@ -84,6 +99,24 @@ def filled(
     text = _WORD.sub(put, template)
     text = re.sub(r",\s*\)", ")", text) if "**" in template else text
     return text, tuple(imports)
+
+
+def torch_of(source: Source) -> tuple[str, tuple[Edit, ...]]:
+    """What the file calls torch, and the import that it needs for that."""
+    alias = source.alias("torch")
+    return ("torch", (add_import(source, "torch"),)) if alias is None else (alias, ())
+
+
+def atom(source: Source, node: ast.expr) -> str:
+    """The node's text, in parentheses unless anything may stand next to it."""
+    text = source.segment(node)
+    return text if isinstance(node, _ATOMS) and not isinstance(node, ast.Constant) else f"({text})"
+
+
+def instead(source: Source, node: ast.expr, text: str) -> Edit:
+    """The edit that puts an expression in the place of another, in parentheses where it needs some."""
+    loose = not isinstance(form(text), _ATOMS) and not _stands_alone(source, node)
+    return Edit(source.start(node), source.end(node), f"({text})" if loose else text)
 
 
 def insert_before(source: Source, node: ast.AST, lines: str) -> Edit:
@@ -168,14 +201,15 @@ def fresh(source: Source, node: ast.AST, name: str) -> str:
 def check_comments(source: Source, edits: list[Edit] | tuple[Edit, ...]) -> None:
     """Raises `Refused` where a comment of the source would be lost."""
     for edit in edits:
-        for comment in _comments(source.text[edit.start : edit.end]):
+        for comment in comments(source.text[edit.start : edit.end]):
             if comment not in edit.text:
                 raise Refused(
                     f"the comment {comment[:60]!r} within it would be lost. Move it first"
                 )
 
 
-def _comments(text: str) -> Iterator[str]:
+def comments(text: str) -> Iterator[str]:
+    """The comments of a piece of source."""
     if "#" not in text:
         return
     try:
@@ -210,23 +244,13 @@ def _in_place(text: str, node: ast.expr, template: str, found: re.Match[str]) ->
 
 
 def _stands_alone(source: Source, node: ast.expr) -> bool:
-    """Whether nothing next to the node could bind a part of what is written there."""
-    before = source.text[: source.start(node)].rstrip(" \t")[-1:]
-    after = source.text[source.end(node) :].lstrip(" \t")[:1]
-    opened = before in ("(", "[", "{", ",", "\n", "")
-    assigned = before == "=" and isinstance(source.parents[node], ast.Assign | ast.keyword)
-    returned = isinstance(source.parents[node], ast.Return | ast.Expr)
-    return (opened or assigned or returned) and after in (
-        ")",
-        "]",
-        "}",
-        ",",
-        "\n",
-        "\r",
-        "",
-        "#",
-        ";",
-    )
+    """Whether nothing around the node could bind a part of what is written there."""
+    outer = source.parents[node]
+    if isinstance(outer, ast.Subscript):
+        return outer.slice is node
+    if isinstance(outer, ast.Call):
+        return outer.func is not node
+    return isinstance(outer, _DELIMITING)
 
 
 def _check_effects(match: Match, written: list[str]) -> None:

@@ -26,7 +26,7 @@ class Ignores:
         if finding.line <= 0:
             return False
         if finding.path not in self._codes:
-            self._codes[finding.path] = _codes_by_line(self._project, finding.path)
+            self._codes[finding.path] = ignored_codes(_text(self._project, finding.path))
         codes = self._codes[finding.path]
         return any(
             finding.line <= line <= max(finding.line, finding.end_line) and finding.code in found
@@ -34,10 +34,11 @@ class Ignores:
         )
 
 
-def _codes_by_line(project: str, path: str) -> dict[int, frozenset[str]]:
+def ignored_codes(text: str) -> dict[int, frozenset[str]]:
+    """The codes that each line of a source asks to leave out, by its number."""
     return {
         number: frozenset(match[1].upper().replace(",", " ").split())
-        for number, line in enumerate(_text(project, path).splitlines(), start=1)
+        for number, line in enumerate(text.splitlines(), start=1)
         if (match := _COMMENT.search(line))
     }
 

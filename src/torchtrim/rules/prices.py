@@ -29,7 +29,7 @@ def priced(
     waiting = [finding for finding in found if finding.code in CODES]
     if not is_emulated(profile.device) or not waiting:
         return found, None
-    device = _device(profile)
+    device = device_of(profile)
     sites = [sync_numbers(profile, finding) for finding in waiting]
     model = price_syncs(profile, device, sites)
     prices = {id(f): wait.saves_alone_ms for f, wait in zip(waiting, model.waits, strict=True)}
@@ -74,5 +74,6 @@ def _order(
     return dearest, -finding.count_per_step, finding.code, finding.path, finding.line
 
 
-def _device(profile: Profile) -> Device:
+def device_of(profile: Profile) -> Device:
+    """The device that an emulated profile stands for."""
     return device_named(profile.device.partition(" ")[2] or _DEFAULT)

@@ -1,5 +1,6 @@
 """Bounded state for endless inference: what is volatile goes, positions stay, results do not change."""
 
+from torchtrim.stream.declared import BoundCaches, bound_caches
 from torchtrim.stream.kv import SinkWindow, sink_cache, window_mask
 from torchtrim.stream.learn import Learnt, Observed, learn_state
 from torchtrim.stream.lifetimes import Lifetime, persistent, pinned, until_read, volatile, window
@@ -17,6 +18,7 @@ from torchtrim.stream.trial import Trial, try_lifetimes
 from torchtrim.stream.watermarks import Level, MemoryExhausted, UnmanagedMemory, Watermarks
 
 __all__ = [
+    "BoundCaches",
     "BoundPredictorState",
     "BoundSession",
     "Cheapest",
@@ -43,6 +45,7 @@ __all__ = [
     "Trial",
     "UnmanagedMemory",
     "Watermarks",
+    "bound_caches",
     "bound_session",
     "bound_state",
     "held_bytes",

@@ -10,6 +10,7 @@ from torchtrim.errors import Unsupported
 from torchtrim.stream.records import Record, Records
 from torchtrim.stream.store import StateStore
 from torchtrim.stream.tombstones import Evicted, Tombstone
+from torchtrim.stream.unbounded import bounded, is_unbounded
 
 CONDITIONING, OTHER = "cond_frame_outputs", "non_cond_frame_outputs"
 _ADVICE = (
@@ -30,6 +31,7 @@ class Bounding:
 
     def __init__(self, store: StateStore, *, turns: bool, strict: bool) -> None:
         self.store = store
+        bounded.add(type(self).__name__)
         self.missed = 0
         self.first_missed: int | None = None
         self._turns = turns
@@ -46,6 +48,8 @@ class Bounding:
         """
         self.store.advance(frame)
         touched, self._touched = self._touched, []
+        if is_unbounded():
+            return
         for records, written in touched:
             record = dict.get(records, written)
             if record is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,7 +25,7 @@ class Place(int):
 def tensors_in(state: Any) -> Iterator[tuple[Path, torch.Tensor]]:
     """Every tensor that an object holds, with the path to it.
 
-    Goes through dicts, lists, tuples, sets and the attributes of objects, each once. Modules are not
+    Goes through dicts, lists, tuples, sets, deques and the attributes of objects, each once. Modules are not
     entered, except `state` itself: of it parameters, buffers and submodules are left out.
     """
     yield from _walk(state, (), set(), top=True)
@@ -55,7 +56,7 @@ def put(holder: Any, part: Any, value: Any) -> None:
     """Write a value where a part of a path leads. What is in a tuple or a set stays."""
     if isinstance(holder, dict):
         dict.__setitem__(holder, part, value)
-    elif isinstance(holder, list):
+    elif isinstance(holder, list | deque):
         holder[part] = value
     elif not isinstance(holder, tuple | set | frozenset):
         setattr(holder, part, value)
@@ -64,7 +65,7 @@ def put(holder: Any, part: Any, value: Any) -> None:
 def _step(state: Any, part: Any) -> Any:
     if isinstance(state, dict):
         return state.get(part)
-    if isinstance(state, list | tuple):
+    if isinstance(state, list | tuple | deque):
         return state[part] if part < len(state) else None
     return getattr(state, str(part), None)
 
@@ -90,7 +91,7 @@ def _walk(
 def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
     if isinstance(value, dict):
         yield from list(value.items())
-    elif isinstance(value, list | tuple | set | frozenset):
+    elif isinstance(value, list | tuple | set | frozenset | deque):
         yield from ((Place(number), one) for number, one in enumerate(list(value)))
     else:
         hidden = {"_parameters", "_buffers", "_modules"} if isinstance(value, nn.Module) else set()

@@ -18,6 +18,7 @@ from torchtrim.stream.slots import Slot, Slots
 from torchtrim.stream.spill import Spill
 from torchtrim.stream.storages import Accounts, map_tensors
 from torchtrim.stream.tombstones import Evicted, Key, Tombstone, split
+from torchtrim.stream.unbounded import bounded, is_unbounded
 
 _REMEMBERED = 256
 
@@ -92,6 +93,7 @@ class StateStore(MutableMapping[Any, Any]):
         self._open = False
         self._serial = 0
         self._ended = 0
+        bounded.add("StateStore")
 
     def stream(self, **options: Any) -> StateStore:
         """A store for another stream: the same fields and persistent entries, nothing else shared.
@@ -115,7 +117,7 @@ class StateStore(MutableMapping[Any, Any]):
             self._values[key] = value
             self._adopt(key, self._values, key, value)
             try:
-                self._slots.fit(self.now, keep=key)
+                self._fit(key)
             except BaseException:
                 self._slots.discard(key)
                 if was:
@@ -139,7 +141,7 @@ class StateStore(MutableMapping[Any, Any]):
             reads = slot.lifetime.reads
             if reads is not None:
                 slot.reads += 1
-                if slot.reads >= reads:
+                if slot.reads >= reads and not is_unbounded():
                     self._slots.evict([slot], self.now, f"its {reads} reads were over")
             return value
 
@@ -185,7 +187,7 @@ class StateStore(MutableMapping[Any, Any]):
         """Let an entry go, if it is there, with a tombstone that says why."""
         with self._lock:
             slot = self._slots.find(_normal(key))
-            if slot is not None:
+            if slot is not None and not is_unbounded():
                 self._slots.evict([slot], self.now, why)
 
     def forget(self, key: Any) -> None:
@@ -237,10 +239,12 @@ class StateStore(MutableMapping[Any, Any]):
         """End the frame: what is due goes, and the budget is applied."""
         with self._lock:
             self._close()
-            self._slots.fit(self.now)
+            self._fit()
 
     def retire(self) -> int:
         """Let everything go whose lifetime is over. Returns the bytes that this freed."""
+        if is_unbounded():
+            return 0
         with self._lock:
             before = self._slots.accounts.bytes
             for name, reason, due in self._due():
@@ -256,7 +260,7 @@ class StateStore(MutableMapping[Any, Any]):
         """
         with self._lock:
             freed = self.retire()
-            if freed < nbytes and (lose or self._slots.spills):
+            if freed < nbytes and (lose or self._slots.spills) and not is_unbounded():
                 freed += self._slots.free(nbytes - freed, self.now)
             return freed
 
@@ -322,6 +326,10 @@ class StateStore(MutableMapping[Any, Any]):
             self._ended += 1
             if self.every and self._ended % self.every == 0:
                 self.retire()
+
+    def _fit(self, keep: Key | None = None) -> None:
+        if not is_unbounded():
+            self._slots.fit(self.now, keep)
 
     def _begin(self, frame: int) -> None:
         self._heads.move(frame)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any
 
 from torchtrim.errors import TorchtrimError
 from torchtrim.stream.frames import FrameSet
@@ -54,12 +55,19 @@ class Evicted(TorchtrimError, KeyError):
         return str(self.args[0])
 
 
+class Newest(OrderedDict[Any, Any]):
+    """What is known of the newest that went: at most `maxlen` are kept, by whoever fills it."""
+
+    def __init__(self, maxlen: int) -> None:
+        super().__init__()
+        self.maxlen = maxlen
+
+
 class Graveyard:
     """The newest `most` tombstones in full, older ones as ranges of frames for each series of entries."""
 
     def __init__(self, most: int) -> None:
-        self._most = most
-        self._recent: OrderedDict[Key, _Facts] = OrderedDict()
+        self._recent = Newest(most)
         self._older: dict[tuple[str, Hashable], FrameSet] = {}
 
     def bury(
@@ -70,7 +78,7 @@ class Graveyard:
         if key in recent:
             del recent[key]
         recent[key] = (when, why, freed, pinned_by)
-        if len(recent) > self._most:
+        if len(recent) > recent.maxlen:
             (field, entry), _ = recent.popitem(last=False)
             series, frame = split(entry)
             if frame is not None:

@@ -77,4 +77,14 @@ def names() -> list[str]:
     return [m.name for m in pkgutil.iter_modules(techniques.__path__) if m.name not in _SERVING]
 
 
-_SERVING = ("apply", "base", "blocks", "fingerprint", "python_state", "rerun", "swap")
+_SERVING = (
+    "apply",
+    "base",
+    "blocks",
+    "by_graph",
+    "fingerprint",
+    "network",
+    "python_state",
+    "rerun",
+    "swap",
+)

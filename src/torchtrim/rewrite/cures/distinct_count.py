@@ -4,14 +4,15 @@ The result of `unique` is as long as there are distinct values, so the host wait
 Sorted, a value is distinct where it differs from the one before it; their count is a tensor of fixed
 shape. It needs integers: of floating numbers, `inf - inf` would count as a difference.
 
-The count is then a tensor on the device. It is written only where that is used as a tensor.
+The count is then a tensor on the device. It is written only where that is used as a tensor, with
+tensors of float32 or float64: a 16-bit one would round it.
 """
 
 from __future__ import annotations
 
 from torchtrim.rewrite.base import Cure, Match, Writing, of_forms
 from torchtrim.rewrite.facts import Facts, is_integral, is_number
-from torchtrim.rewrite.uses import need_tensor_uses, with_companions
+from torchtrim.rewrite.uses import need_tensor_uses, need_wide_uses, with_companions
 from torchtrim.rewrite.writing import replace
 
 _ALL = "(X.flatten().sort().values.diff() != 0).sum() + (X.numel() > 0)"
@@ -36,6 +37,7 @@ def write(match: Match, facts: Facts) -> Writing:
         facts.need(f"`{match.text('C')}` is a number of Python's", lambda v: is_number(v.C))
         return Writing(replace(match, _BUT_ONE, {"X": "values"}))
     need_tensor_uses(match, facts, "X")
+    need_wide_uses(match, facts)
     return Writing(replace(match, _ALL, {"X": "values"}))
 
 

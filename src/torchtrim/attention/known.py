@@ -1,0 +1,341 @@
+"""Attention modules of other code whose positions are the same mathematics: what each attends to.
+
+A module is known by what it holds: layers that make queries, keys and values, and tables of one kind.
+That its forward does with these what it is expected to do is for `replace.py` to try.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtrim.attention.adapters import (
+    autoformer_attention,
+    decomposed_attention,
+    t5_attention,
+    window_bias_attention,
+)
+from torchtrim.attention.buckets import Buckets, Coefficients
+from torchtrim.attention.compose import Table
+from torchtrim.attention.encodings import Encoded, Encodings, encoded_attention
+from torchtrim.attention.irpe import METHOD
+from torchtrim.attention.windows import joined, parted
+
+MASKS = ("mask", "attn_mask", "attention_mask")
+_PACKED = ("qkv",)
+_APART = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q", "k", "v"))
+_LAST = ("proj", "o_proj", "out_proj", "o")
+_HEADS = ("num_heads", "num_attention_heads", "n_heads")
+_DROPOUT = ("attn_drop", "attn_dropout", "attention_dropout", "dropout", "drop")
+_MOST_PLACES = 16
+
+
+class Asked(NamedTuple):
+    """What a module was called with: tokens (B, L, C) or an image (B, height, width, C), and a mask."""
+
+    x: Tensor
+    mask: Tensor | None = None
+    bias: Tensor | None = None
+
+
+class Known(NamedTuple):
+    """A kind of positions. `attend` is the forward without what comes back beside the output, `fits`
+    whether an input is one for it, `shape` that of an input to try it with. `mask` says what masks
+    are: one for each window (n, L, L), or what broadcasts to (B, H, L, L)."""
+
+    name: str
+    attend: Callable[[nn.Module, Asked], Tensor]
+    shape: Callable[[nn.Module], tuple[int, ...]]
+    fits: Callable[[nn.Module, Tensor], bool]
+    mask: Literal["", "window", "broadcast"] = ""
+    shares_bias: bool = False
+
+    def heads(self, module: nn.Module) -> int:
+        """How many heads a module has."""
+        return int(_first(module, _HEADS))
+
+    def mask_shape(self, x: Tensor) -> tuple[int, ...] | None:
+        """The shape of a mask to try with an input."""
+        windows, pairs = (2, x.shape[1], x.shape[1]), (len(x), 1, 1, x.shape[1])
+        return {"window": windows, "broadcast": pairs}.get(self.mask)
+
+    def fits_mask(self, x: Tensor, mask: Any) -> bool:
+        """Whether a mask is one for the input."""
+        if not isinstance(mask, Tensor) or mask.requires_grad:
+            return False
+        if self.mask == "window":
+            return mask.dim() == 3 and len(x) % max(len(mask), 1) == 0
+        sizes = (x.shape[1], x.shape[1])
+        return mask.dim() == 4 and all(
+            a in (1, b) for a, b in zip(mask.shape[2:], sizes, strict=True)
+        )
+
+
+def known(module: nn.Module) -> Known | None:
+    """What kind of positions a module has, None for none of these."""
+    if not isinstance(_first(module, _HEADS), int) or not _layers(module):
+        return None
+    if any(_encoding_table(getattr(module, f"rpe_{one}", None)) is not None for one in "qkv"):
+        return _IRPE
+    if _window_table(module) is not None:
+        return _SHIFTED if hasattr(module, "shift_size") else _WINDOW
+    if all(isinstance(getattr(module, f"rel_pos_{axis}", None), Tensor) for axis in "hw"):
+        return _DECOMPOSED
+    if _pair(module, "rel_pos_embed_k") or _pair(module, "rel_pos_embed_v"):
+        return _AUTOFORMER
+    if hasattr(module, "relative_attention_num_buckets"):
+        return _T5
+    return None
+
+
+def dropout_of(module: nn.Module) -> float:
+    """The probability with which a module drops probabilities while it trains, as far as is seen."""
+    found = _first(module, _DROPOUT)
+    return float(found.p if isinstance(found, nn.Dropout) else found or 0.0)
+
+
+def features_of(module: nn.Module) -> int:
+    """How many numbers a token has."""
+    found: int = _layers(module)[0].in_features
+    return found
+
+
+def _first(module: nn.Module, names: tuple[str, ...]) -> Any:
+    return next((getattr(module, name) for name in names if hasattr(module, name)), None)
+
+
+def _layers(module: nn.Module) -> tuple[Any, ...]:
+    for names in (_PACKED, *_APART):
+        found = tuple(getattr(module, name, None) for name in names)
+        if all(hasattr(one, "in_features") for one in found):
+            return found
+    return ()
+
+
+def _heads_of(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v (B, H, L, D) of tokens (B, L, C)."""
+    heads, layers = int(_first(module, _HEADS)), _layers(module)
+    if len(layers) > 1:
+        q, k, v = (one(x).unflatten(-1, (heads, -1)).transpose(1, 2) for one in layers)
+        return q, k, v
+    queries, values = getattr(module, "q_bias", None), getattr(module, "v_bias", None)
+    if queries is None or values is None:
+        packed = layers[0](x)
+    else:
+        packed = F.linear(
+            x, layers[0].weight, torch.cat([queries, torch.zeros_like(values), values])
+        )
+    q, k, v = packed.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+    return q, k, v
+
+
+def _scale_of(module: nn.Module) -> float | None:
+    found = _first(module, ("scale", "scaling"))
+    return None if found is None else float(found)
+
+
+def _merged(module: nn.Module, out: Tensor) -> Tensor:
+    """(B, L, C) of heads (B, H, L, D), through the last layer."""
+    tokens = out.transpose(1, 2).flatten(2)
+    last = _first(module, _LAST)
+    tokens = tokens if last is None else last(tokens)
+    drop = getattr(module, "proj_drop", None)
+    found: Tensor = tokens if drop is None else drop(tokens)
+    return found
+
+
+def _irpe(module: nn.Module, asked: Asked) -> Tensor:
+    q, k, v = _heads_of(module, asked.x)
+    found = Encodings(*(_encoded(getattr(module, f"rpe_{letter}", None)) for letter in "qkv"))
+    buckets = found.given[0].buckets(q.shape[2])
+    fitting = (one and _without_skip(one, buckets.skip, i == 2) for i, one in enumerate(found))
+    out = encoded_attention(q, k, v, Encodings(*fitting), buckets, scale=_scale_of(module))
+    return _merged(module, out)
+
+
+def _encoded(encoding: Any) -> Encoded | None:
+    table = _encoding_table(encoding)
+    if table is None:
+        return None
+    one = getattr(encoding, "rp_rows", encoding)
+    config = one.rpe_config
+    mode = "bias" if hasattr(one, "lookup_table_bias") else "contextual"
+    method = METHOD.CROSS if one is not encoding else int(one.method)
+    return Encoded(mode, method, Coefficients(config.alpha, config.beta, config.gamma), table)
+
+
+def _encoding_table(encoding: Any) -> Table:
+    if hasattr(encoding, "rp_rows") and hasattr(encoding, "rp_cols"):
+        rows, columns = (_encoding_table(one) for one in (encoding.rp_rows, encoding.rp_cols))
+        both = isinstance(rows, Tensor) and isinstance(columns, Tensor)
+        return (rows, columns) if both else None  # type: ignore[return-value]
+    if not hasattr(encoding, "rpe_config"):
+        return None
+    found = _first(encoding, ("lookup_table_weight", "lookup_table_bias"))
+    return found if isinstance(found, Tensor) else None
+
+
+def _without_skip(one: Encoded, skip: int, on_values: bool) -> Encoded:
+    """The encoding for an input without skip tokens, if it has a bucket for them."""
+    if skip or not _has_extra(one):
+        return one
+    dim = -2 if on_values else -1
+    tables = one.table if isinstance(one.table, tuple) else (one.table,)
+    cut = tuple(t.narrow(dim, 0, t.shape[dim] - 1) for t in tables if t is not None)
+    return one._replace(table=cut if len(cut) == 2 else cut[0])
+
+
+def _has_extra(one: Encoded) -> bool:
+    side = 2 * int(one.coefficients.beta) + 1
+    table = one.table[0] if isinstance(one.table, tuple) else one.table
+    assert table is not None
+    number = side * side if one.method == METHOD.PRODUCT else side
+    return number + 1 in table.shape[-2:] and number not in table.shape[-2:]
+
+
+def _irpe_shape(module: nn.Module) -> tuple[int, ...]:
+    found = (_encoded(getattr(module, f"rpe_{letter}", None)) for letter in "qkv")
+    return 2, 25 + max(_has_extra(one) for one in found if one), features_of(module)
+
+
+def _window_table(module: nn.Module) -> Tensor | None:
+    holder = getattr(module, "relative_position_bias", module)
+    holder = holder if isinstance(holder, nn.Module) else module
+    found = getattr(holder, "relative_position_bias_table", None)
+    return found if isinstance(found, Tensor) and found.dim() == 2 else None
+
+
+def _window_size(module: Any) -> tuple[int, int]:
+    found = getattr(module, "window_size", None)
+    found = module.relative_position_bias.window_size if found is None else found
+    if isinstance(found, int):
+        return found, found
+    height, width = found
+    return int(height), int(width)
+
+
+def _window(module: nn.Module, asked: Asked) -> Tensor:
+    (q, k, v), table = _heads_of(module, asked.x), _window_table(module)
+    assert table is not None
+    height, width = _window_size(module)
+    mask = asked.mask
+    if mask is not None:
+        mask = mask[:, None].repeat(len(q) // len(mask), 1, 1, 1)
+    scale = _scale_of(module)
+    out = window_bias_attention(q, k, v, table, height=height, width=width, mask=mask, scale=scale)
+    return _merged(module, out)
+
+
+def _window_shape(module: nn.Module) -> tuple[int, ...]:
+    (height, width), table = _window_size(module), _window_table(module)
+    assert table is not None
+    with_class = len(table) == (2 * height - 1) * (2 * width - 1) + 3
+    return 4, height * width + with_class, features_of(module)
+
+
+def _shifted(module: Any, asked: Asked) -> Tensor:
+    """torchvision's, which takes images apart itself."""
+    size, shift = _window_size(module), tuple(map(int, module.shift_size))
+    parts = parted(asked.x, size, (shift[0], shift[1]))
+    out = _window(module, Asked(parts.windows, parts.mask))
+    return joined(out, parts, asked.x.shape)
+
+
+def _shifted_shape(module: nn.Module) -> tuple[int, ...]:
+    height, width = _window_size(module)
+    return 2, 2 * height + 1, 2 * width + 1, features_of(module)
+
+
+def _decomposed(module: nn.Module, asked: Asked) -> Tensor:
+    batch, height, width, dim = asked.x.shape
+    q, k, v = _heads_of(module, asked.x.reshape(batch, height * width, dim))
+    rows, columns = (getattr(module, f"rel_pos_{axis}") for axis in "hw")
+    scale = _scale_of(module)
+    out = decomposed_attention(q, k, v, rows, columns, height=height, width=width, scale=scale)
+    return _merged(module, out).view(batch, height, width, -1)
+
+
+def _decomposed_shape(module: nn.Module) -> tuple[int, ...]:
+    rows, columns = (len(getattr(module, f"rel_pos_{axis}")) // 2 + 1 for axis in "hw")
+    return 2, min(rows, _MOST_PLACES), min(columns, _MOST_PLACES), features_of(module)
+
+
+def _pair(module: nn.Module, name: str) -> tuple[Tensor, Tensor] | None:
+    holder = getattr(module, name, None)
+    rows, columns = (getattr(holder, f"embeddings_table_{axis}", None) for axis in "vh")
+    if isinstance(rows, Tensor) and isinstance(columns, Tensor):
+        return rows, columns
+    return None
+
+
+def _autoformer(module: nn.Module, asked: Asked) -> Tensor:
+    q, k, v = _heads_of(module, asked.x)
+    side = math.isqrt(q.shape[2] - 1)
+    keys, values = (_pair(module, f"rel_pos_embed_{letter}") for letter in "kv")
+    scale = _scale_of(module)
+    out = autoformer_attention(
+        q, k, v, height=side, width=side, keys=keys, values=values, scale=scale
+    )
+    return _merged(module, out)
+
+
+def written_out_bias(module: nn.Module, weight: Tensor, length: int) -> Tensor:
+    """T5's bias as its own layers hand it on, (1, H, L, L)."""
+    ids = Buckets("product", 1, length, 0, "t5", _t5_parameters(module, weight)).ids()
+    return weight[ids.to(weight.device)].permute(2, 0, 1)[None]
+
+
+def _t5_parameters(module: Any, weight: Tensor) -> tuple[float, ...]:
+    both_ways = not getattr(module, "is_decoder", False)
+    return len(weight), int(module.relative_attention_max_distance), both_ways
+
+
+def _t5(module: Any, asked: Asked) -> Tensor:
+    q, k, v = _heads_of(module, asked.x)
+    weight = module.relative_attention_bias.weight if asked.bias is None else asked.bias
+    _, furthest, both_ways = _t5_parameters(module, weight)
+    both, most = bool(both_ways), int(furthest)
+    out = t5_attention(q, k, v, weight, bidirectional=both, max_distance=most, mask=asked.mask)
+    return _merged(module, out)
+
+
+def _irpe_fits(module: nn.Module, x: Tensor) -> bool:
+    skips = x.dim() == 3 and x.shape[1] > math.isqrt(x.shape[1]) ** 2
+    found = (_encoded(getattr(module, f"rpe_{letter}", None)) for letter in "qkv")
+    return x.dim() == 3 and all(_has_extra(one) for one in found if one and skips)
+
+
+def _window_fits(module: nn.Module, x: Tensor) -> bool:
+    return x.dim() == 3 and x.shape[1] == _window_shape(module)[1]
+
+
+def _decomposed_fits(module: nn.Module, x: Tensor) -> bool:
+    rows, columns = (len(getattr(module, f"rel_pos_{axis}")) for axis in "hw")
+    return x.dim() == 4 and (rows, columns) == (2 * x.shape[1] - 1, 2 * x.shape[2] - 1)
+
+
+def _autoformer_fits(module: nn.Module, x: Tensor) -> bool:
+    return x.dim() == 3 and x.shape[1] == math.isqrt(x.shape[1] - 1) ** 2 + 1
+
+
+def _is_text(module: nn.Module, x: Tensor) -> bool:
+    return x.dim() == 3
+
+
+def _is_image(module: nn.Module, x: Tensor) -> bool:
+    return x.dim() == 4
+
+
+_IRPE = Known("iRPE", _irpe, _irpe_shape, _irpe_fits)
+_WINDOW = Known("Swin and BEiT", _window, _window_shape, _window_fits, "window")
+_SHIFTED = Known("Swin", _shifted, _shifted_shape, _is_image)
+_DECOMPOSED = Known("SAM and ViTDet", _decomposed, _decomposed_shape, _decomposed_fits)
+_AUTOFORMER = Known(
+    "AutoFormer", _autoformer, lambda module: (2, 26, features_of(module)), _autoformer_fits
+)
+_T5 = Known("T5", _t5, lambda module: (2, 150, features_of(module)), _is_text, "broadcast", True)

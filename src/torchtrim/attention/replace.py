@@ -1,0 +1,222 @@
+"""Puts `relative_attention` into a module of other code, after trying that it computes the same.
+
+The trial runs the module's own forward and the other on a copy in float64, with random tables and
+tokens: a module that looks known and computes something else is refused, not changed. It runs in a
+thread of its own, so that whoever records the modules and operators of this one sees nothing of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchtrim.attention.known import MASKS, Asked, Known, dropout_of, known, written_out_bias
+from torchtrim.errors import Unsupported
+
+Forward = Callable[..., Any]
+_CLOSE = 1e-4
+_MOST_ROWS = 31
+
+
+class Beside(NamedTuple):
+    """What a forward gives beside its output: how many things (none, and it is no tuple), and which
+    of them is the bias that later layers are given, -1 for none."""
+
+    number: int
+    bias: int = -1
+
+
+class Replacement(NamedTuple):
+    """A forward for one module: `wrap` takes the module's own, which serves all other calls."""
+
+    module: nn.Module
+    kind: Known
+    names: tuple[str, ...]
+    beside: Beside = Beside(0)
+    masks: bool = False
+
+    def wrap(self, forward: Forward) -> Forward:
+        """The forward that takes its place."""
+
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+            asked = self.read(given) if len(args) <= len(self.names) else None
+            if asked is not None:
+                return self._given(self.kind.attend(self.module, asked), asked)
+            if self.follows and _is_table(given.get("position_bias")):
+                return forward(**self._written_out(given))
+            return forward(*args, **kwargs)
+
+        return replaced
+
+    def read(self, given: Mapping[str, Any]) -> Asked | None:
+        """What a call asks; None where it asks for more than is known."""
+        x, bias = given.get(self.names[0]), given.get("position_bias") if self.follows else None
+        masks = [given[name] for name in MASKS if given.get(name) is not None]
+        known = (self.names[0], *MASKS, *(("position_bias",) if self.follows else ()))
+        if self.module.training and dropout_of(self.module) > 0:
+            return None
+        if any(name not in known and not _is_nothing(value) for name, value in given.items()):
+            return None
+        if not isinstance(x, Tensor) or not self.kind.fits(self.module, x):
+            return None
+        if masks and not (self.masks and self.kind.fits_mask(x, masks[0])):
+            return None
+        if self.follows and not _is_table(bias):
+            return None
+        return Asked(x, masks[0] if masks else None, bias)
+
+    def _written_out(self, given: dict[str, Any]) -> dict[str, Any]:
+        """A call of a later layer with its bias as the module's own forward takes it."""
+        bias = written_out_bias(self.module, given["position_bias"], given[self.names[0]].shape[1])
+        return {**given, "position_bias": bias}
+
+    @property
+    def follows(self) -> bool:
+        """Whether it is given the bias of an earlier layer."""
+        return self.kind.shares_bias and not hasattr(self.module, "relative_attention_bias")
+
+    def _given(self, out: Tensor, asked: Asked) -> Any:
+        if not self.beside.number:
+            return out
+        rest: list[Any] = [None] * self.beside.number
+        if self.beside.bias >= 0:
+            own = getattr(self.module, "relative_attention_bias", None)
+            rest[self.beside.bias] = asked.bias if own is None else own.weight
+        return (out, *rest)
+
+
+def replacement(module: nn.Module) -> Replacement:
+    """A forward that computes what the module's does, without tensors of query times key.
+
+    Known are iRPE's attention, Swin's and BEiT's (timm's, transformers' and torchvision's), SAM's and
+    ViTDet's, AutoFormer's and T5's. Raises `Unsupported` for another module, and for one that looks
+    like one of these and computes something else.
+    """
+    kind = known(module)
+    if kind is None:
+        raise Unsupported(
+            f"{type(module).__name__} holds no relative positions that are known. Call "
+            "torchtrim.attention.relative_attention in its forward."
+        )
+    found = Replacement(module, kind, tuple(inspect.signature(module.forward).parameters))
+    try:
+        with ThreadPoolExecutor(1) as apart:
+            return apart.submit(_tried, found).result()
+    except Unsupported:
+        raise
+    except Exception as error:
+        raise Unsupported(
+            f"{type(module).__name__} looks like attention with the positions of {kind.name}, and "
+            f"could not be run to try that: {type(error).__name__}: {error}"
+        ) from error
+
+
+@torch.no_grad()
+def _tried(found: Replacement) -> Replacement:
+    generator = torch.Generator().manual_seed(0)
+    twin = _twin(found.module, generator)
+    x = _random(found.kind.shape(twin), generator).to(next(twin.parameters()))
+    one = found._replace(module=twin)
+    more = _bias_given(one, x, generator)
+    result = twin.forward(x, **{name: full for name, (full, _) in more.items()})
+    bias = next((small for _, small in more.values()), None)
+    difference = _difference(result, found.kind.attend(twin, Asked(x, None, bias)))
+    if difference > _CLOSE:
+        raise Unsupported(
+            f"{type(found.module).__name__} looks like attention with the positions of "
+            f"{found.kind.name}, and computes something else: on random tokens the outputs differ "
+            f"by {difference:.1e} of the largest. Call torchtrim.attention.relative_attention in "
+            "its forward."
+        )
+    return found._replace(beside=_beside(found, result, x), masks=_masks(one, x, more, generator))
+
+
+def _twin(module: nn.Module, generator: torch.Generator) -> nn.Module:
+    """A copy in float64 without hooks, with random parameters, its largest tables cut."""
+    twin = copy.deepcopy(module).double().eval()
+    for inner in twin.modules():
+        for hooks in (inner._forward_hooks, inner._forward_pre_hooks):
+            hooks.clear()
+    for axis in "hw":
+        table = getattr(twin, f"rel_pos_{axis}", None)
+        if isinstance(table, Tensor) and len(table) > _MOST_ROWS:
+            setattr(twin, f"rel_pos_{axis}", nn.Parameter(table[:_MOST_ROWS].clone()))
+    for parameter in twin.parameters():
+        size = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.5
+        parameter.copy_(_random(parameter.shape, generator) * size)
+    return twin
+
+
+def _random(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def _difference(result: Any, found: Tensor) -> float:
+    expected = result[0] if isinstance(result, tuple) else result
+    if not isinstance(expected, Tensor) or expected.shape != found.shape:
+        return float("inf")
+    largest = expected.abs().max().clamp(min=1e-30)
+    difference = float((found - expected).abs().max() / largest)
+    return difference if difference == difference else float("inf")
+
+
+def _bias_given(
+    one: Replacement, x: Tensor, generator: torch.Generator
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """For a later layer of T5 the bias written out, and the table that it comes from."""
+    if not one.follows:
+        return {}
+    number = int(one.module.relative_attention_num_buckets)  # type: ignore[arg-type]
+    weight = _random((number, one.kind.heads(one.module)), generator).to(x)
+    return {"position_bias": (written_out_bias(one.module, weight, x.shape[1]), weight)}
+
+
+def _beside(found: Replacement, result: Any, x: Tensor) -> Beside:
+    if not isinstance(result, tuple):
+        return Beside(0)
+    written_out = (1, found.kind.heads(found.module), x.shape[1], x.shape[1])
+    biases = [
+        i
+        for i, one in enumerate(result[1:])
+        if isinstance(one, Tensor) and one.shape == written_out
+    ]
+    shared = biases and found.kind.shares_bias
+    return Beside(len(result) - 1, biases[0] if shared else -1)
+
+
+def _masks(
+    one: Replacement,
+    x: Tensor,
+    more: dict[str, tuple[Tensor, Tensor]],
+    generator: torch.Generator,
+) -> bool:
+    """Whether the module takes masks, and as is expected."""
+    name = next((name for name in MASKS if name in one.names), None)
+    shape = one.kind.mask_shape(x)
+    if name is None or shape is None:
+        return False
+    mask = (_random(shape, generator) > 0.5).to(x) * -100.0
+    mask[..., 0] = 0.0
+    given = {name: full for name, (full, _) in more.items()}
+    bias = next((small for _, small in more.values()), None)
+    try:
+        result = one.module.forward(x, **{name: mask}, **given)
+        found = one.kind.attend(one.module, Asked(x, mask, bias))
+    except Exception:  # what a stranger's forward raises is not known
+        return False
+    return _difference(result, found) <= _CLOSE
+
+
+def _is_nothing(value: Any) -> bool:
+    return value is None or value is False or (isinstance(value, tuple | dict) and not value)
+
+
+def _is_table(bias: Any) -> bool:
+    return isinstance(bias, Tensor) and bias.dim() == 2

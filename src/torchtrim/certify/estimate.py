@@ -1,0 +1,291 @@
+"""Estimates a workload: a dry run of it, what that says, and how far its batch can grow."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch.nn.parameter import is_lazy
+
+from torchtrim.certify.runs import Progress, Workload, run_trial
+from torchtrim.certify.trial import Request, Trial
+from torchtrim.errors import ScriptFailed, Unsupported, UsageError
+from torchtrim.memory.peak import holders
+from torchtrim.memory.timeline import by_kind, peak_operator
+from torchtrim.observe.dry.run import dry_run
+from torchtrim.observe.emulated.device import emulate
+from torchtrim.observe.emulated.model import model_named
+from torchtrim.observe.recording import tensors_in
+from torchtrim.observe.script import Script, working_folder
+from torchtrim.observe.workload import Inference, TrainStep
+from torchtrim.planner.estimate import estimated, largest
+from torchtrim.records.estimate import Estimated, Growth
+from torchtrim.records.finding import Finding
+from torchtrim.records.profile import Profile, is_emulated
+from torchtrim.records.report import Holder
+from torchtrim.rules.prices import priced
+from torchtrim.rules.registry import diagnose as find
+from torchtrim.sync.model.devices import DEVICES
+from torchtrim.units import format_bytes, parse_bytes
+
+Model = TrainStep | Inference
+_DEVICES = ("cpu", "emulated", *DEVICES)
+_REQUEST = Request(steps=0, warmup=1, dry=True)
+
+
+class Estimate:
+    """What a workload would need, as far as that is known without running it.
+
+    `peak_bytes` is the highest allocated, on a device that is emulated in the caching allocator's blocks;
+    `reserved_bytes` what that allocator would hold, None on the CPU. `by_kind` and `by_module` say what
+    and whose the bytes at the peak are, `holders` the largest of them and why they are alive; each adds
+    up to the peak. `facts` has the bytes of parameters, gradients and optimizer state, exact, and what
+    recomputation would leave. `notes` say what was assumed where nobody could know.
+    """
+
+    def __init__(
+        self,
+        workload: Workload | Callable[[], Model],
+        *,
+        device: str | None = None,
+        request: Request = _REQUEST,
+        progress: Progress = lambda _: None,
+    ) -> None:
+        self._progress = progress
+        self._request = msgspec.structs.replace(request, dry=True, steps=0)
+        self.workload: Workload = _built(workload)
+        self.device = _checked(self.workload, device)
+        self.trial = self._run(self.workload)
+        assert self.trial.profile is not None
+        self.profile: Profile = self.trial.profile
+        self.facts: Estimated = estimated(self.profile)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest bytes allocated in a step, what is alive before it included."""
+        return self.profile.peak_bytes
+
+    @property
+    def reserved_bytes(self) -> int | None:
+        """What the caching allocator would hold; None on the CPU, which has none."""
+        return self.profile.reserved_bytes
+
+    @property
+    def by_kind(self) -> dict[str, int]:
+        """Bytes at the peak by what they are for."""
+        return by_kind(self.profile, peak_operator(self.profile))
+
+    @property
+    def by_module(self) -> dict[str, int]:
+        """Bytes at the peak by module, the largest first."""
+        return {one.path: one.bytes for one in self.facts.modules}
+
+    @property
+    def holders(self) -> tuple[Holder, ...]:
+        """The largest at the peak, and why they are alive."""
+        return holders(self.profile)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was assumed, and where."""
+        return (*self.trial.notes, *self._about_compiled())
+
+    def _about_compiled(self) -> tuple[str, ...]:
+        """What is not known of modules that were compiled before."""
+        if isinstance(self.workload, Script):
+            return ()
+        compiled = [
+            type(module).__name__
+            for module in self.workload.model.modules()
+            if type(module).__module__.startswith("torch._dynamo") or module._compiled_call_impl
+        ]
+        if not compiled:
+            return ()
+        return (
+            f"{', '.join(compiled)}: compiled, and counted as it runs without; fused operators may need "
+            "less, and the compiler's own buffers more",
+        )
+
+    def fits(self, memory: str | int) -> bool:
+        """Whether it fits in `"80GiB"`: what the caching allocator holds, or on the CPU the peak."""
+        return self.bytes_held <= parse_bytes(memory)
+
+    def max_batch(self, memory: str | int) -> int:
+        """The largest batch that fits; 0 where a batch of one does not. One more would not fit.
+
+        Raises `UsageError` where the batch has no samples that could be more.
+        """
+        return self.grown("batch", memory).largest
+
+    def max_sequence(self, memory: str | int) -> int:
+        """The longest sequence that fits, by the second dimension of the batch; else as `max_batch`."""
+        return self.grown("sequence", memory).largest
+
+    @property
+    def bytes_held(self) -> int:
+        """What has to fit: what the caching allocator reserves on a device, else what is allocated."""
+        return _held(self.profile)
+
+    def __repr__(self) -> str:
+        reserved = f", {format_bytes(self.reserved_bytes)} reserved" if self.reserved_bytes else ""
+        return f"<Estimate of {format_bytes(self.peak_bytes)}{reserved} on {self.profile.device}>"
+
+    def grown(self, what: str, memory: str | int) -> Growth:
+        """How far the batch, or its sequences, can grow until the budget is full.
+
+        Raises `UsageError` where the batch has no such length.
+        """
+        budget = parse_bytes(memory, whole=self.bytes_held)
+        now, at = self._lengths(what)
+        refused: dict[int, str] = {}
+
+        def peak_of(length: int) -> int | None:
+            if length == now:
+                return self.bytes_held
+            self._progress(f"{what} of {length}")
+            try:
+                trial = self._run(at(length))
+            except (RuntimeError, ValueError, IndexError, ScriptFailed) as error:
+                refused[length] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                return None
+            assert trial.profile is not None
+            return _held(trial.profile)
+
+        found = largest(peak_of, budget, now)
+        reason = refused.get(found.length + 1, "")
+        if refused and found.length == 0 and now in refused:
+            raise ScriptFailed(f"it does not run at a {what} of 1: {reason}")
+        return Growth(
+            what="batch" if what == "batch" else "sequence",
+            budget_bytes=budget,
+            now=now,
+            largest=found.length,
+            peak_bytes=found.peak,
+            next_bytes=found.next_peak,
+            limited_by=reason,
+        )
+
+    def _lengths(self, what: str) -> tuple[int, Callable[[int], Workload | _Sized]]:
+        """The length that there is, and the workload at another."""
+        if isinstance(self.workload, Script):
+            return self._lengths_of_script(self.workload, what)
+        dimension = 0 if what == "batch" else 1
+        now = _common_length(self.workload, dimension)
+        if now is None:
+            raise UsageError(
+                f"the batch has no tensor with a {what} length (dimension {dimension}), so it cannot be "
+                "made longer. Hand over a batch of tensors, samples first."
+            )
+        workload = self.workload
+        return now, lambda length: workload.resized(dimension, now, length)
+
+    def _lengths_of_script(
+        self, script: Script, what: str
+    ) -> tuple[int, Callable[[int], Workload | _Sized]]:
+        now = self.trial.batch_size
+        if what != "batch" or now is None:
+            raise UsageError(
+                f"a script's {what} length is not known: torchtrim can set the batch size of a "
+                "torch.utils.data.DataLoader, and this script has none that batches. Give the length "
+                "as an argument of the script and estimate it at two, or use torchtrim.estimate."
+            )
+        return now, lambda length: _Sized(script, length)
+
+    def _run(self, given: Workload | _Sized) -> Trial:
+        workload = given.script if isinstance(given, _Sized) else given
+        size = given.size if isinstance(given, _Sized) else None
+        live = not isinstance(workload, Script)
+        request = msgspec.structs.replace(
+            self._request, batch_size=size, device=self.device if live else None
+        )
+        with working_folder() as folder, self._emulating(live):
+            trial = run_trial(workload, request, folder, self._progress)
+        if trial.profile is None or not trial.profile.operators:
+            raise Unsupported(
+                "no operator was seen in the step, so there is nothing to estimate. Is the model a "
+                "torch.nn.Module that computes on tensors?"
+            )
+        return trial
+
+    def _emulating(self, live: bool) -> contextlib.AbstractContextManager[Any]:
+        if not live or not is_emulated(self.device or ""):
+            return contextlib.nullcontext()
+        return emulate(model_named((self.device or "").partition(" ")[2]))
+
+
+def memory_findings(profile: Profile) -> tuple[Finding, ...]:
+    """What of a profile's findings is about bytes: a dry run has no times."""
+    found = priced(profile, find(profile))[0]
+    return tuple(
+        msgspec.structs.replace(one, price_ms=None) for one in found if one.code.startswith("TT2")
+    )
+
+
+class _Sized:
+    """A script whose loaders give batches of another size."""
+
+    def __init__(self, script: Script, size: int) -> None:
+        self.script = script
+        self.size = size
+
+
+def _held(profile: Profile) -> int:
+    return profile.reserved_bytes or profile.peak_bytes
+
+
+def _built(workload: Workload | Callable[[], Model]) -> Workload:
+    """What is to be estimated; a function is called dry, so that what it makes takes no memory."""
+    if isinstance(workload, (Script, TrainStep, Inference)):
+        return workload
+    if isinstance(workload, torch.nn.Module) or not callable(workload):
+        raise UsageError(
+            f"estimate takes a TrainStep, an Inference, a Script, or a function that makes one, and not "
+            f"{type(workload).__name__}. For a model: torchtrim.Inference(model, inputs)."
+        )
+    with dry_run(str(Path.cwd()), owned_only=False):
+        built = workload()
+    if not isinstance(built, (TrainStep, Inference)):
+        raise UsageError(
+            f"the function gave {type(built).__name__}; it is to give a TrainStep or an Inference."
+        )
+    return built
+
+
+def _checked(workload: Workload, device: str | None) -> str | None:
+    """The device as a profile names it. Raises `UsageError` for one that cannot be estimated."""
+    if isinstance(workload, Script):
+        return device
+    if device not in (None, *_DEVICES):
+        raise UsageError(f"device={device!r}: an estimate is for {', '.join(map(repr, _DEVICES))}.")
+    tensors = [*workload.model.parameters(), *workload.model.buffers()]
+    if any(is_lazy(tensor) for tensor in tensors):
+        raise Unsupported(
+            "the model has lazy parameters that have no shape yet. Run it once on a batch of one sample."
+        )
+    others = Counter(tensor.device.type for tensor in tensors if tensor.device.type != "cpu")
+    if others:
+        kind = next(iter(others))
+        raise UsageError(
+            f"{others[kind]} of the model's tensors lie on {kind}, and an estimate is made of a model on "
+            "the CPU, for any device. Hand over a function that makes it, "
+            "`estimate(lambda: TrainStep(...))`: nothing in it takes memory; for a GPU add "
+            'device="h100".'
+        )
+    if device in (None, "cpu"):
+        return "cpu"
+    return "emulated" if device == "emulated" else f"emulated {device}"
+
+
+def _common_length(workload: Model, dimension: int) -> int | None:
+    """The length that most of the batch's tensors have there."""
+    sizes = Counter(
+        tensor.shape[dimension]
+        for tensor in tensors_in(workload.batch)
+        if (tensor.dim() in (2, 3) if dimension else tensor.dim())
+    )
+    return sizes.most_common(1)[0][0] if sizes else None

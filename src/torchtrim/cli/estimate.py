@@ -1,0 +1,45 @@
+"""`torchtrim estimate`: what a script would need, without running it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from torchtrim.cli.options import estimates_script, script_of, writes
+from torchtrim.cli.output import command_for, folder_for, progress, show, write_files
+
+
+@click.command()
+@estimates_script
+@click.option("--fits", metavar="B", help="Exit 1 if it does not fit in that memory: 80GiB.")
+@click.option(
+    "--max-batch",
+    metavar="B",
+    help="Also the largest batch of the script's loaders that fits in that memory: 24GiB.",
+)
+@writes
+def command(**options: Any) -> None:
+    """Estimate the memory that a step of SCRIPT needs, without computing it and without a GPU.
+
+    The script runs, and its operators do not: results have their shapes and no memory. Nothing is saved.
+    With --device h100 and the like it is for that GPU, with what the caching allocator reserves.
+    """
+    from torchtrim.api import estimate_report
+    from torchtrim.certify.trial import Request
+
+    with progress() as tell:
+        result = estimate_report(
+            script_of(options),
+            Request(steps=0, dry=True),
+            fits=options["fits"],
+            max_batch=options["max_batch"],
+            progress=tell,
+        )
+    paths = write_files(result, folder_for(options))
+    budget = options["fits"] or "60%"
+    following = command_for(options, "plan", "--memory", budget)
+    show(result, form=options["form"], next_command=following, paths=paths)
+    from torchtrim.report.facts import over_budget
+
+    raise click.exceptions.Exit(1 if over_budget(result.report) > 0 else 0)

@@ -1,0 +1,126 @@
+"""`torchtrim pack`: offsets for buffers with lifetimes."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from torchtrim.cli.output import progress
+from torchtrim.units import format_bytes, format_seconds, parse_bytes
+
+if TYPE_CHECKING:
+    from torchtrim.memory.packing import Packing
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--capacity", metavar="N", help="Exit 1 if the packing is higher: bytes, or 1MiB.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
+    metavar="F",
+    help="Write the table with the column offset; - is stdout.",
+)
+@click.option(
+    "--svg",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="F",
+    help="Draw address against time.",
+)
+@click.option(
+    "--alignment", type=click.IntRange(1), default=1, metavar="N", help="Offsets are multiples."
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0),
+    metavar="S",
+    help="Search so long; 0 for greedy orders alone. By default a fixed effort.",
+)
+@click.option("--json", "as_json", is_flag=True, help="The figures as JSON, on stdout.")
+def command(
+    file: Path,
+    capacity: str | None,
+    out: Path | None,
+    svg: Path | None,
+    alignment: int,
+    seconds: float | None,
+    as_json: bool,
+) -> None:
+    """Give each buffer of FILE an offset, so that those alive together do not overlap.
+
+    FILE has comma-separated values with the columns id, lower, upper and size: a buffer of that many bytes
+    is alive from lower until just before upper.
+    """
+    from torchtrim.errors import UsageError
+    from torchtrim.memory.packing import pack, table, why_invalid
+    from torchtrim.records.files import write_atomically
+
+    limit = None if capacity is None else parse_bytes(capacity)
+    if as_json and out == Path("-"):
+        raise UsageError(
+            "--json and --out - would both stand on stdout. Give --out a file, or leave one of them."
+        )
+    read = table.read(file)
+    begin = time.perf_counter()
+    with progress() as tell:
+        tell(f"packing {len(read.buffers)} buffers")
+        packing = pack(read.buffers, limit, alignment=alignment, seconds=seconds)
+    took = time.perf_counter() - begin
+    reason = why_invalid(read.buffers, packing.offsets, alignment=alignment)
+    assert reason is None, reason
+    if svg is not None:
+        from torchtrim.report import arena
+
+        drawn = arena.render(read.buffers, packing, title=file.name, capacity=limit)
+        write_atomically(svg, drawn.encode())
+    if out == Path("-"):
+        sys.stdout.buffer.write(table.write(read, packing.offsets))
+    elif out is not None:
+        write_atomically(out, table.write(read, packing.offsets))
+    if as_json:
+        print(json.dumps(_figures(packing, took)))
+    elif out != Path("-"):
+        _show(packing, len(read.buffers), limit, took, _next(file, out))
+    raise click.exceptions.Exit(1 if limit is not None and packing.height > limit else 0)
+
+
+def _figures(packing: Packing, took: float) -> dict[str, float | bool]:
+    return {
+        "height": packing.height,
+        "lower_bound": packing.lower_bound,
+        "optimal": packing.optimal,
+        "seconds": round(took, 3),
+    }
+
+
+def _next(file: Path, out: Path | None) -> str | None:
+    if out is not None:
+        return None
+    return shlex.join(["torchtrim", "pack", str(file), "--out", f"{file.stem}.packed.csv"])
+
+
+def _show(
+    packing: Packing, count: int, limit: int | None, took: float, following: str | None
+) -> None:
+    above = packing.height - packing.lower_bound
+    share = f"{above / packing.lower_bound:.2%} above" if above else "met"
+    lines = [
+        f"PACKED  {count} buffers in {packing.height} bytes ({format_bytes(packing.height)}), "
+        f"{format_seconds(took)}",
+        f"  bound    {packing.lower_bound} bytes alive at one moment: {share}",
+        f"  optimal  {'yes' if packing.optimal else 'not known; no lower packing was found'}",
+    ]
+    if limit is not None:
+        over = packing.height - limit
+        lines.append(
+            f"  capacity {limit} bytes: {f'{over} bytes too few' if over > 0 else f'{-over} bytes free'}"
+        )
+    if following:
+        lines.append(f"Offsets: {following}")
+    click.echo("\n".join(lines))

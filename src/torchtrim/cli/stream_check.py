@@ -1,0 +1,61 @@
+"""`torchtrim stream-check`: what grows from frame to frame in a script that streams."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from torchtrim.cli.options import counts_frames, runs_stream, script_of, writes
+from torchtrim.cli.output import (
+    command_for,
+    folder_for,
+    own_command,
+    progress,
+    show,
+    write_files,
+)
+from torchtrim.units import parse_bytes
+
+if TYPE_CHECKING:
+    from torchtrim.api import Result
+
+
+@click.command()
+@runs_stream
+@counts_frames
+@writes
+@click.option(
+    "--max-growth",
+    metavar="B",
+    default="1KiB",
+    help="Exit 1 if a frame adds more than this; 0B for nothing at all. 1KiB by default.",
+)
+def command(**options: Any) -> None:
+    """Measure what each frame of SCRIPT adds to memory, and name what grows and the lines that fill it.
+
+    Runs on the CPU, until so many frames are done or the script ends. Exit code 1 if it grows.
+    """
+    from torchtrim.api import Result
+    from torchtrim.certify.stream_reports import check_report
+    from torchtrim.certify.streams import StreamRequest
+
+    most = parse_bytes(options["max_growth"], zero=True)
+    script = script_of(options)
+    request = StreamRequest(options["frames"], options["frames_of"])
+    with progress() as tell:
+        result = Result(*check_report(script, request, most, tell))
+    paths = write_files(result, folder_for(options))
+    stream = result.report.stream
+    assert stream is not None
+    grows = stream.growth_bytes > most
+    show(result, form=options["form"], next_command=_next(options, result, grows), paths=paths)
+    raise click.exceptions.Exit(1 if grows else 0)
+
+
+def _next(options: dict[str, Any], result: Result, grows: bool) -> str | None:
+    """How to see the cure work where an adapter has one, else where cures are told."""
+    if not grows or result.before is None:
+        return None
+    cured = {"bound_session", "bound_state"}.intersection(g.adapter for g in result.before.growths)
+    return command_for(options, "verify", "--stream") if cured else own_command("explain", "TT501")

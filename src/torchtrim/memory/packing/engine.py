@@ -1,0 +1,85 @@
+"""The loops of the packer, as Python runs them or as numba compiles them, and arrays for either."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from types import FunctionType, ModuleType
+from typing import Any
+
+from torchtrim.memory.packing import greedy, search
+
+_CHOICES, _TRAIL = 64, 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """Functions of one kind and the arrays that they take; `pace` is units of effort in a
+    second."""
+
+    name: str
+    search: Callable[..., int]
+    place: Callable[..., int]
+    array: Callable[[Iterable[int]], Any]
+    empty: Callable[[int], Any]
+    pace: float
+
+    def room(self, count: int, sections: int) -> tuple[Any, ...]:
+        """What `search` works in: memory that grows with the number of buffers."""
+        lengths = (
+            *(count,) * 5,
+            sections + 1,
+            (count + 1) * search.FIELDS,
+            (2 * count + 4) * search.SPLIT_FIELDS,
+            search.COUNTERS,
+            _CHOICES * (count + 1),
+            _TRAIL * (count + 1),
+            count,
+            sections + 1,
+        )
+        return tuple(map(self.empty, lengths))
+
+
+@cache
+def plain() -> Engine:
+    """Python's own loops over lists."""
+    return Engine(
+        name="python",
+        search=search.search,
+        place=greedy.place_in_lists,
+        array=list,
+        empty=lambda length: [0] * length,
+        pace=1e7,
+    )
+
+
+def can_compile() -> bool:
+    """Whether numba is installed."""
+    return find_spec("numba") is not None
+
+
+@cache
+def compiled() -> Engine:
+    """The same functions through numba. What it compiles is kept on disk for the next process."""
+    numpy = import_module("numpy")
+    return Engine(
+        name="numba",
+        search=_compile(search)["search"],
+        place=_compile(greedy, only=("place",))["place"],
+        array=lambda values: numpy.array(list(values), dtype=numpy.int64),
+        empty=lambda length: numpy.zeros(length, dtype=numpy.int64),
+        pace=4e8,
+    )
+
+
+def _compile(module: ModuleType, only: tuple[str, ...] | None = None) -> dict[str, Any]:
+    """The module's functions, each compiled and calling the others' compiled ones."""
+    jit = import_module("numba").njit(cache=True, nogil=True)
+    names = dict(vars(module))
+    for name, value in vars(module).items():
+        if isinstance(value, FunctionType) and (only is None or name in only):
+            names[name] = jit(FunctionType(value.__code__, names, name, value.__defaults__))
+    return names

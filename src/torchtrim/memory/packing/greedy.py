@@ -1,0 +1,89 @@
+"""Buffers placed one after another into the gaps that the earlier ones leave, in several orders.
+
+Largest first into the tightest gap is what TFLite does (Pisarchyk and Lee, arXiv 2001.03288). No order is
+best for all, so there are several, and the lowest packing is taken.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator
+from typing import Any
+
+from torchtrim.memory.packing.problem import Problem
+
+
+def place(order: Any, rows: Any, tightest: bool, offsets: Any, work: Any) -> int:
+    """Place buffers in this order, each into the first or the tightest gap; the height.
+
+    rows: lower, upper and size. offsets: written. work: four arrays as long as the order.
+    """
+    lower, upper, size = rows
+    lows, highs, starts, ends = work
+    height = 0
+    for count in range(len(order)):
+        b = order[count]
+        low, high, need = lower[b], upper[b], size[b]
+        best, least, top = -1, -1, 0
+        for i in range(count):
+            if lows[i] < high and highs[i] > low:
+                gap = starts[i] - top
+                if gap >= need and (least < 0 or gap < least):
+                    best, least = top, gap
+                    if not tightest:
+                        break
+                top = max(top, ends[i])
+        offset = top if least < 0 else best
+        offsets[b] = offset
+        height = max(height, offset + need)
+        at = count
+        while at > 0 and starts[at - 1] > offset:
+            lows[at], highs[at] = lows[at - 1], highs[at - 1]
+            starts[at], ends[at] = starts[at - 1], ends[at - 1]
+            at -= 1
+        lows[at], highs[at], starts[at], ends[at] = low, high, offset, offset + need
+    return height
+
+
+def place_in_lists(order: Any, rows: Any, tightest: bool, offsets: Any, work: Any) -> int:
+    """What `place` does, in the way that is quick where it is not compiled."""
+    lower, upper, size = rows
+    placed: list[tuple[int, int, int, int]] = []
+    height = 0
+    for b in order:
+        low, high, need = lower[b], upper[b], size[b]
+        best, least, top = -1, -1, 0
+        for start, end in [(s, e) for s, e, t, u in placed if t < high and u > low]:
+            gap = start - top
+            if gap >= need and (least < 0 or gap < least):
+                best, least = top, gap
+                if not tightest:
+                    break
+            if end > top:
+                top = end
+        offset = top if least < 0 else best
+        offsets[b] = offset
+        height = max(height, offset + need)
+        insort(placed, (offset, offset + need, low, high))
+    return height
+
+
+def orders(problem: Problem) -> Iterator[tuple[list[int], bool]]:
+    """Orders to place buffers in, and whether each goes into its tightest gap; largest first leads."""
+    size, lower, crowd, lifetime = problem.size, problem.lower, problem.crowd, problem.lifetime
+    area = [s * t for s, t in zip(size, lifetime, strict=True)]
+    keys: list[list[tuple[int, ...]]] = [
+        [(-s,) for s in size],
+        [(-t,) for t in lifetime],
+        [(low,) for low in lower],
+        [(-s, low) for s, low in zip(size, lower, strict=True)],
+        [(-c, -s) for c, s in zip(crowd, size, strict=True)],
+        [(-a,) for a in area],
+        [(-s, -t) for s, t in zip(size, lifetime, strict=True)],
+        [(-c, -t) for c, t in zip(crowd, lifetime, strict=True)],
+        [(-c, -a) for c, a in zip(crowd, area, strict=True)],
+    ]
+    for key in keys:
+        order = sorted(range(problem.count), key=key.__getitem__)
+        yield order, True
+        yield order, False

@@ -1,0 +1,131 @@
+"""Buffers as a table of comma-separated values: read with all its columns, written with an offset more."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtrim.errors import UnreadableInput
+from torchtrim.memory.packing.buffers import Buffer
+
+NEEDED = ("id", "lower", "upper", "size")
+_WHOLE = re.compile(r"[+-]?[0-9]{1,19}", re.ASCII)
+_MOST_BYTES = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """The columns and rows of a file, and the buffers that the rows are."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    buffers: Sequence[Buffer]
+
+
+def read(path: Path) -> Table:
+    """Read a table with the columns id, lower, upper and size, in any order, among others.
+
+    Raises `UnreadableInput`, which names the line and the column.
+    """
+    lines = csv.reader(io.StringIO(_text(path), newline=""), strict=True)
+    try:
+        columns = [name.strip() for name in next(lines, [])]
+        places = _places(columns, path)
+        rows: list[Sequence[str]] = []
+        buffers: list[Buffer] = []
+        seen: dict[str | int, int] = {}
+        for row in lines:
+            if not any(map(str.strip, row)):
+                continue
+            where = f"{path}, line {lines.line_num}"
+            buffer = _buffer(row, len(columns), places, where)
+            if buffer.id in seen:
+                raise UnreadableInput(
+                    f"{where}: id {_short(str(buffer.id))} is that of line {seen[buffer.id]} too; give "
+                    "each buffer its own."
+                )
+            seen[buffer.id] = lines.line_num
+            rows.append(row)
+            buffers.append(buffer)
+    except csv.Error as error:
+        raise UnreadableInput(
+            f"{path}, line {lines.line_num}: {error}; expected comma-separated values."
+        ) from None
+    return Table(columns=columns, rows=rows, buffers=buffers)
+
+
+def write(table: Table, offsets: Mapping[str | int, int]) -> bytes:
+    """The table with the column `offset`: the one it had with new values, else a last one."""
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    columns = list(table.columns)
+    if "offset" not in columns:
+        columns.append("offset")
+    at = columns.index("offset")
+    writer.writerow(columns)
+    for row, buffer in zip(table.rows, table.buffers, strict=True):
+        writer.writerow([*row[:at], offsets[buffer.id], *row[at + 1 :]])
+    return text.getvalue().encode()
+
+
+def _text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+    except OSError as error:
+        raise UnreadableInput(f"cannot read {path}: {error.strerror}.") from None
+    if len(data) > _MOST_BYTES:
+        raise UnreadableInput(f"{path} has more than {_MOST_BYTES} bytes, which are the most read.")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise UnreadableInput(
+            f"{path}, line {line}: byte {error.start} is no UTF-8; expected comma-separated values."
+        ) from None
+
+
+def _places(columns: Sequence[str], path: Path) -> dict[str, int]:
+    """Where the needed columns are."""
+    for name in (*NEEDED, "offset"):
+        found = columns.count(name)
+        if found > 1 or (not found and name in NEEDED):
+            has = ", ".join(map(_short, columns[:12])) or "none"
+            raise UnreadableInput(
+                f"{path}, line 1: there {'are two columns' if found else 'is no column'} {name!r} among: "
+                f"{has}. The first line names the columns; {', '.join(NEEDED)} are needed."
+            )
+    return {name: columns.index(name) for name in NEEDED}
+
+
+def _buffer(row: Sequence[str], width: int, places: Mapping[str, int], where: str) -> Buffer:
+    if len(row) != width:
+        raise UnreadableInput(f"{where}: {len(row)} values, but the first line names {width}.")
+    name = row[places["id"]].strip()
+    lower, upper, size = (_whole(row[places[c]], c, where) for c in NEEDED[1:])
+    if not name:
+        raise UnreadableInput(f"{where}: id is empty; offsets are given by id.")
+    if size < 0:
+        raise UnreadableInput(f"{where}: size is {size}; a buffer has 0 bytes or more.")
+    if upper < lower:
+        raise UnreadableInput(
+            f"{where}: upper is {upper}, before lower, {lower}; a buffer is alive from lower until just "
+            "before upper."
+        )
+    return Buffer(name, lower, upper, size)
+
+
+def _whole(text: str, column: str, where: str) -> int:
+    if _WHOLE.fullmatch(text.strip()) is None:
+        raise UnreadableInput(
+            f"{where}: {column} is {_short(text)}; a whole number is needed, such as 4096."
+        )
+    return int(text)
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 40 else text[:37] + "...")

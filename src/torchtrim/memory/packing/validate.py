@@ -1,0 +1,79 @@
+"""Whether offsets are a packing at all, told from what the packer does not know: a walk through time."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from torchtrim.memory.packing.buffers import Buffer
+
+
+def why_invalid(
+    buffers: Sequence[Buffer],
+    offsets: Mapping[str | int, int],
+    *,
+    capacity: int | None = None,
+    alignment: int = 1,
+) -> str | None:
+    """The first reason why these offsets are no packing of these buffers, or None where they are one.
+
+    Offsets must be there for each buffer and for no other, not negative, multiples of `alignment`; no
+    buffer may end above `capacity`, and none may share a byte with one that is alive at the same time.
+    """
+    known = {buffer.id for buffer in buffers}
+    for name in offsets:
+        if name not in known:
+            return f"there is an offset for {name!r}, but no such buffer"
+    for buffer in buffers:
+        reason = _misplaced(buffer, offsets, capacity, alignment)
+        if reason is not None:
+            return reason
+    return next(_clashes(buffers, offsets), None)
+
+
+def _misplaced(
+    buffer: Buffer, offsets: Mapping[str | int, int], capacity: int | None, alignment: int
+) -> str | None:
+    if buffer.id not in offsets:
+        return f"buffer {buffer.id!r} has no offset"
+    offset = offsets[buffer.id]
+    if type(offset) is not int or offset < 0:
+        return f"buffer {buffer.id!r} has the offset {offset!r}, which is no place in memory"
+    if offset % alignment:
+        return f"buffer {buffer.id!r} is at {offset}, which is no multiple of {alignment}"
+    if capacity is not None and offset + buffer.size > capacity:
+        return (
+            f"buffer {buffer.id!r} ends at {offset + buffer.size}, above the capacity of {capacity}"
+        )
+    return None
+
+
+def _clashes(buffers: Iterable[Buffer], offsets: Mapping[str | int, int]) -> Iterator[str]:
+    """Walk through time with the buffers alive, by offset: a newcomer can only clash with neighbours."""
+    real = [b for b in buffers if b.size > 0 and b.upper > b.lower]
+    moments = [(b.upper, 0, place) for place, b in enumerate(real)]
+    moments += [(b.lower, 1, place) for place, b in enumerate(real)]
+    alive: list[tuple[int, int]] = []
+    for _, begins, place in sorted(moments):
+        entry = (offsets[real[place].id], place)
+        at = bisect_left(alive, entry)
+        if not begins:
+            del alive[at]
+            continue
+        for _, other in alive[max(at - 1, 0) : at + 1]:
+            clash = _clash(real[other], real[place], offsets)
+            if clash is not None:
+                yield clash
+        insort(alive, entry)
+
+
+def _clash(one: Buffer, other: Buffer, offsets: Mapping[str | int, int]) -> str | None:
+    low = max(offsets[one.id], offsets[other.id])
+    high = min(offsets[one.id] + one.size, offsets[other.id] + other.size)
+    if low >= high:
+        return None
+    begin, end = max(one.lower, other.lower), min(one.upper, other.upper)
+    return (
+        f"buffers {one.id!r} and {other.id!r} are both alive from {begin} to {end} and share the bytes "
+        f"from {low} to {high}"
+    )

@@ -1,0 +1,1 @@
+"""Runs a program dry: every operator's results have their shape, and none is computed or takes memory."""

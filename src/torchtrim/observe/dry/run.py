@@ -1,0 +1,113 @@
+"""Begins and ends a dry run in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from torchtrim.observe.dry.mode import Dry
+from torchtrim.observe.emulated.patches import Patches
+from torchtrim.observe.modes import enter_below, leave
+
+_LOADER = (
+    *("batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn"),
+    *("pin_memory", "drop_last", "timeout", "worker_init_fn", "multiprocessing_context"),
+)
+"""Arguments of a loader after its data set, in order."""
+_running: list[Dry] = []
+
+
+def current() -> Dry | None:
+    """The dry run of this process."""
+    return _running[-1] if _running else None
+
+
+@contextlib.contextmanager
+def dry_run(project: str, *, owned_only: bool, batch_size: int | None = None) -> Iterator[Dry]:
+    """Run nothing for a while. `owned_only`: leave the numbers of what is there as they are.
+
+    `batch_size`: what loaders that are made meanwhile give, if not what they would.
+    """
+    dry = Dry(project, owned_only=owned_only)
+    patches = Patches()
+    _patch_storages(patches, dry)
+    _patch_compile(patches, dry)
+    _patch_files(patches, dry)
+    _patch_loaders(patches, dry, batch_size)
+    _running.append(dry)
+    enter_below(dry)
+    try:
+        yield dry
+    finally:
+        leave(dry)
+        _running.remove(dry)
+        patches.undo()
+
+
+def _patch_storages(patches: Patches, dry: Dry) -> None:
+    """A copy of a blank storage, as `copy.deepcopy` makes it past the operators, is blank."""
+    original: Any = torch.UntypedStorage.clone
+
+    def clone(storage: Any) -> Any:
+        if dry.blanks.holds(storage.data_ptr()):
+            return dry.blanks.storage(storage.nbytes())
+        return original(storage)
+
+    patches.replace(torch.UntypedStorage, "clone", clone)
+
+
+def _patch_compile(patches: Patches, dry: Dry) -> None:
+    """What is compiled runs as it is written: nobody knows what the compiler would fuse."""
+
+    def compile_(model: Any = None, **options: Any) -> Any:
+        dry.guesses.add("torch.compile: counted as it runs without; fused operators may need less")
+        return model if model is not None else lambda given: given
+
+    patches.replace(torch, "compile", compile_)
+    if "torch._dynamo" in sys.modules:
+        stance = torch.compiler.set_stance("force_eager")
+        patches.on_undo(stance.__exit__, None, None, None)
+
+
+def _patch_files(patches: Patches, dry: Dry) -> None:
+    """Nothing is saved, since it would be zeros over somebody's weights; what is loaded is mapped."""
+    load: Any = torch.load
+
+    def save(*_: Any, **__: Any) -> None:
+        dry.guesses.add("torch.save: nothing was written")
+
+    def load_mapped(file: Any, *args: Any, **options: Any) -> Any:
+        if isinstance(file, (str, os.PathLike)) and "mmap" not in options:
+            with contextlib.suppress(RuntimeError, ValueError):
+                return load(file, *args, **options, mmap=True)
+        return load(file, *args, **options)
+
+    patches.replace(torch, "save", save)
+    patches.replace(torch, "load", load_mapped)
+
+
+def _patch_loaders(patches: Patches, dry: Dry, batch_size: int | None) -> None:
+    """Loaders load in this process, and batches of the wanted size."""
+    original: Any = DataLoader.__init__
+
+    @functools.wraps(original)
+    def make(loader: Any, dataset: Any, *args: Any, **options: Any) -> None:
+        options = {**dict(zip(_LOADER, args, strict=False)), **options, "num_workers": 0}
+        for name in ("persistent_workers", "prefetch_factor", "multiprocessing_context", "timeout"):
+            options.pop(name, None)
+        size = options.get("batch_size", 1)
+        if size is not None and size > 1 and options.get("batch_sampler") is None:
+            dry.batch_size = dry.batch_size or size
+            options["batch_size"] = size = batch_size or size
+            if isinstance(dataset, Sized) and len(dataset) < size:
+                raise ValueError(f"the data set has {len(dataset)} samples, fewer than {size}")
+        original(loader, dataset, **options)
+
+    patches.replace(DataLoader, "__init__", make)

@@ -1,0 +1,132 @@
+"""Bytes that the CPU's kernels need while they run, beside their results: what no dispatch mode sees.
+
+The table was measured with torch 2.13: each operator alone, by the allocator's own events.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torchtrim.observe.dry import attention, convolution, recurrent
+from torchtrim.observe.modes import tensors_among
+
+Workspace = Callable[[Any, Any, Any, Any], int]
+_HALF_GEMM = 198_272
+
+
+def workspace(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Bytes beside the results of an operator on the CPU; 0 for one that is not in the table."""
+    name = func.name().partition(".")[0]
+    size = _TABLE[name](func, args, kwargs, result) if name in _TABLE else 0
+    if torch.Tag.pointwise in func.tags:
+        size += _promoted(args)
+    return size
+
+
+def _promoted(args: Any) -> int:
+    """Operands of several types are first brought to one, where they are not single numbers."""
+    tensors = [tensor for tensor in args if isinstance(tensor, torch.Tensor) and tensor.dim()]
+    kinds = {tensor.dtype for tensor in tensors}
+    if len(kinds) < 2:
+        return 0
+    common = tensors[0].dtype
+    for tensor in tensors[1:]:
+        common = torch.promote_types(common, tensor.dtype)
+    others = (tensor for tensor in tensors if tensor.dtype not in (common, torch.bool))
+    return int(sum(tensor.numel() * common.itemsize for tensor in others))
+
+
+def _norm_backward(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """BatchNorm: the gradient is computed beside itself where it and the input lie alike."""
+    gradient, x = args[0], args[1]
+    alike = gradient.is_contiguous() == x.is_contiguous()
+    return int(x.nbytes) if alike else 0
+
+
+def _layer_norm(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """What does not lie in order is copied."""
+    return 0 if args[0].is_contiguous() else int(args[0].nbytes)
+
+
+def _layer_norm_backward(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Each thread sums the gradients of weight and bias."""
+    rows = 2 * torch.get_num_threads() * math.prod(args[2])
+    copied = int(sum(tensor.nbytes for tensor in args[:2] if not tensor.is_contiguous()))
+    return copied + (rows * 4 if args[5] is not None else 0)
+
+
+def _resized(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Interpolation copies input and output to channels last for small outputs: those of at most 128
+    rows and columns (aten/src/ATen/native/cpu/UpSampleKernel.cpp, `_use_vectorized_kernel_cond_2d`)."""
+    small = result.shape[-1] + result.shape[-2] <= 128
+    return args[0].nbytes + result.nbytes if small and args[0].is_contiguous() else 0
+
+
+def _roll(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """One dimension after the other."""
+    return int(result.nbytes) if len(args) > 2 and len(args[2]) > 1 else 0
+
+
+def _fused_attention(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """The fast path of `nn.MultiheadAttention` in evaluation: projections, then all scores."""
+    query, key, heads = args[0], args[1], args[4]
+    scores = query.shape[0] * heads * query.shape[1] * key.shape[1] * query.dtype.itemsize
+    return int(max(5 * query.nbytes, 2 * query.nbytes + scores))
+
+
+def _safe_softmax(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Which elements are minus infinity, and which rows are so wholly."""
+    x = args[0]
+    return int(x.numel() + x.numel() // max(x.shape[-1], 1) + 4)
+
+
+def _one_more(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """One value for each element, before they are reduced."""
+    return int(args[0].nbytes)
+
+
+def _two_more(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    return int(2 * args[0].nbytes)
+
+
+def _gemm(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """In half precision oneDNN packs the matrices by blocks, and the first as a whole where transposed."""
+    matrix = args[1] if func.name().startswith(("aten::addmm", "aten::baddbmm")) else args[0]
+    if matrix.dtype is not torch.bfloat16:
+        return 0
+    whole = sum(tensor.nbytes for tensor in tensors_among(args)) + result.nbytes
+    blocks = min(_HALF_GEMM * torch.get_num_threads(), 2 * whole)
+    return int(blocks if matrix.stride(-1) == 1 else blocks + matrix.nbytes)
+
+
+_TABLE: dict[str, Workspace] = {
+    "aten::convolution": convolution.forward,
+    "aten::_convolution": convolution.forward,
+    "aten::convolution_backward": convolution.backward,
+    "aten::mkldnn_rnn_layer": recurrent.forward,
+    "aten::mkldnn_rnn_layer_backward": recurrent.backward,
+    "aten::_scaled_dot_product_flash_attention_for_cpu": attention.forward,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": attention.backward,
+    "aten::native_batch_norm_backward": _norm_backward,
+    "aten::native_layer_norm": _layer_norm,
+    "aten::roll": _roll,
+    "aten::_native_multi_head_attention": _fused_attention,
+    "aten::native_layer_norm_backward": _layer_norm_backward,
+    "aten::upsample_bilinear2d": _resized,
+    "aten::upsample_nearest2d": _resized,
+    "aten::_safe_softmax": _safe_softmax,
+    "aten::logsumexp": _one_more,
+    "aten::native_dropout": _one_more,
+    "aten::mse_loss": _one_more,
+    "aten::smooth_l1_loss": _one_more,
+    "aten::huber_loss": _one_more,
+    "aten::binary_cross_entropy_with_logits": _two_more,
+    "aten::mm": _gemm,
+    "aten::addmm": _gemm,
+    "aten::bmm": _gemm,
+    "aten::baddbmm": _gemm,
+}

@@ -1,0 +1,97 @@
+"""What an estimated profile says of a step, and how far a length can grow until a budget is full."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torchtrim.memory.by_module import by_module, most_of
+from torchtrim.planner.budget import Planner, where_of
+from torchtrim.records.estimate import Estimated, ModuleBytes
+from torchtrim.records.profile import Profile
+
+_LONGEST = 2**30
+_LEAST_SAVING = 0.01
+
+
+class Largest(NamedTuple):
+    """The largest length that fits: 0 for none. `peak` is what it needs, `next_peak` what one more would.
+
+    None where there is none, or where one more cannot be.
+    """
+
+    length: int
+    peak: int | None
+    next_peak: int | None
+
+
+def largest(peak_of: Callable[[int], int | None], budget: int, now: int) -> Largest:
+    """The largest length whose peak is within the budget, and what one more would need.
+
+    `peak_of` tells the peak in bytes at a length, None where there is none; it is taken to grow with
+    the length. It is called a few times only where that growth is nearly in proportion.
+    """
+    peaks: dict[int, int | None] = {}
+    low, high, tried = 0, _LONGEST + 1, now
+    while high - low > 1:
+        peak = peaks[tried] = peak_of(tried)
+        if peak is not None and peak <= budget:
+            low = tried
+        else:
+            high = tried
+        tried = _next(peaks, low, high, budget)
+    return Largest(low, peaks.get(low), peaks.get(high))
+
+
+def _next(peaks: dict[int, int | None], low: int, high: int, budget: int) -> int:
+    """The length to try: where the line through the two nearest ones crosses the budget.
+
+    Every fourth time it is the middle, so that a crooked line costs no more than a few times as much.
+    """
+    crossing = _crossing(peaks, low, budget)
+    if high > _LONGEST:
+        aim = 2 * low if crossing is None else min(crossing, 16 * low)
+    elif crossing is None or len(peaks) % 4 == 0:
+        aim = (low + high) // 2
+    else:
+        aim = crossing
+    return max(low + 1, min(aim, high - 1))
+
+
+def _crossing(peaks: dict[int, int | None], low: int, budget: int) -> int | None:
+    """Where the line through the two lengths nearest to `low` reaches the budget; None without a slope."""
+    known = [(length, peak) for length, peak in peaks.items() if peak is not None]
+    nearest = sorted(known, key=lambda pair: abs(pair[0] - low))[:2]
+    if len(nearest) < 2:
+        return None
+    (one, at_one), (other, at_other) = nearest
+    slope = (at_other - at_one) / (other - one)
+    return int(one + (budget - at_one) / slope) if slope > 0 else None
+
+
+def estimated(profile: Profile) -> Estimated:
+    """What an estimate says of a profile."""
+    smallest, places = _recomputed(profile)
+    return Estimated(
+        parameter_bytes=most_of(profile, "parameter"),
+        gradient_bytes=most_of(profile, "gradient"),
+        optimizer_bytes=most_of(profile, "optimizer_state"),
+        modules=tuple(
+            ModuleBytes(path=path, bytes=size) for path, size in by_module(profile).items()
+        ),
+        recomputed_bytes=smallest,
+        recomputed=places,
+    )
+
+
+def _recomputed(profile: Profile) -> tuple[int | None, tuple[str, ...]]:
+    """The smallest peak that recomputation would reach, and where; None where it saves too little."""
+    if not any(op.phase == "backward" for op in profile.operators):
+        return None, ()
+    planner = Planner(profile, step_seconds=profile.step_seconds, fingerprint={}, script_sha256="")
+    bias = profile.peak_bytes - planner.simulated_original
+    plan = planner.floor_plan(0, bias=bias)
+    peak = plan.predicted.peak_bytes
+    if peak > (1 - _LEAST_SAVING) * profile.peak_bytes:
+        return None, ()
+    return peak, tuple(where_of(plan.techniques))

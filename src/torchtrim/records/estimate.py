@@ -1,0 +1,49 @@
+"""An estimate: what a step would need, by what it is for, and how far it can grow. It was not run."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+Bytes = Annotated[int, Meta(ge=0)]
+
+
+class ModuleBytes(Struct, frozen=True, kw_only=True):
+    """Bytes at the peak that belong to a module itself, not to those in it. Empty path: to none."""
+
+    path: str
+    bytes: Bytes
+
+
+class Growth(Struct, frozen=True, kw_only=True):
+    """How far one length of the batch can grow within a budget.
+
+    `now` is the length of the batch that was given. `peak_bytes` is what `largest` needs, null where
+    not even a length of 1 fits; `next_bytes` what one more would, null where one more does not run,
+    of which `limited_by` is the reason.
+    """
+
+    what: Literal["batch", "sequence"]
+    budget_bytes: Bytes
+    now: int
+    largest: int
+    peak_bytes: Bytes | None
+    next_bytes: Bytes | None
+    limited_by: str = ""
+
+
+class Estimated(Struct, frozen=True, kw_only=True):
+    """What only an estimate says. The first three are exact to the byte.
+
+    `recomputed_bytes` is the smallest peak that recomputation is predicted to reach, `recomputed` the
+    places where it would; null and none where it would not help.
+    """
+
+    parameter_bytes: Bytes
+    gradient_bytes: Bytes
+    optimizer_bytes: Bytes
+    modules: tuple[ModuleBytes, ...] = ()
+    recomputed_bytes: Bytes | None = None
+    recomputed: tuple[str, ...] = ()
+    growth: tuple[Growth, ...] = ()

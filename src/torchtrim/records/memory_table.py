@@ -1,0 +1,27 @@
+"""The bytes of a model and of one call of it, by what they are for."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+
+class MemoryTable(Struct, frozen=True, kw_only=True):
+    """Bytes, each storage counted once.
+
+    `outputs`: the most that operators' results take at once; `workspace`: what operators are known to
+    allocate besides at most, 0 where the call is not planned; `made`: all results, as if nothing were
+    freed. `planned`: the call runs by a plan of its memory.
+    """
+
+    outputs: int
+    made: int
+    workspace: int = 0
+    buffers: int
+    parameters: int
+    gradients: int
+    planned: bool = False
+
+    @property
+    def total(self) -> int:
+        """Results and workspace at their highest, and what is there always."""
+        return self.outputs + self.workspace + self.buffers + self.parameters + self.gradients

@@ -1,0 +1,49 @@
+"""Findings of source as text: a line each, or with the lines of source and the cure's diff."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torchtrim.records import Finding, Report
+from torchtrim.report.excerpt import excerpt
+from torchtrim.report.safe import clean
+
+
+def concise(report: Report, encoding: str = "utf-8") -> str:
+    """`path:line: CODE message`, a line for each, `[*]` with a safe cure, `[?]` with an unsafe one."""
+    return "".join(f"{clean(_line(found), encoding)}\n" for found in report.findings)
+
+
+def full(report: Report, encoding: str = "utf-8") -> str:
+    """Each finding with its lines of source, its cure as a diff or why there is none."""
+    lines = [line for found in report.findings for line in _block(report, found)]
+    return "".join(f"{clean(line, encoding)}\n" for line in lines)
+
+
+def mark(finding: Finding) -> str:
+    """`"[*] "` for a cure that can be made, `"[?] "` for one that is unsafe, else `""`."""
+    cure = finding.cure
+    if cure is None or cure.kind != "code":
+        return ""
+    return "[?] " if cure.reason.startswith("unsafe") else "[*] "
+
+
+def _line(finding: Finding) -> str:
+    return f"{finding.path}:{finding.line}: {finding.code} {mark(finding)}{finding.message}"
+
+
+def _block(report: Report, finding: Finding) -> Iterator[str]:
+    yield _line(finding)
+    path = finding.path if finding.path.startswith("/") else f"{report.project}/{finding.path}"
+    for line in excerpt(path, finding.line, finding.end_line):
+        yield f"{line.number:>6} {'>' if line.hot else '|'} {line.text}"
+    cure = finding.cure
+    if cure is not None:
+        kind = {"code": "cure", "advice": "instead", "refused": "no cure"}.get(cure.kind, cure.kind)
+        yield f"       {kind}: {cure.reason}"
+        yield from (f"       {line.rstrip()}" for line in _changes(cure.diff or ""))
+    yield ""
+
+
+def _changes(diff: str) -> list[str]:
+    return [line for line in diff.splitlines() if not line.startswith(("---", "+++"))]

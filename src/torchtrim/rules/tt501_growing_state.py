@@ -1,0 +1,150 @@
+"""A stream's state grows with every frame, so the stream ends when memory does.
+
+## What it does
+
+Names each container (dict, list, deque, set, the cache of a function) that gets longer from frame to
+frame and never shorter, each tensor that gets larger, and what autograd's graph holds on to. The price is
+the bytes that a frame adds, of tensors with each storage once and of Python's objects. The place is the line
+that fills it. `torchtrim stream-check` measures it; what fills up to a bound is not growth.
+
+## Why is this bad?
+
+A tracker that keeps something of every frame, or a model that keeps the keys and values of every token,
+runs for as long as memory lasts. SAM 2 in transformers grows 16.75 MiB a frame at 1024x1024: a minute of
+video at 30 frames a second is 29 GiB. Most of it is never read again.
+
+## Example
+
+```python
+session = processor.init_video_session(...)
+for image in camera:
+    masks = model(session, frame=image).pred_masks
+```
+
+## Use instead
+
+```python
+from torchtrim.stream import bound_session
+
+session = processor.init_video_session(...)
+bound_session(session, model)
+for image in camera:
+    masks = model(session, frame=image).pred_masks
+```
+
+Of a model that has no adapter, declare how long its caches are read:
+
+```python
+from torchtrim.stream import bound_caches, window
+
+bound_caches(model, {"memory": window(6)})
+```
+
+Which windows are long enough `torchtrim.learn_state` finds. Where autograd's graph grows, run under
+`torch.inference_mode()`, or keep `tensor.detach()`.
+
+## Cure safety
+
+`bound_session` and `bound_state` let go what no later frame reads: results are equal to the bit, and a read
+of what went raises `Evicted`. `sink_cache` computes another function once its window is full, so it is for
+those who want that. Windows that you declare yourself are yours to prove: `torchtrim verify --stream SCRIPT`
+runs the stream with and without them and names the first frame that differs.
+
+## References
+
+* [Xiao et al., Efficient Streaming Language Models with Attention Sinks](https://arxiv.org/abs/2309.17453)
+* [transformers: streaming video with SAM 2](https://huggingface.co/docs/transformers/model_doc/sam2_video)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torchtrim.records.finding import Cure, Equivalence, Finding
+from torchtrim.records.profile import Growth, Place, Profile
+from torchtrim.rules.base import Rule
+from torchtrim.units import format_bytes
+
+_LINES = {
+    "bound_session": (
+        "from torchtrim.stream import bound_session; bound_session(session, model), once, before the first "
+        "frame"
+    ),
+    "bound_state": (
+        "from torchtrim.stream import bound_state; bound_state(inference_state, predictor), once, after "
+        "init_state"
+    ),
+    "sink_cache": (
+        "from torchtrim.stream import sink_cache; past_key_values=sink_cache(model.config, sinks=4, "
+        "window=1024), if tokens further back need not be seen"
+    ),
+}
+
+
+def check(profile: Profile) -> Iterator[Finding]:
+    """One finding for each thing that grows."""
+    for growth in profile.growths:
+        filled, led = _place(profile, growth.place), _place(profile, growth.caller)
+        place = led or filled
+        yield Finding(
+            code=RULE.code,
+            path=place.path if place else profile.script,
+            line=place.line if place else 0,
+            end_line=place.line if place else 0,
+            message=_message(growth, filled if led else None),
+            count_per_step=max(round(growth.entries), 1),
+            price_bytes=growth.bytes,
+            cure=_cure(growth),
+        )
+
+
+def _place(profile: Profile, index: int) -> Place | None:
+    return profile.places[index] if index >= 0 else None
+
+
+def _message(growth: Growth, inside: Place | None) -> str:
+    by = f" by {format_bytes(growth.bytes)} a frame"
+    if growth.entries:
+        entries = f"{growth.entries:g} entr{'y' if growth.entries == 1 else 'ies'}"
+        by = f" by {entries} and {format_bytes(growth.bytes)} a frame"
+    what = {
+        "graph": "what autograd's graph holds on to grows",
+        "tensor": f"tensor {growth.name} gets larger",
+    }.get(growth.kind, f"{growth.kind} {growth.name} grows")
+    where = ""
+    if inside is not None:
+        file = inside.path.replace("\\", "/").rpartition("/")[2]
+        where = f", filled at {file}:{inside.line} in {inside.function}"
+    return f"{what}{by}{where}"
+
+
+def _cure(growth: Growth) -> Cure:
+    if growth.adapter in _LINES:
+        equivalence: Equivalence | None = None if growth.adapter == "sink_cache" else "BITWISE"
+        return Cure(kind="advice", equivalence=equivalence, reason=_LINES[growth.adapter])
+    if growth.kind == "graph":
+        reason = (
+            "something that is kept from frame to frame still has its grad_fn: run the stream under "
+            "torch.inference_mode(), or keep tensor.detach()"
+        )
+        return Cure(kind="advice", reason=reason)
+    if growth.kind == "lru_cache":
+        return Cure(
+            kind="advice", reason="functools.lru_cache(maxsize=16) in place of maxsize=None"
+        )
+    if growth.kind == "tensor":
+        reason = (
+            "keep the newest part alone, such as state = state[-n:].clone(), or its parts in a "
+            'torchtrim.StateStore({"state": window(n)})'
+        )
+        return Cure(kind="advice", reason=reason)
+    name = growth.name.rpartition(".")[2]
+    return Cure(
+        kind="advice",
+        reason=f'of a module: torchtrim.bound_caches(model, {{"{name}": window(n)}}); elsewhere '
+        f'torchtrim.StateStore({{"{name}": window(n)}}) in its place. torchtrim.learn_state finds n, '
+        "torchtrim verify --stream proves it",
+    )
+
+
+RULE = Rule(code="TT501", name="state-grows", check=check)

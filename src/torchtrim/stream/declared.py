@@ -1,0 +1,269 @@
+"""Caches of any module, bounded by lifetimes that a person declares."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from torchtrim.errors import Unsupported, UsageError
+from torchtrim.stream.frames import FrameSet
+from torchtrim.stream.lifetimes import Lifetime
+from torchtrim.stream.state_bytes import state_bytes
+from torchtrim.stream.store import StateStore
+from torchtrim.stream.tombstones import Evicted, Newest, Tombstone
+from torchtrim.stream.unbounded import bounded, is_unbounded
+
+_ADVICE = "The module reads further back than was declared: declare a longer window."
+_REMEMBERED = 256
+Entry = tuple[str, tuple[int, int]]
+
+
+class _Quiet:
+    """A cache as its store sees it: what the store does in it is not the module's doing."""
+
+    def __init__(self, cache: dict[Any, Any]) -> None:
+        self._cache = cache
+
+    def __getitem__(self, key: Any) -> Any:
+        return dict.__getitem__(self._cache, key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        dict.__setitem__(self._cache, key, value)
+
+    def get(self, key: Any) -> Any:
+        """As of a dict."""
+        return dict.get(self._cache, key)
+
+    def pop(self, key: Any, default: Any) -> Any:
+        """As of a dict."""
+        return dict.pop(self._cache, key, default)
+
+
+class _Cache(dict[Any, Any]):
+    """A dict whose entries may go. Reading one that went raises `Evicted`; `get` and `in` know it no more.
+
+    An entry is known to the store by the call that wrote it, and by its place among those written then.
+    """
+
+    def __init__(self, entries: dict[Any, Any], store: StateStore, field: str) -> None:
+        super().__init__(entries)
+        self._store, self._field = store, field
+        self._quiet: Any = _Quiet(self)
+        self._fresh = dict.fromkeys(entries)
+        self._entries: dict[Any, Entry] = {}
+        self._gone = Newest(_REMEMBERED)
+        self._older = FrameSet()
+
+    def end_frame(self, frame: int) -> None:
+        """Look after what was written since the last frame."""
+        fresh, self._fresh = self._fresh, {}
+        for place, key in enumerate(one for one in fresh if one in self):
+            self._forget(key)
+            entry = self._entries[key] = (self._field, (place, frame))
+            self._store.adopt(entry, self._quiet, key)
+
+    def after_end(self) -> None:
+        """Remember what went with this frame."""
+        for key in [key for key, entry in self._entries.items() if entry not in self._store]:
+            self._gone[key] = self._entries.pop(key)
+        while len(self._gone) > self._gone.maxlen:
+            key, _ = self._gone.popitem(last=False)
+            if isinstance(key, int):
+                self._older.add(key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, value)
+        self._fresh[key] = None
+
+    def __missing__(self, key: Any) -> Any:
+        entry = self._entries.get(key) or self._gone.get(key)
+        if entry is not None and self._store.recall(entry):
+            return self[key]
+        tombstone = None if entry is None else self._store.tombstone(entry)
+        if tombstone is None and isinstance(key, int) and self._older.knows(key) is not False:
+            why = "its lifetime was over"
+            tombstone = Tombstone(self._field, key, None, why, certain=bool(self._older.knows(key)))
+        if tombstone is None:
+            raise KeyError(key)
+        raise Evicted(tombstone, _ADVICE)
+
+    def update(self, *others: Any, **more: Any) -> None:
+        """As of a dict."""
+        for key, value in dict(*others, **more).items():
+            self[key] = value
+
+    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]
+        self.update(other)
+        return self
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        """As of a dict."""
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        """As of a dict."""
+        value = super().pop(key, *default)
+        self._forget(key)
+        return value
+
+    def popitem(self) -> tuple[Any, Any]:
+        """As of a dict."""
+        key = next(reversed(self))
+        return key, self.pop(key)
+
+    def __delitem__(self, key: Any) -> None:
+        self.pop(key)
+
+    def clear(self) -> None:
+        """As of a dict."""
+        for key in list(self):
+            del self[key]
+
+    def _forget(self, key: Any) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            self._store.forget(entry)
+
+
+class BoundCaches:
+    """A module whose caches are bounded. Made by `bound_caches`; `release()` takes it back.
+
+    `store` holds what is known of the entries. `frames` counts calls of the module.
+    """
+
+    def __init__(
+        self, module: nn.Module, fields: Mapping[str, Lifetime], store: StateStore
+    ) -> None:
+        self.store = store
+        self.frames = 0
+        self._module = weakref.ref(module)
+        self._fields = dict(fields)
+        bounded.add(type(self).__name__)
+        for field in fields:
+            self._taken_over(field)
+        self._hook = module.register_forward_hook(self._called, always_call=True)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all tensors that the declared caches hold alive, each storage once."""
+        return state_bytes([_find(self._module(), field)[2] for field in self._fields])
+
+    def end_frame(self) -> None:
+        """A call of the module is over: let go what its lifetime does not hold."""
+        caches = {field: self._taken_over(field) for field in self._fields}
+        self.store.advance(self.frames)
+        for field, cache in caches.items():
+            if isinstance(cache, _Cache):
+                cache.end_frame(self.frames)
+            elif not is_unbounded():
+                _shorten(cache, self._fields[field])
+        self.store.end()
+        for cache in caches.values():
+            if isinstance(cache, _Cache):
+                cache.after_end()
+        self.frames += 1
+
+    def release(self) -> None:
+        """Take the bounds off: what is left stays, in plain dicts, and grows again."""
+        self._hook.remove()
+        for key in list(self.store):
+            self.store.recall(key)
+        for field in self._fields:
+            holder, name, cache = _find(self._module(), field)
+            if isinstance(cache, _Cache):
+                _put(holder, name, dict(cache))
+
+    def _called(self, module: nn.Module, *_: Any) -> None:
+        self.end_frame()
+
+    def _taken_over(self, field: str) -> Any:
+        """The cache; a dict that the module put there anew is made one that lets go."""
+        holder, name, cache = _find(self._module(), field)
+        if isinstance(cache, dict) and not isinstance(cache, _Cache):
+            cache = _Cache(cache, self.store, field)
+            _put(holder, name, cache)
+        return cache
+
+
+def bound_caches(
+    module: nn.Module, lifetimes: Mapping[str, Lifetime], **options: Any
+) -> BoundCaches:
+    """Bound caches of a module that no adapter knows, in three lines:
+
+        from torchtrim.stream import bound_caches, volatile, window
+        caches = {"memory": window(6), "encoder.images": volatile()}
+        bound_caches(model, caches)
+
+    A name is that of an attribute, with dots where it lies deeper. A frame is a call of the module. A dict's
+    entries age from the call that wrote them, and `window(n)` keeps what is read up to n calls later. A list
+    or deque keeps its newest `n` entries after a call, so it is for those to which a call adds one; places
+    move, so it must be read from the end. Reading from a dict what went raises `Evicted`. `options` are those
+    of `StateStore`: budget, policy, spill, every; they are for dicts.
+
+    Whether a lifetime is long enough, `learn_state` finds, and `torchtrim verify --stream` proves. Raises
+    `UsageError` for a name that is no cache, or a lifetime that it cannot have, with nothing changed.
+    """
+    if not lifetimes:
+        raise UsageError('declare at least one cache: bound_caches(model, {"memory": window(6)}).')
+    store = StateStore(dict(lifetimes), **options)
+    for field, lifetime in lifetimes.items():
+        _check(field, _find(module, field)[2], lifetime)
+    return BoundCaches(module, lifetimes, store)
+
+
+def _find(module: Any, field: str) -> tuple[Any, str, Any]:
+    """What holds a cache, by which name, and the cache."""
+    *path, name = field.split(".")
+    holder = module
+    try:
+        for part in path:
+            holder = _part(holder, part)
+        return holder, name, _part(holder, name)
+    except (AttributeError, KeyError, TypeError):
+        raise UsageError(
+            f"{type(module).__name__} has no {field!r}. Name an attribute that is a dict, list or deque, "
+            "with dots where it lies deeper: 'tracker.memory'."
+        ) from None
+
+
+def _part(holder: Any, name: str) -> Any:
+    return holder[name] if isinstance(holder, dict) else getattr(holder, name)
+
+
+def _check(field: str, cache: Any, lifetime: Lifetime) -> None:
+    if isinstance(cache, _Cache):
+        raise UsageError(f"{field!r} is bound already; release() the first before binding again.")
+    if isinstance(cache, list | deque):
+        if lifetime.kind not in ("window", "volatile"):
+            raise UsageError(
+                f"{field!r} is a {type(cache).__name__}, of which window(n) or volatile() can be kept, and "
+                f"not {lifetime}."
+            )
+    elif type(cache) is not dict:
+        raise Unsupported(
+            f"{field!r} is a {type(cache).__name__}; a cache that can be bounded is a plain dict, a list or "
+            "a deque. Nothing was changed."
+        )
+
+
+def _shorten(cache: Any, lifetime: Lifetime) -> None:
+    surplus = len(cache) - (lifetime.frames or 0)
+    if isinstance(cache, list):
+        del cache[: max(surplus, 0)]
+    else:
+        for _ in itertools.repeat(None, max(surplus, 0)):
+            cache.popleft()
+
+
+def _put(holder: Any, name: str, value: Any) -> None:
+    if isinstance(holder, dict):
+        holder[name] = value
+    else:
+        setattr(holder, name, value)

@@ -1,0 +1,227 @@
+"""Bounded state: the state of an endless stream is kept within what later frames read.
+
+`where` names models that adapters of `torchtrim.stream` know: trackers of transformers, whose sessions are
+bound when they first come by; video predictors of the `sam2` package and SAMURAI's, whose states are bound
+when propagation begins; language models with full attention, which get a cache of sinks and a window.
+
+Options: `corrections`, `turns`, `keep` and `budget` as for `bound_session`; `sinks` and `window` for
+language models. The equivalence is `BITWISE` within the live set, so `keep` and `window`, which may be less,
+need a plan that says `SEMANTIC`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torchtrim.errors import ApplyFailed, TorchtrimError, UsageError
+from torchtrim.records.finding import Equivalence
+from torchtrim.records.plan import Technique
+from torchtrim.records.profile import Profile
+from torchtrim.techniques.base import Handle, Option
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_OF_STATES = ("corrections", "turns", "keep", "budget")
+_OF_CACHES = ("sinks", "window")
+_LOSSY = ("keep", "window")
+
+
+class BoundedState:
+    """Binds the sessions, states or caches of models, as they come."""
+
+    name = "bounded_state"
+    equivalence: Equivalence = "BITWISE"
+
+    def options(self, profile: Profile) -> Sequence[Option]:
+        """None: growth is no matter of one step's peak, so no budget asks for it. A plan names it."""
+        return ()
+
+    def apply(self, roots: Mapping[str, nn.Module], technique: Technique) -> Handle:
+        """Bind what the named models will be given. Raises `ApplyFailed` for a model of no known kind."""
+        _check(technique)
+        bound = Bound()
+        try:
+            for where in technique.where:
+                bound.add(_bind(_module(roots, where), where, dict(technique.options)))
+        except BaseException:
+            bound.revert()
+            raise
+        return bound
+
+
+TECHNIQUE = BoundedState()
+
+
+class Bound:
+    """What was bound. `revert` makes models as they were, and their states plain and unbounded."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def add(self, undo: Callable[[], None]) -> None:
+        """One more model."""
+        self._undo.append(undo)
+
+    def revert(self) -> None:
+        """Take everything back, the last first."""
+        while self._undo:
+            self._undo.pop()()
+
+
+def knows(module: Any) -> bool:
+    """Whether an adapter bounds what this model is given without changing results."""
+    return _kind(module) in (_bind_sessions, _bind_states)
+
+
+def _check(technique: Technique) -> None:
+    unknown = sorted(set(technique.options) - {*_OF_STATES, *_OF_CACHES})
+    if unknown:
+        raise ApplyFailed(
+            f"bounded_state has no option {unknown[0]!r}; it has {', '.join(_OF_STATES + _OF_CACHES)}."
+        )
+    lossy = [name for name in _LOSSY if name in technique.options]
+    if lossy and technique.equivalence != "SEMANTIC":
+        raise ApplyFailed(
+            f"bounded_state with {lossy[0]}= may keep less than is read, and then computes something else. "
+            'If that is wanted, write equivalence = "SEMANTIC" into the plan.'
+        )
+
+
+def _module(roots: Mapping[str, nn.Module], where: str) -> Any:
+    name, _, path = where.partition(".")
+    try:
+        return roots[name].get_submodule(path)
+    except (KeyError, AttributeError):
+        raise ApplyFailed(
+            f"the plan names `{where}`, and there is no such module; the roots of this workload are "
+            f"{', '.join(roots)}."
+        ) from None
+
+
+def _bind(module: Any, where: str, options: dict[str, Any]) -> Callable[[], None]:
+    bind = _kind(module)
+    if bind is None:
+        raise ApplyFailed(
+            f"`{where}` is a {type(module).__name__}, and no adapter knows how its state is laid out. Known "
+            "are the video trackers of transformers, the predictors of the sam2 package and of SAMURAI, and "
+            "language models of transformers. Of other modules declare the caches in your own source: "
+            "torchtrim.bound_caches(module, {...})."
+        )
+    try:
+        return bind(module, options)
+    except UsageError as error:
+        raise ApplyFailed(f"bounded_state on `{where}`: {error}") from error
+
+
+def _kind(module: Any) -> Callable[[Any, dict[str, Any]], Callable[[], None]] | None:
+    takes = inspect.signature(type(module).forward).parameters if hasattr(module, "forward") else {}
+    if "inference_session" in takes:
+        return _bind_sessions
+    if hasattr(type(module), "propagate_in_video") and hasattr(module, "num_maskmem"):
+        return _bind_states
+    if "past_key_values" in takes and hasattr(module, "config"):
+        return _bind_caches
+    return None
+
+
+def _only(options: dict[str, Any], known: Sequence[str], what: str) -> None:
+    wrong = sorted(set(options) - set(known))
+    if wrong:
+        raise UsageError(f"{wrong[0]}= is no option for {what}; there are {', '.join(known)}.")
+
+
+def _bind_sessions(model: Any, options: dict[str, Any]) -> Callable[[], None]:
+    from torchtrim.stream.records import Objects
+    from torchtrim.stream.sessions import bound_session
+
+    _only(options, _OF_STATES, "sessions")
+    made = _Made()
+
+    def bind(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        session = kwargs.get("inference_session", args[0] if args else None)
+        if session is not None and not isinstance(session.output_dict_per_obj, Objects):
+            made.keep(bound_session(session, model, **options))
+
+    hook = model.register_forward_pre_hook(bind, with_kwargs=True)
+    return made.undoing(hook.remove)
+
+
+def _bind_states(predictor: Any, options: dict[str, Any]) -> Callable[[], None]:
+    from torchtrim.stream.predictors import bound_state
+    from torchtrim.stream.records import Objects
+
+    _only(options, tuple(one for one in _OF_STATES if one != "keep"), "states")
+    made = _Made()
+    own = vars(predictor).get("propagate_in_video")
+    propagate = predictor.propagate_in_video
+
+    @functools.wraps(propagate)
+    def bounded(inference_state: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        if not isinstance(inference_state.get("output_dict_per_obj"), Objects):
+            made.keep(bound_state(inference_state, predictor, **options))
+        return propagate(inference_state, *args, **kwargs)  # type: ignore[no-any-return]
+
+    predictor.propagate_in_video = bounded
+
+    def put_back() -> None:
+        if own is not None:
+            predictor.propagate_in_video = own
+        else:
+            del predictor.propagate_in_video
+
+    return made.undoing(put_back)
+
+
+def _bind_caches(model: Any, options: dict[str, Any]) -> Callable[[], None]:
+    from torchtrim.stream.kv import sink_cache
+
+    _only(options, _OF_CACHES, "caches")
+    if "window" not in options:
+        raise UsageError(
+            "a language model reads every token for ever, so there is nothing to let go without changing "
+            "what it computes. If only the newest tokens are to be seen, give window=, such as 1024."
+        )
+    try:
+        sink_cache(model.config, **options)
+    except TorchtrimError as error:
+        raise ApplyFailed(str(error)) from error
+
+    def bind(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        given = kwargs.get("past_key_values")
+        if given is not None and (type(given).__name__ != "DynamicCache" or given.get_seq_length()):
+            return None
+        if given is None and kwargs.get("use_cache") is False:
+            return None
+        return args, kwargs | {"past_key_values": sink_cache(model.config, **options)}
+
+    return model.register_forward_pre_hook(bind, with_kwargs=True).remove  # type: ignore[no-any-return]
+
+
+class _Made:
+    """What was bound, for as long as its state lives, which holds it."""
+
+    def __init__(self) -> None:
+        self._bounds: list[weakref.ref[Any]] = []
+
+    def keep(self, bound: Any) -> None:
+        """One more; those whose state is gone are forgotten."""
+        self._bounds = [one for one in self._bounds if one() is not None]
+        self._bounds.append(weakref.ref(bound))
+
+    def undoing(self, undo: Callable[[], None]) -> Callable[[], None]:
+        """`undo`, then the release of every state that still lives."""
+
+        def all_of_it() -> None:
+            undo()
+            for one in self._bounds:
+                bound = one()
+                if bound is not None:
+                    bound.release()
+            self._bounds.clear()
+
+        return all_of_it

@@ -1,0 +1,145 @@
+"""Relative attention: positions that a module writes out as L x L go into the attention itself.
+
+Modules are known by what they hold, and each is tried on a copy before it is replaced:
+`torchtrim.attention.replace`. Its forward becomes one that saves queries, keys and values and computes
+the scores again in backward; what the module holds, and so its `state_dict`, stays.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torchtrim.errors import ApplyFailed, Unsupported
+from torchtrim.memory.names import base_name
+from torchtrim.records.finding import Equivalence
+from torchtrim.records.plan import Technique
+from torchtrim.records.profile import Profile
+from torchtrim.rules.positions import Written, replaceable, written_positions
+from torchtrim.techniques.base import Handle, Option, Span
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from torchtrim.techniques.swap import Swapped
+
+_DRAWS = {"aten::native_dropout", "aten::bernoulli", "aten::bernoulli_"}
+Forward = Callable[..., Any]
+_NUMBER = re.compile(r"\.\d+(?=\.)")
+
+
+class RelativeAttention:
+    """`where` holds module paths (`Net.blocks.3.attn`); of T5 that of the layer with the table."""
+
+    name = "relative_attention"
+    equivalence: Equivalence = "ROUNDING"
+
+    def options(self, profile: Profile) -> Sequence[Option]:
+        """Every known module that writes its positions out, dropout of probabilities apart.
+
+        The spans are those that would run again in backward, which is more than does: what they
+        predict of memory and time is an upper bound.
+        """
+        places: dict[str, dict[int, Written]] = {}
+        for one in written_positions(profile):
+            if profile.operators[one.at].phase == "recompute":
+                continue
+            places.setdefault(_table_place(profile, one), {})[one.at] = one
+        found = []
+        for where in replaceable(profile, places):
+            spans = tuple(Span(one.first, one.last) for one in places[where].values())
+            if not any(_draws(profile, span) for span in spans):
+                found.append(Option(self.name, where, spans))
+        return found
+
+    def apply(self, roots: Mapping[str, nn.Module], technique: Technique) -> Handle:
+        """Replace the forward of the named modules."""
+        from torchtrim.techniques.swap import Swapped
+
+        replaced = Replaced()
+        try:
+            for where in technique.where:
+                for path, module in _with_followers(roots, where):
+                    replaced.add(Swapped(module, _forward_of(path, module)))
+        except BaseException:
+            replaced.revert()
+            raise
+        return replaced
+
+
+TECHNIQUE = RelativeAttention()
+
+
+class Replaced:
+    """The modules that were replaced."""
+
+    def __init__(self) -> None:
+        self._swapped: list[Swapped] = []
+
+    def add(self, swapped: Swapped) -> None:
+        """One more module."""
+        self._swapped.append(swapped)
+
+    def revert(self) -> None:
+        """Make every module what it was."""
+        while self._swapped:
+            self._swapped.pop().revert()
+
+
+def _table_place(profile: Profile, one: Written) -> str:
+    """The module that takes the softmax; that which holds the table, where it is another."""
+    own, table = profile.module_of(one.at), profile.module_of(one.gather)
+    return own if f"{table}.".startswith(f"{own}.") else table.rpartition(".")[0]
+
+
+def _draws(profile: Profile, span: Span) -> bool:
+    operators = profile.operators[span.first : span.last]
+    return any(base_name(op.name) in _DRAWS for op in operators)
+
+
+def _forward_of(path: str, module: nn.Module) -> Callable[[Forward], Forward]:
+    from torchtrim.attention.known import dropout_of
+    from torchtrim.attention.replace import replacement
+
+    if module.training and (p := dropout_of(module)) > 0:
+        raise ApplyFailed(
+            f"`{path}` drops probabilities while it trains (p = {p:g}), and relative_attention draws "
+            "other random numbers for that, so the step would not be the same. Set that dropout to "
+            "0, or call torchtrim.attention.relative_attention in its forward."
+        )
+    try:
+        return replacement(module).wrap
+    except Unsupported as error:
+        raise ApplyFailed(f"`{path}` cannot be replaced. {error}") from error
+
+
+def _module(roots: Mapping[str, nn.Module], where: str) -> nn.Module:
+    name, _, path = where.partition(".")
+    try:
+        return roots[name].get_submodule(path)
+    except (KeyError, AttributeError):
+        raise ApplyFailed(
+            f"the plan names `{where}`, and there is no such module; the roots of this workload are "
+            f"{', '.join(roots)}. Plan again for this model."
+        ) from None
+
+
+def _with_followers(roots: Mapping[str, nn.Module], where: str) -> list[tuple[str, nn.Module]]:
+    """The module, and the layers that are given its bias: those at its place in other blocks."""
+    name, _, path = where.partition(".")
+    first = _module(roots, where)
+    if not hasattr(first, "relative_attention_bias"):
+        return [(where, first)]
+    others = {
+        other: module
+        for other, module in roots[name].named_modules()
+        if type(module) is type(first) and not hasattr(module, "relative_attention_bias")
+    }
+    same = [other for other in others if _NUMBER.sub(".*", other) == _NUMBER.sub(".*", path)]
+    if others and not same:
+        raise ApplyFailed(
+            f"`{where}` gives its bias to other layers, and none stands at its place in another "
+            f"block; there are {', '.join(others)}. Call torchtrim.attention.t5_attention there."
+        )
+    return [(where, first), *((f"{name}.{other}", others[other]) for other in same)]

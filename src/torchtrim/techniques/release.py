@@ -1,0 +1,19 @@
+"""Release: in a call without gradients, let go of each result when no operator looks at it again.
+
+Python holds what it gives a function until that returns, so eager keeps the input of every block that is
+running. The network runs by its graph instead (`techniques.network`). Gradients of parameters, which such
+a call does not need, are put aside (`aside`), and put back when it is reverted.
+"""
+
+from __future__ import annotations
+
+from torchtrim.techniques.by_graph import ByGraph
+
+
+class Release(ByGraph):
+    """`where` names modules. Option `gradients`: put the gradients of their parameters aside."""
+
+    name = "release"
+
+
+TECHNIQUE = Release()

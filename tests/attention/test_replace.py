@@ -1,0 +1,123 @@
+"""A replacement is given for what is known and was tried, and for nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from positions import (
+    SLOW,
+    DecomposedAttention,
+    PlainAttention,
+    RPEAttention,
+    T5Attention,
+    WindowAttention,
+)
+from torchtrim.attention import replace
+from torchtrim.attention.known import dropout_of, known
+from torchtrim.errors import Unsupported
+
+KINDS = {
+    "irpe": "iRPE",
+    "swin": "Swin and BEiT",
+    "torchvision": "Swin",
+    "beit": "Swin and BEiT",
+    "sam fused": "SAM and ViTDet",
+    "autoformer": "AutoFormer",
+    "t5": "T5",
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_each_kind_is_known_by_what_it_holds(name: str) -> None:
+    module = SLOW[name][0]()
+    found = replace.replacement(module)
+    assert found.kind.name == KINDS[name]
+    assert found.masks == (name in ("swin", "t5"))
+    assert found.beside == (replace.Beside(1, 0) if name == "t5" else replace.Beside(0))
+
+
+@pytest.mark.parametrize("module", [PlainAttention(), nn.Linear(4, 4), nn.Sequential()])
+def test_others_are_not_known(module: nn.Module) -> None:
+    assert known(module) is None
+    with pytest.raises(Unsupported, match="no relative positions that are known"):
+        replace.replacement(module)
+
+
+def test_the_trial_leaves_no_trace() -> None:
+    module = RPEAttention()
+    calls: list[str] = []
+    for inner in (module, module.qkv):
+        inner.register_forward_hook(lambda *_: calls.append("hook"))
+    state = {key: value.clone() for key, value in module.state_dict().items()}
+    random_state = torch.get_rng_state()
+    replace.replacement(module)
+    assert not calls
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(torch.equal(value, state[key]) for key, value in module.state_dict().items())
+    assert module.qkv.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("change", ["scale", "softmax", "order"])
+def test_what_computes_something_else_is_refused(change: str) -> None:
+    class Other(WindowAttention):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            q, k, v = self.split(x)
+            scores = q @ k.mT * (0.3 if change == "scale" else self.scale)
+            scores = scores + (self.bias().mT if change == "order" else self.bias())
+            weights = scores.sigmoid() if change == "softmax" else scores.softmax(-1)
+            return self.merged(weights @ v)
+
+    with pytest.raises(Unsupported, match="computes something else"):
+        replace.replacement(Other())
+
+
+def test_a_table_of_a_large_grid_is_tried_on_a_small_one() -> None:
+    assert replace.replacement(DecomposedAttention(grid=(64, 64))).kind.shape(
+        DecomposedAttention(grid=(64, 64))
+    ) == (2, 16, 16, 32)
+
+
+def test_calls_are_read_by_position_and_by_name() -> None:
+    found = replace.replacement(WindowAttention())
+    x, mask = torch.randn(4, 49, 32), torch.zeros(2, 49, 49)
+    for given in ({"x": x}, {"x": x, "mask": None}, {"x": x, "mask": mask}):
+        assert found.read(given) is not None
+    refused = (
+        {"x": x[:, :48]},
+        {"x": x[0]},
+        {"x": x, "mask": mask[0]},
+        {"x": x, "mask": torch.zeros(3, 49, 49)},
+        {"x": x, "mask": mask.clone().requires_grad_()},
+        {"x": x, "more": torch.ones(1)},
+        {"x": None},
+        {},
+    )
+    assert all(found.read(given) is None for given in refused)
+
+
+def test_a_later_layer_of_t5_takes_either_bias() -> None:
+    torch.manual_seed(0)
+    first, later = T5Attention(), T5Attention(has_bias=False)
+    x = torch.randn(2, 20, 32)
+    expected, full = later(x, position_bias=first.compute_bias(20))
+    weight = first.relative_attention_bias.weight
+    forward = replace.replacement(later).wrap(later.forward)
+    assert torch.equal(forward(x, position_bias=full)[0], expected)
+    found, handed_on = forward(x, position_bias=weight)
+    assert torch.allclose(found, expected, atol=1e-5)
+    assert handed_on is weight
+    learnt = torch.zeros(2, 1, 1, 20, requires_grad=True)
+    written_out = forward(x, mask=learnt, position_bias=weight)
+    assert torch.allclose(written_out[0], expected, atol=1e-5)
+    assert written_out[1].shape == full.shape
+
+
+def test_dropout_is_seen_however_it_is_kept() -> None:
+    module = PlainAttention()
+    assert dropout_of(module) == 0
+    module.attention_dropout = 0.25
+    assert dropout_of(module) == 0.25
+    module.attn_drop = nn.Dropout(0.5)
+    assert dropout_of(module) == 0.5

@@ -1,0 +1,63 @@
+"""The largest length that fits, against trying every one."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from torchtrim.planner.estimate import Largest, largest
+
+
+def brute(peaks: list[int], budget: int) -> int:
+    return max((n for n in range(1, len(peaks)) if peaks[n] <= budget), default=0)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_it_is_what_trying_all_finds(seed: int) -> None:
+    rng = random.Random(seed)
+    steps = [rng.choice((0, 1, 7, 50, rng.randrange(1, 400))) for _ in range(rng.randrange(2, 90))]
+    peaks = [rng.randrange(1000)]
+    for step in steps:
+        peaks.append(peaks[-1] + step)
+    budget = rng.randrange(1, peaks[-1] + 100)
+    now = rng.randrange(1, len(peaks))
+
+    def peak_of(length: int) -> int | None:
+        return peaks[length] if length < len(peaks) else None
+
+    found = largest(peak_of, budget, now)
+    assert found.length == brute(peaks, budget)
+    assert found.peak == (peaks[found.length] if found.length else None)
+    assert found.next_peak == peak_of(found.length + 1)
+
+
+def test_what_grows_in_proportion_takes_few_tries() -> None:
+    tried: list[int] = []
+
+    def peak_of(length: int) -> int:
+        tried.append(length)
+        return 5_000_000 + 12_345 * length
+
+    found = largest(peak_of, 2**34, 8)
+    assert found.length == (2**34 - 5_000_000) // 12_345
+    assert len(tried) < 16
+
+
+def test_a_crooked_line_takes_no_more_than_a_few_times_as_many() -> None:
+    tried: list[int] = []
+
+    def peak_of(length: int) -> int:
+        tried.append(length)
+        return 10 * length + (10**9 if length > 777_777 else 0)
+
+    assert largest(peak_of, 10**8, 1).length == 777_777
+    assert len(tried) < 120
+
+
+def test_nothing_fits() -> None:
+    assert largest(lambda length: 100 + length, 50, 8) == Largest(0, None, 101)
+
+
+def test_what_never_grows_ends() -> None:
+    assert largest(lambda length: 10, 50, 8).length == 2**30

@@ -1,0 +1,90 @@
+"""OptNet's own tests on its 18 networks, and what they leave out: a second call, another batch, undo.
+
+The large ones run on one sample; of the published size the plan alone is looked at, and `bench/optnet.py`
+runs it.
+"""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchtrim
+from optnet_models import NETWORKS
+
+MIB = 2**20
+PUBLISHED = {"alexnet": 90.25, "vgg-A": 1960, "googlenet": 490, "resnet-110": 24}
+HEAVY = ("alexnet", "vgg-A", "googlenet")
+
+
+def made(name: str, batch: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    torch.manual_seed(0)
+    model, sample = NETWORKS[name]()
+    return model.eval(), tuple(torch.randn(batch, *x.shape[1:]) for x in sample)
+
+
+def flat(result: object) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)  # type: ignore[return-value]
+
+
+def called(model: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    with torch.no_grad():
+        return flat(model(*inputs))
+
+
+def gradients(model: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    sum(out.square().sum() for out in flat(model(*leaves))).backward()
+    found = [x.grad for x in leaves] + [p.grad for p in model.parameters()]
+    model.zero_grad()
+    return [grad.clone() for grad in found if grad is not None]
+
+
+@pytest.mark.parametrize("name", sorted(NETWORKS))
+def test_results_are_equal_memory_is_less_and_undo_is_whole(name: str) -> None:
+    batch = 1 if name in HEAVY else 3
+    model, inputs = made(name, batch)
+    seconds = tuple(x.flip(0) * 2 for x in inputs)
+    calls = [inputs, seconds] if name in HEAVY else [inputs, seconds, tuple(x[1:] for x in inputs)]
+    wanted = [called(model, given) for given in calls]
+    slopes = None if name in HEAVY else gradients(model, inputs)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    before = torchtrim.count_memory(model, inputs)
+
+    fitted = torchtrim.optimize_memory(model, inputs, verify=False)
+    assert fitted.notes == ()
+    assert fitted.after.outputs <= before.outputs <= before.made
+    for given, result in zip(calls, wanted, strict=True):
+        for got, want in zip(called(model, given), result, strict=True):
+            assert torch.equal(got, want)
+    fitted.revert()
+
+    assert torchtrim.count_memory(model, inputs) == before
+    assert list(model.state_dict()) == list(state)
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    assert all(torch.equal(*pair) for pair in zip(called(model, inputs), wanted[0], strict=True))
+    if slopes is not None:
+        after = gradients(model, inputs)
+        assert all(torch.equal(*pair) for pair in zip(slopes, after, strict=True))
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_the_published_size_is_planned_within_the_goal(name: str) -> None:
+    """Nothing of that size is allocated: the batch is one sample, expanded."""
+    model, sample = made(name, 1)
+    inputs = tuple(x.expand(128, *x.shape[1:]) for x in sample)
+    bare = torchtrim.optimize_memory(model, inputs, verify=False, reuse_buffers=False)
+    bare.revert()
+    assert bare.after.outputs <= PUBLISHED[name] * MIB
+    whole = torchtrim.optimize_memory(model, inputs, verify=False)
+    whole.revert()
+    parts = torchtrim.optimize_memory(model, inputs, verify=False, split_batch=16)
+    parts.revert()
+    returned = sum(x.numel() * x.element_size() for x in result_of(model, inputs))
+    assert whole.after.outputs <= PUBLISHED[name] * MIB + returned
+    assert whole.after.workspace <= 0.02 * whole.after.outputs
+    assert parts.after.outputs + parts.after.workspace <= PUBLISHED[name] * MIB / 8
+
+
+def result_of(model: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Of the shape only: on `meta`."""
+    return called(model.to("meta"), tuple(x.to("meta") for x in inputs))
