@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 import torchtrim
 from torchtrim.records.fix import Cures
 from torchtrim.rewrite import registry
@@ -108,7 +109,9 @@ def test_the_article_is_cured_to_its_end(tmp_path: Path) -> None:
     cures = torchtrim.cure(script, write=True)
     assert cures.certificate is not None
     assert cures.certificate.verdict in ("BITWISE", "ROUNDING")
-    body = re.search(r"def forward\(self, scores, labels\):\n(.*?)\n\n", path.read_text(), re.DOTALL)
+    body = re.search(
+        r"def forward\(self, scores, labels\):\n(.*?)\n\n", path.read_text(), re.DOTALL
+    )
     assert body is not None
     waits = [found for found in torchtrim.diagnose(script) if found.code.startswith("TT10")]
     assert {found.code for found in waits} == {"TT103"}

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+
 import torchtrim
 from torchtrim.observe.emulated import emulate
 from torchtrim.observe.probes import LOOK, Probes
@@ -27,7 +28,9 @@ def spots(text: str, *wanted: str) -> dict[str, Spot]:
     return found
 
 
-def looked(text: str, *wanted: str, times: int = 1, space: dict[str, Any] | None = None) -> Observed:
+def looked(
+    text: str, *wanted: str, times: int = 1, space: dict[str, Any] | None = None
+) -> Observed:
     probes = Probes([Probe(number=0, path="case.py", parts=spots(text, *wanted))])
     probes.install()
     try:
@@ -41,7 +44,9 @@ def looked(text: str, *wanted: str, times: int = 1, space: dict[str, Any] | None
 
 
 def test_a_tensor_is_seen_with_type_shape_and_share() -> None:
-    found = looked("y = x[m]", "x", "m", space={"x": torch.ones(4, 2), "m": torch.tensor([True, False] * 2)})
+    found = looked(
+        "y = x[m]", "x", "m", space={"x": torch.ones(4, 2), "m": torch.tensor([True, False] * 2)}
+    )
     (execution,) = found.executions
     assert execution.values["x"].dtype == "float32"
     assert execution.values["x"].shape == (4, 2)

@@ -185,7 +185,9 @@ def same(one: Any, other: Any, *, exact: bool) -> bool:
         )
     near = not exact and isinstance(one, float) and isinstance(other, float)
     alike = one == other or (one != one and other != other)
-    return type(one) is type(other) and (alike or (near and math.isclose(one, other, rel_tol=1e-12)))
+    return type(one) is type(other) and (
+        alike or (near and math.isclose(one, other, rel_tol=1e-12))
+    )
 
 
 def _same_tensor(one: torch.Tensor, other: torch.Tensor, *, exact: bool) -> bool:

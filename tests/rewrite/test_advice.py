@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 
 import pytest
+
 from torchtrim.rewrite.advice import ADVICE, advice_for, advice_in
 from torchtrim.rewrite.source import Source
 

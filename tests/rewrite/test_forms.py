@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 
 import pytest
+
 from torchtrim.rewrite.forms import match_form
 from torchtrim.rewrite.source import Source
 
@@ -26,12 +27,20 @@ def bound(form: str, line: str) -> dict[str, str] | None:
     ("form", "line", "parts"),
     [
         ("X[M.nonzero()] = C", "a.b[m == 1 .nonzero()] = 0", None),
-        ("X[M.nonzero()] = C", "a.b[(m == 1).nonzero()] = 0", {"X": "a.b", "M": "m == 1", "C": "0"}),
+        (
+            "X[M.nonzero()] = C",
+            "a.b[(m == 1).nonzero()] = 0",
+            {"X": "a.b", "M": "m == 1", "C": "0"},
+        ),
         ("torch.nn.functional.relu(X)", "F.relu(x + 1)", {"X": "x + 1"}),
         ("torch.nn.functional.relu(X)", "nn.functional.relu(x)", {"X": "x"}),
         ("torch.nn.functional.relu(X)", "relu(x)", None),
         ("torch.nn.functional.relu(X)", "F.relu(x, inplace=True)", None),
-        ("torch.nn.functional.relu(X, **REST)", "F.relu(x, inplace=a)", {"X": "x", "**REST": "inplace=a"}),
+        (
+            "torch.nn.functional.relu(X, **REST)",
+            "F.relu(x, inplace=a)",
+            {"X": "x", "**REST": "inplace=a"},
+        ),
         ("torch.nn.functional.relu(X, **REST)", "F.relu(x)", {"X": "x", "**REST": ""}),
         ("torch.nn.functional.relu(X, **REST)", "F.relu(x, **more)", None),
         ("torch.nn.functional.relu(X)", "F.relu(*x)", None),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 
 import pytest
+
 from torchtrim.rewrite.names import is_private, literal_stores, only_reads, stays, was_fresh
 from torchtrim.rewrite.source import Source
 from torchtrim.rewrite.uses import loads

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from torchtrim.rewrite.base import Cure
 from torchtrim.rewrite.pages import page
 from torchtrim.rewrite.registry import all_cures

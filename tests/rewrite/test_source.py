@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from torchtrim.errors import UnreadableInput
 from torchtrim.rewrite.source import Source, read_source
 
-TEXT = '''# -*- coding: utf-8 -*-
+TEXT = """# -*- coding: utf-8 -*-
 import torch
 import torch.nn.functional as F
 from torch import nn as layers
@@ -27,7 +28,7 @@ def nested():
     for _ in range(3):
         value = torch.ones(2)
     return value
-'''
+"""
 
 
 def node_of(source: Source, text: str) -> ast.AST:
@@ -43,15 +44,19 @@ def test_segments_are_the_text_also_behind_wide_characters() -> None:
     source = Source("case.py", TEXT)
     for node in ast.walk(source.tree):
         if isinstance(node, ast.expr):
-            assert ast.dump(ast.parse(source.segment(node), mode="eval").body) == ast.dump(node).replace(
-                "Store()", "Load()"
-            )
+            assert ast.dump(ast.parse(source.segment(node), mode="eval").body) == ast.dump(
+                node
+            ).replace("Store()", "Load()")
 
 
 def test_names_mean_what_the_imports_say() -> None:
     source = Source("case.py", TEXT)
     assert source.dotted(node_of(source, "layers.functional.gelu")) == "torch.nn.functional.gelu"
-    relu = [node for node in ast.walk(source.tree) if isinstance(node, ast.Attribute) and node.attr == "relu"]
+    relu = [
+        node
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Attribute) and node.attr == "relu"
+    ]
     assert [source.dotted(node) for node in relu] == ["torch.nn.functional.relu", None]
 
 
@@ -67,7 +72,9 @@ def test_what_is_no_python_is_told(text: str) -> None:
         Source("case.py", text)
 
 
-@pytest.mark.parametrize("data", [b"\xff\xfe\x00", b"# coding: no-such-encoding\n", b"# coding: utf-8\n\xe9\n"])
+@pytest.mark.parametrize(
+    "data", [b"\xff\xfe\x00", b"# coding: no-such-encoding\n", b"# coding: utf-8\n\xe9\n"]
+)
 def test_what_is_no_text_is_told(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "case.py"
     path.write_bytes(data)

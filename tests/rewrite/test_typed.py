@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 
 import pytest
+
 from torchtrim.records.seen import Seen
 from torchtrim.rewrite.source import Source
 from torchtrim.rewrite.typed import names_in, typed
@@ -35,7 +36,9 @@ def of(text: str, before: str = "") -> object:
         ("torch.zeros((), device=x.device, dtype=torch.float32) + x.T.sum()", "float32", (), {"x"}),
     ],
 )
-def test_type_shape_and_gradient(text: str, dtype: str, shape: tuple[int, ...], reached: set[str]) -> None:
+def test_type_shape_and_gradient(
+    text: str, dtype: str, shape: tuple[int, ...], reached: set[str]
+) -> None:
     assert of(text) == (dtype, shape, reached)
 
 
@@ -45,7 +48,16 @@ def test_assignments_before_are_followed() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["unknown * 2", "x.item()", "x + torch.randn(3)", "x[y]", "x.view(7)", "self.n / 2", "torch.zeros(3)", "f(x)"],
+    [
+        "unknown * 2",
+        "x.item()",
+        "x + torch.randn(3)",
+        "x[y]",
+        "x.view(7)",
+        "self.n / 2",
+        "torch.zeros(3)",
+        "f(x)",
+    ],
 )
 def test_what_is_not_known_or_raises_is_nothing(text: str) -> None:
     assert of(text) is None

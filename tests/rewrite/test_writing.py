@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 
 import pytest
+
 from torchtrim.rewrite.base import Cure, Fix, Match, Writing, of_forms
 from torchtrim.rewrite.edits import patch
 from torchtrim.rewrite.facts import Facts, Refused
@@ -53,7 +54,9 @@ def test_a_number_with_a_method_is_parenthesized() -> None:
 
 def test_a_part_that_stands_twice_gets_a_name() -> None:
     line = "def f(a, b):\n    return g(twice(a + b))\n"
-    assert written("twice(X)", "X + X", line) == "def f(a, b):\n    x = a + b\n    return g(x + x)\n"
+    assert (
+        written("twice(X)", "X + X", line) == "def f(a, b):\n    x = a + b\n    return g(x + x)\n"
+    )
 
 
 def test_a_name_may_stand_twice() -> None:
@@ -100,6 +103,9 @@ def test_a_comment_within_is_not_lost() -> None:
 
 
 def test_torch_is_called_what_the_file_calls_it_and_imported_where_it_is_not() -> None:
-    assert written("take(X)", "torch.sum(X)", "y = take(a)\n", "import torch as t\n") == "y = t.sum(a)\n"
+    assert (
+        written("take(X)", "torch.sum(X)", "y = take(a)\n", "import torch as t\n")
+        == "y = t.sum(a)\n"
+    )
     text = written("take(X)", "torch.sum(X)", "y = take(a)\n", '"""Doc."""\n')
     assert text == "import torch\ny = torch.sum(a)\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -25,13 +26,23 @@ def cures_of(fixed: Fixed, project: Path, *, written: bool = False) -> Cures:
         for path, text in sorted(fixed.texts.items())
     )
     return Cures(
-        fixes=tuple(fixed.records),
+        fixes=tuple(_told(fixed.records)),
         waits_before=_waits(fixed.original, project),
         waits_after=_waits(fixed.planned or fixed.original, project),
         diff=diff,
         written=written,
         certificate=fixed.certificate,
     )
+
+
+def _told(records: Sequence[FixRecord]) -> Iterator[FixRecord]:
+    """The records without refusals of a line that another cure has mended."""
+    mended = {
+        (one.path, one.line) for one in records if one.state == "made" and not one.waits_after
+    }
+    for record in records:
+        if record.state != "refused" or (record.path, record.line) not in mended:
+            yield record
 
 
 def with_cures(report: Report, cures: Cures) -> Report:

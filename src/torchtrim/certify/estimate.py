@@ -58,7 +58,7 @@ class Estimate:
     ) -> None:
         self._progress = progress
         self._request = msgspec.structs.replace(request, dry=True, steps=0)
-        self.workload: Workload = _built(workload)
+        self.workload, self._made_notes = _built(workload)
         self.device = _checked(self.workload, device)
         self.trial = self._run(self.workload)
         assert self.trial.profile is not None
@@ -93,7 +93,7 @@ class Estimate:
     @property
     def notes(self) -> tuple[str, ...]:
         """What was assumed, and where."""
-        return (*self.trial.notes, *self._about_compiled())
+        return (*self._made_notes, *self.trial.notes, *self._about_compiled())
 
     def _about_compiled(self) -> tuple[str, ...]:
         """What is not known of modules that were compiled before."""
@@ -238,22 +238,25 @@ def _held(profile: Profile) -> int:
     return profile.reserved_bytes or profile.peak_bytes
 
 
-def _built(workload: Workload | Callable[[], Model]) -> Workload:
-    """What is to be estimated; a function is called dry, so that what it makes takes no memory."""
+def _built(workload: Workload | Callable[[], Model]) -> tuple[Workload, tuple[str, ...]]:
+    """What is to be estimated, and what was assumed while it was made.
+
+    A function is called dry, so that what it makes takes no memory.
+    """
     if isinstance(workload, (Script, TrainStep, Inference)):
-        return workload
+        return workload, ()
     if isinstance(workload, torch.nn.Module) or not callable(workload):
         raise UsageError(
             f"estimate takes a TrainStep, an Inference, a Script, or a function that makes one, and not "
             f"{type(workload).__name__}. For a model: torchtrim.Inference(model, inputs)."
         )
-    with dry_run(str(Path.cwd()), owned_only=False):
+    with dry_run(str(Path.cwd()), owned_only=False) as dry:
         built = workload()
     if not isinstance(built, (TrainStep, Inference)):
         raise UsageError(
             f"the function gave {type(built).__name__}; it is to give a TrainStep or an Inference."
         )
-    return built
+    return built, dry.guesses.notes()
 
 
 def _checked(workload: Workload, device: str | None) -> str | None:

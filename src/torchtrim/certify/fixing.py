@@ -104,8 +104,7 @@ class Fixing:
         """The cure that costs the device most, where all together cost more than the waits."""
         if fixed.planned is None or not fixed.grown:
             return None
-        total = sum(grown for _, grown in fixed.grown.values())
-        reason = costs_more(profile_of(fixed.planned), profile_of(fixed.original), total)
+        reason = costs_more(profile_of(fixed.planned), profile_of(fixed.original))
         key, (number, grown) = max(fixed.grown.items(), key=lambda item: item[1][1])
         if not reason:
             return None

@@ -80,10 +80,10 @@ class Runner:
         seed_all()
         if self._task.request.double:
             torch.set_default_dtype(torch.float64)
-        self._emulate()
-        self._sources.install()
-        _say(self._folder, "the script starts")
         with self._dry():
+            self._emulate()
+            self._sources.install()
+            _say(self._folder, "the script starts")
             self._write(self._run_watched())
 
     def _run_watched(self) -> Crash | None:

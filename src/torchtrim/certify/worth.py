@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from torchtrim.records.profile import Profile, is_emulated
 from torchtrim.rules.places import line_of
@@ -19,23 +20,35 @@ _DEARER = 1.002
 Region = tuple[str, int, int]
 
 
-def modelled_step_ms(profile: Profile) -> float | None:
-    """The step's modelled time on the emulated device, in ms; None where none was emulated."""
+class Modelled(NamedTuple):
+    """A step on the emulated device, in ms: how long it takes, and how long the device is busy in it."""
+
+    step_ms: float
+    busy_ms: float
+
+
+def modelled(profile: Profile) -> Modelled | None:
+    """The step as it is modelled; None where no device was emulated."""
     if not is_emulated(profile.device):
         return None
-    return price_syncs(profile, device_of(profile)).step_ms
+    found = price_syncs(profile, device_of(profile))
+    return Modelled(found.step_ms, found.device_busy_ms)
 
 
-def costs_more(after: Profile, before: Profile, grown_ms: float) -> str:
-    """Why cures are not worth it together: what the step takes with and without; empty where they are.
+def costs_more(after: Profile, before: Profile) -> str:
+    """Why cures are not worth it together; empty where they are.
 
-    `grown_ms` is by how much longer they keep the device. Where that is nothing to speak of, a step that
-    is longer is so because the host gives out a few operators more, which later cures make up for.
+    They are not where the device alone is busy longer with them than the whole step took, its waits
+    included. The host's share is left out: it is modelled for each operator alike, though selecting by a mask
+    gives out several kernels.
     """
-    now, was = modelled_step_ms(after), modelled_step_ms(before)
-    if now is None or was is None or now <= _DEARER * was or grown_ms <= (_DEARER - 1) * was:
+    now, was = modelled(after), modelled(before)
+    if now is None or was is None or now.busy_ms <= _DEARER * was.step_ms:
         return ""
-    return f"the step is modelled at {now:.3g} ms with the cures and at {was:.3g} ms without"
+    return (
+        f"the device alone is busy for {now.busy_ms:.3g} ms with the cures, and the step took "
+        f"{was.step_ms:.3g} ms without, modelled"
+    )
 
 
 def growth_ms(

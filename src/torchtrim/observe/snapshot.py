@@ -154,7 +154,10 @@ def _shallow(state: Any) -> Any:
 
 
 def _random_state() -> dict[str, Any]:
-    state: dict[str, Any] = {"python": random.getstate(), "torch": bytes(torch.get_rng_state().tolist())}
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "torch": bytes(torch.get_rng_state().tolist()),
+    }
     if "numpy" in sys.modules:
         state["numpy"] = sys.modules["numpy"].random.get_state()
     if torch.cuda.is_available():

@@ -176,18 +176,20 @@ def advice_for(path: str, function: str) -> Advice | None:
     return None
 
 
-def advice_in(source: Source) -> Iterator[Advised]:
+def advice_in(source: Source) -> list[Advised]:
     """The advice for calls in the user's own source, by line; what its keywords already say is left out."""
-    for node in source.nodes:
-        if not isinstance(node, ast.Call):
-            continue
-        name = (
-            node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        )
-        dotted = source.dotted(node.func) or ""
-        for one in ADVICE:
-            if name in one.calls and dotted.startswith(one.of) and not _is_said(node, one):
-                yield Advised(node.lineno, one)
+    calls = (node for node in source.nodes if isinstance(node, ast.Call))
+    return sorted(
+        (one for call in calls for one in _advised(source, call)), key=lambda one: one.line
+    )
+
+
+def _advised(source: Source, node: ast.Call) -> Iterator[Advised]:
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    dotted = source.dotted(node.func) or ""
+    for one in ADVICE:
+        if name in one.calls and dotted.startswith(one.of) and not _is_said(node, one):
+            yield Advised(node.lineno, one)
 
 
 _SAID = {

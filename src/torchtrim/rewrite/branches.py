@@ -61,13 +61,17 @@ def branches(source: Source) -> Iterator[Branch]:
 
 
 def origins(source: Source, branch: Branch) -> Assigns:
-    """The assignments before, of names that the ways are computed of, in order; what they use still stands."""
+    """The assignments before, of names that the ways use, in order; what they are made of still stands."""
     statement = source.statement(branch.whole)
     found: list[ast.Assign] = []
     pending = [*branch.expressions, *([ast.Name(branch.target)] if branch.target else [])]
     while pending:
         for node in ast.walk(pending.pop()):
-            assign = assignment_before(source, node.id, statement) if isinstance(node, ast.Name) else None
+            assign = (
+                assignment_before(source, node.id, statement)
+                if isinstance(node, ast.Name)
+                else None
+            )
             if assign is None or assign in found or not is_total(assign.value, source):
                 continue
             if _still_stands(source, assign, statement):

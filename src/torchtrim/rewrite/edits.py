@@ -79,9 +79,9 @@ def line_before(before: str, after: str, line: int) -> int:
     if before == after:
         return line
     matcher = difflib.SequenceMatcher(None, _lines(before), _lines(after), autojunk=False)
-    for tag, start, _, new_start, new_end in matcher.get_opcodes():
+    for _, start, end, new_start, new_end in matcher.get_opcodes():
         if new_start < line <= new_end:
-            return start + (line - new_start if tag == "equal" else 1)
+            return start + max(min(line - new_start, end - start), 1)
     return line
 
 

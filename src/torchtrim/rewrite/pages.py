@@ -15,8 +15,8 @@ _HEAD = """# Cures
 
 What `torchtrim optimize --fix` and `torchtrim lint --fix` write, one cure a section. A cure is made without
 being asked for only where a run has shown what it rests on; `--unsafe-fixes` makes the others too.
-After each round the script is run again: the waits at the line must be gone and the certificate must hold, else
-the cure is taken back. [How to use them](how-to/cure-waits.md).
+After each round the script is run again: the waits at the line must be gone and the certificate must
+hold, else the cure is taken back. [How to use them](how-to/cure-waits.md).
 
 | cure | of | at most |
 |---|---|---|

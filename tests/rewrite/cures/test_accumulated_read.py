@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
 from rewrite import proving
 from torchtrim.rewrite.cures.accumulated_read import CURE
 from torchtrim.rewrite.facts import Refused
@@ -110,13 +111,17 @@ def test_large_integers_are_not_sure_to_fit() -> None:
     [
         ("    for v in x:\n        self.total += v.item()\n", "looked at by others"),
         ("    for v in x:\n        n += v.item()\n    return n\n", "is an argument"),
-        ("    t = n\n    for v in x:\n        t += v.item()\n    return t\n", "does not begin as a number"),
         (
-            "    t = 0.0\n    def f():\n        return t\n    for v in x:\n        t += v.item()\n    return t\n",
+            "    t = n\n    for v in x:\n        t += v.item()\n    return t\n",
+            "does not begin as a number",
+        ),
+        (
+            "    t = 0.0\n    f = lambda: t\n    for v in x:\n        t += v.item()\n    return t\n",
             "a function within",
         ),
         (
-            "    t = 0.0\n    try:\n        for v in x:\n            t += v.item()\n    except E:\n        pass\n"
+            "    t = 0.0\n    try:\n        for v in x:\n            t += v.item()\n"
+            "    finally:\n        n = t\n"
             "    return t\n",
             "a `try` around",
         ),
@@ -124,7 +129,10 @@ def test_large_integers_are_not_sure_to_fit() -> None:
             "    t = 0.0\n    for v in x:\n        t += v.item()\n        t *= 2\n    return t\n",
             "changes `t` in the same loop",
         ),
-        ("    t = 0.0\n    for v in x:\n        t += v.item()\n    locals()\n    return t\n", "meanwhile"),
+        (
+            "    t = 0.0\n    for v in x:\n        t += v.item()\n    locals()\n    return t\n",
+            "meanwhile",
+        ),
     ],
 )
 def test_it_is_refused(body: str, reason: str) -> None:

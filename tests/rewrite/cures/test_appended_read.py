@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
 from rewrite import proving
 from torchtrim.rewrite.cures.appended_read import CURE
 from torchtrim.rewrite.facts import Refused
@@ -77,8 +78,14 @@ def test_it_is_sound(body: str) -> None:
     [
         ("    for v in x:\n        n.losses.append(v.item())\n", "looked at by others"),
         ("    for v in x:\n        n.append(v.item())\n    return n\n", "is an argument"),
-        ("    t = n.get()\n    for v in x:\n        t.append(v.item())\n    return t\n", "not made there"),
-        ("    t = []\n    n.all = t\n    for v in x:\n        t.append(v.item())\n", "may keep `t`"),
+        (
+            "    t = n.get()\n    for v in x:\n        t.append(v.item())\n    return t\n",
+            "not made there",
+        ),
+        (
+            "    t = []\n    n.all = t\n    for v in x:\n        t.append(v.item())\n",
+            "may keep `t`",
+        ),
         (
             "    t = []\n    for v in x:\n        t.append(v.item())\n        n.log(t)\n    return t\n",
             "before the loop is over",

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
 from rewrite import proving
 from torchtrim.rewrite.cures.arithmetic_read import CURE
 from torchtrim.rewrite.facts import Refused
@@ -82,14 +83,19 @@ def test_what_needs_a_number_is_no_match(body: str) -> None:
     ("body", "reason"),
     [
         ("    return x / n.item()\n", "may be written to afterwards"),
-        ("    n = n + 0\n    k = n.item()\n    n += 1\n    return x / k\n", "may be written to afterwards"),
+        (
+            "    n = n + 0\n    k = n.item()\n    n += 1\n    return x / k\n",
+            "may be written to afterwards",
+        ),
         ("    n = n * 1.5\n    return x * max(1, n.item())\n", "stands first"),
         ("    n = n * 1.5\n    return x * int(n)\n", "is of integers"),
     ],
 )
 def test_it_is_refused(body: str, reason: str) -> None:
     with pytest.raises(Refused, match=reason):
-        proving.fixed(CURE, f"def function(x, n):\n{body}", {"x": torch.randn(3), "n": torch.tensor(3)})
+        proving.fixed(
+            CURE, f"def function(x, n):\n{body}", {"x": torch.randn(3), "n": torch.tensor(3)}
+        )
 
 
 def test_it_waits_no_more() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
 from rewrite import proving
 from torchtrim.rewrite.cures.conditional_fill import CURE
 from torchtrim.rewrite.edits import patch
@@ -20,7 +21,9 @@ def make(rng: random.Random) -> Iterator[proving.Inputs]:
     size, dtype = proving.shape(rng), rng.choice(TYPES)
     graded = rng.random() < 0.5
     for draw in range(proving.DRAWS):
-        x = proving.floating(rng, (*size, 3), dtype, odd=rng.choice((0, 0.3))).requires_grad_(graded)
+        x = proving.floating(rng, (*size, 3), dtype, odd=rng.choice((0, 0.3))).requires_grad_(
+            graded
+        )
         yield {"x": x, "m": proving.mask(rng, size), "on": rng.choice((None, 1)) if draw else 1}
 
 
@@ -66,7 +69,9 @@ BODIES = {
 
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
 def test_it_is_sound(body: str) -> None:
-    proof = proving.prove(CURE, f"import torch\ndef function(x, m, on):\n{body}", make, structures=42)
+    proof = proving.prove(
+        CURE, f"import torch\ndef function(x, m, on):\n{body}", make, structures=42
+    )
     assert proof.agreed >= 165, proof
 
 
@@ -82,8 +87,14 @@ def test_in_place_is_sound(fill: str) -> None:
     ("body", "reason"),
     [
         ("    if m.any():\n        x = x.masked_fill(m, 0)\n    return x\n", "would give a copy"),
-        ("    y = x * 2\n    if m.any():\n        y[m] = 0\n    return y\n", "a gradient is recorded"),
-        ("    y = x * 2\n    if m.any():\n        y = y.masked_fill(m, work(y))\n    return y\n", "run each"),
+        (
+            "    y = x * 2\n    if m.any():\n        y[m] = 0\n    return y\n",
+            "a gradient is recorded",
+        ),
+        (
+            "    y = x * 2\n    if m.any():\n        y = y.masked_fill(m, work(y))\n    return y\n",
+            "run each",
+        ),
     ],
 )
 def test_it_is_refused(body: str, reason: str) -> None:

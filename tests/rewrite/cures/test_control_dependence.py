@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from torchtrim.rewrite.cures.control_dependence import CURE
 from torchtrim.rewrite.facts import Facts, Refused
 from torchtrim.rewrite.source import Source
@@ -17,8 +18,14 @@ from torchtrim.rewrite.source import Source
             "            continue\n",
             "Check every N steps",
         ),
-        ("    while (active > 0).any():\n        active = step(active)\n", "how often the loop runs"),
-        ("    for i in range(0, n.item(), 64):\n        step(i)\n", "a number that the host knows".split()[-1]),
+        (
+            "    while (active > 0).any():\n        active = step(active)\n",
+            "how often the loop runs",
+        ),
+        (
+            "    for i in range(0, n.item(), 64):\n        step(i)\n",
+            "Count to one that the host knows",
+        ),
         (
             "    if mask is None:\n        pass\n"
             "    elif (torch.diff(ids, dim=-1) >= 0).all():\n        return attend(ids)\n    step(mask)\n",

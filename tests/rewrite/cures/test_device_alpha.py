@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
 from rewrite import proving
 from torchtrim.rewrite.cures.device_alpha import CURE
 from torchtrim.rewrite.facts import Refused
@@ -20,7 +21,11 @@ def make(rng: random.Random) -> Iterator[proving.Inputs]:
         odd = rng.choice((0, 0.2))
         g = proving.floating(rng, size, dtype, odd=odd).abs() + 1
         w = proving.floating(rng, size, dtype, odd=odd).abs()
-        yield {"g": g.requires_grad_(rng.random() < 0.5), "w": w, "p": proving.floating(rng, (), dtype).abs()}
+        yield {
+            "g": g.requires_grad_(rng.random() < 0.5),
+            "w": w,
+            "p": proving.floating(rng, (), dtype).abs(),
+        }
 
 
 CALLS = (
@@ -44,7 +49,10 @@ def test_it_is_sound(call: str) -> None:
     [
         ("    return g.sub(w, alpha=2)\n", "tensor of zero dimensions"),
         ("    return g.sub(w, alpha=p)\n", "may be written to afterwards"),
-        ("    p = p.double() * 1\n    return g.sum().sub(w.sum(), alpha=p)\n", "of the type of both"),
+        (
+            "    p = p.double() * 1\n    return g.sum().sub(w.sum(), alpha=p)\n",
+            "of the type of both",
+        ),
     ],
 )
 def test_it_is_refused(body: str, reason: str) -> None:

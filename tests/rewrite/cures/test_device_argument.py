@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
 from rewrite import proving
 from torchtrim.rewrite.cures.device_argument import CURE
 from torchtrim.rewrite.facts import Refused
@@ -47,12 +48,17 @@ def test_it_is_sound(call: str) -> None:
     [
         ("    return x.clamp(max=t.item())\n", "may be written to afterwards"),
         ("    t = t.double() * 2\n    return x.clamp(max=t.item())\n", "of the type and device"),
-        ("    t = t * 2\n    y = x.clamp(max=t.item())\n    t.add_(1)\n    return y\n", "written to"),
+        (
+            "    t = t * 2\n    y = x.clamp(max=t.item())\n    t.add_(1)\n    return y\n",
+            "written to",
+        ),
     ],
 )
 def test_it_is_refused(body: str, reason: str) -> None:
     with pytest.raises(Refused, match=reason):
-        proving.fixed(CURE, f"def function(x, t):\n{body}", {"x": torch.randn(3), "t": torch.tensor(1.0)})
+        proving.fixed(
+            CURE, f"def function(x, t):\n{body}", {"x": torch.randn(3), "t": torch.tensor(1.0)}
+        )
 
 
 def test_it_waits_no_more() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
 from rewrite import proving
 from torchtrim.rewrite.cures.device_assert import CURE
 from torchtrim.rewrite.facts import Refused
@@ -52,7 +53,9 @@ def test_a_message_that_is_computed_is_refused() -> None:
 
 
 def test_what_the_host_knows_is_no_match() -> None:
-    assert not list(CURE.find(Source("case.py", "def f(x, n):\n    assert x.ndim == 2 and n > 3\n")))
+    assert not list(
+        CURE.find(Source("case.py", "def f(x, n):\n    assert x.ndim == 2 and n > 3\n"))
+    )
 
 
 def test_it_waits_no_more() -> None:

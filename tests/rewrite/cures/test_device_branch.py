@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from rewrite import proving
 from torchtrim.rewrite.cures.device_branch import CURE
 from torchtrim.rewrite.edits import patch
@@ -58,7 +59,10 @@ def test_the_loss_of_segmentation_is_sound() -> None:
 
 
 def test_it_keeps_comments_and_waits_no_more() -> None:
-    inputs = {"scores": torch.randn(5, 3, requires_grad=True), "labels": torch.tensor([0, 1, 2, -1, 0])}
+    inputs = {
+        "scores": torch.randn(5, 3, requires_grad=True),
+        "labels": torch.tensor([0, 1, 2, -1, 0]),
+    }
     fix = proving.fixed(CURE, SEGMENTATION, inputs)
     after = patch(fix.match.source, [fix]).text
     assert "# too few classes to learn from" in after
@@ -152,10 +156,19 @@ def test_it_is_refused(body: str, reason: str) -> None:
 
 @pytest.mark.parametrize(
     "way",
-    ["torch.randn_like(x)", "x.nonzero()", "work(x)", "x.add_(1)", "x[i]", "F.dropout(x)", "x.inverse()"],
+    [
+        "torch.randn_like(x)",
+        "x.nonzero()",
+        "work(x)",
+        "x.add_(1)",
+        "x[i]",
+        "F.dropout(x)",
+        "x.inverse()",
+    ],
 )
 def test_what_may_do_more_is_no_match(way: str) -> None:
-    code = f"import torch\nimport torch.nn.functional as F\ndef f(x, i):\n    return {way} if x.sum() > 0 else x * 2\n"
+    head = "import torch\nimport torch.nn.functional as F\ndef f(x, i):\n"
+    code = f"{head}    return {way} if x.sum() > 0 else x * 2\n"
     assert not list(CURE.find(Source("case.py", code)))
 
 

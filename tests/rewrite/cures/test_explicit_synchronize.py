@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
 from rewrite import proving
 from torchtrim.rewrite.cures.explicit_synchronize import CURE
 from torchtrim.rewrite.edits import patch
@@ -21,7 +22,13 @@ def make(rng: random.Random) -> Iterator[proving.Inputs]:
 
 
 BODIES = {
-    "between": "    y = x * 2\n    if torch.cuda.is_available():\n        torch.cuda.synchronize()\n    y += 1\n    return y\n",
+    "between": """
+    y = x * 2
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    y += 1
+    return y
+""",
     "alone": "    if torch.cuda.is_available(): torch.cuda.synchronize()\n    return x.exp()\n",
     "in a loop": """
     for _ in range(3):

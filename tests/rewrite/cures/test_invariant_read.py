@@ -7,13 +7,19 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
 from rewrite import proving
 from torchtrim.rewrite.cures.invariant_read import CURE
 from torchtrim.rewrite.facts import Facts, Refused
 from torchtrim.rewrite.source import Source
 
 TYPES = (torch.float32, torch.bfloat16, torch.int64, torch.int32)
-HEAD = "def work(*found):\n    [one.clear() for one in found if isinstance(one, list)]\n\ndef function(x, y, n):\n"
+HEAD = """
+def work(*found):
+    [one.clear() for one in found if isinstance(one, list)]
+
+def function(x, y, n):
+"""
 
 
 def make(rng: random.Random) -> Iterator[proving.Inputs]:
@@ -112,7 +118,10 @@ def test_it_is_refused(body: str, reason: str) -> None:
 
 
 def test_what_the_loop_binds_is_no_match() -> None:
-    source = Source("case.py", "def f(xs):\n    for x in xs:\n        y = x * 2\n        print(y.sum().item())\n")
+    source = Source(
+        "case.py",
+        "def f(xs):\n    for x in xs:\n        y = x * 2\n        print(y.sum().item())\n",
+    )
     assert not list(CURE.find(source))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
 from rewrite import proving
 from torchtrim.rewrite.cures.iterated_read import CURE
 from torchtrim.rewrite.facts import Refused
@@ -73,13 +74,15 @@ def test_what_uses_the_tensors_is_no_match(body: str) -> None:
     ],
 )
 def test_it_is_refused(body: str, reason: str) -> None:
+    inputs = {"x": torch.ones(1, 1) if "int(v)" in body else torch.ones(2)}
     with pytest.raises(Refused, match=reason):
-        inputs = {"x": torch.ones(1, 1) if "int(v)" in body else torch.ones(2)}
         proving.fixed(CURE, f"def function(x):\n{body}", inputs)
 
 
 def test_a_function_that_might_write_makes_it_unsafe() -> None:
-    code = "def work(v):\n    return v\n\ndef function(x):\n    return [work(v.item()) for v in x]\n"
+    code = (
+        "def work(v):\n    return v\n\ndef function(x):\n    return [work(v.item()) for v in x]\n"
+    )
     assert "might write" in proving.fixed(CURE, code, {"x": torch.ones(2)}).risk
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
 from rewrite import proving
 from torchtrim.rewrite.cures.made_on_device import CURE
 from torchtrim.rewrite.facts import Refused
@@ -56,7 +57,9 @@ def test_it_is_sound(call: str) -> None:
 def test_it_is_refused(call: str, reason: str) -> None:
     inputs = next(make(random.Random(0)))
     with pytest.raises(Refused, match=reason):
-        proving.fixed(CURE, f"import torch\ndef function(n, m, c, d, t):\n    return {call}\n", inputs)
+        proving.fixed(
+            CURE, f"import torch\ndef function(n, m, c, d, t):\n    return {call}\n", inputs
+        )
 
 
 def test_it_waits_no_more() -> None:

@@ -50,9 +50,7 @@ def test_gradients_pass_where_nothing_was_written() -> None:
             x = proving.floating(rng, size, torch.float32, odd=0.3).requires_grad_()
             yield {"x": x, "mask": proving.mask(rng, size)}
 
-    code = (
-        "def function(x, mask):\n    y = x * 2\n    y[mask.nonzero(as_tuple=True)] = 0\n    return y\n"
-    )
+    code = "def function(x, mask):\n    y = x * 2\n    y[mask.nonzero(as_tuple=True)] = 0\n    return y\n"
     assert proving.prove(CURE, code, make_graded).agreed == 1000
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
 from rewrite import proving
 from torchtrim.rewrite.cures.moved_constant import CURE
 from torchtrim.rewrite.facts import Refused
@@ -57,11 +58,20 @@ def test_it_is_sound(body: str) -> None:
     ("body", "reason"),
     [
         ("        return self.freqs.to(x.device)\n", "kept or written to"),
-        ("        freqs = self.freqs.to(x.device)\n        freqs += 1\n        return x\n", "kept or written"),
+        (
+            "        freqs = self.freqs.to(x.device)\n        freqs += 1\n        return x\n",
+            "kept or written",
+        ),
         ("        return x * self.freqs.to(x.device) + len(self.freqs)\n", "in another way"),
-        ("        self.freqs = torch.ones(3)\n        return x * self.freqs.to(x.device)\n", "in another way"),
+        (
+            "        self.freqs = torch.ones(3)\n        return x * self.freqs.to(x.device)\n",
+            "in another way",
+        ),
         ("        return x * self.freqs.to(x.dtype)\n", "is a device"),
-        ("        import copy\n        return x * self.freqs.to(x.device)\n", "take the moved constant along"),
+        (
+            "        import copy\n        return x * self.freqs.to(x.device)\n",
+            "take the moved constant along",
+        ),
     ],
 )
 def test_it_is_refused(body: str, reason: str) -> None:
@@ -77,7 +87,9 @@ def test_it_is_refused(body: str, reason: str) -> None:
     ],
 )
 def test_what_the_module_moves_is_refused(made: str, reason: str) -> None:
-    code = (HEAD + BODIES["used at once"] + TAIL).replace("self.freqs = torch.arange(n).float() + 0.5", made)
+    code = (HEAD + BODIES["used at once"] + TAIL).replace(
+        "self.freqs = torch.arange(n).float() + 0.5", made
+    )
     with pytest.raises(Refused, match=reason):
         proving.fixed(CURE, code, {"x": torch.ones(2, 3), "n": 3})
 

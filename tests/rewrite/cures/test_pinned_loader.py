@@ -6,11 +6,11 @@ import random
 from collections.abc import Iterator
 
 import pytest
-import torch
+
 from rewrite import proving
 from torchtrim.rewrite.cures.pinned_loader import CURE
-from torchtrim.rewrite.edits import patch
-from torchtrim.rewrite.facts import Refused
+from torchtrim.rewrite.edits import compatible, patch
+from torchtrim.rewrite.facts import Facts, Refused
 from torchtrim.rewrite.source import Source
 
 HEAD = """
@@ -59,8 +59,14 @@ def test_it_is_sound(body: str) -> None:
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        ("    for (x,) in loader:\n        y = x.to(device)\n        x.zero_()\n    return y\n", "written to"),
-        ("    for (x,) in [(torch.ones(2),)]:\n        x = x.to(device)\n    return x\n", "no `DataLoader`"),
+        (
+            "    for (x,) in loader:\n        y = x.to(device)\n        x.zero_()\n    return y\n",
+            "written to",
+        ),
+        (
+            "    for (x,) in [(torch.ones(2),)]:\n        x = x.to(device)\n    return x\n",
+            "no `DataLoader`",
+        ),
         (
             "    other = loader\n    DataLoader(data)\n    for (x,) in other:\n        x = x.to(device)\n",
             "several loaders",
@@ -86,10 +92,15 @@ def test_a_batch_whose_other_part_is_not_seen_is_not_safe() -> None:
 
 
 def test_two_moves_give_the_loader_one_keyword() -> None:
-    code = "from torch.utils.data import DataLoader\ndef f(d, m):\n    loader = DataLoader(d)\n    for x, y in loader:\n        m(x.to('cuda'), y.cuda())\n"
+    code = (
+        "from torch.utils.data import DataLoader\ndef f(d, m):\n    loader = DataLoader(d)\n"
+        "    for x, y in loader:\n        m(x.to('cuda'), y.cuda())\n"
+    )
     source = Source("case.py", code)
-    found = list(CURE.find(source))
-    assert len(found) == 2
+    fixes = [CURE.fix(match, Facts()) for match in CURE.find(source)]
+    assert compatible(fixes) == fixes
+    text = patch(source, fixes).text
+    assert (text.count("pin_memory="), text.count("non_blocking=True")) == (1, 2)
 
 
 def test_it_waits_no_more() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
 from rewrite import proving
 from torchtrim.rewrite.cures.pinned_upload import CURE
 from torchtrim.rewrite.facts import Refused

@@ -7,11 +7,26 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
 from rewrite import proving
 from torchtrim.rewrite.cures.scalar_on_device import CURE
 from torchtrim.rewrite.facts import Refused
 
-NUMBERS = (0, 1, -7, 2**31 + 5, 0.1, -2.5, 1e300, -0.0, float("inf"), float("nan"), True, False, 70000.0)
+NUMBERS = (
+    0,
+    1,
+    -7,
+    2**31 + 5,
+    0.1,
+    -2.5,
+    1e300,
+    -0.0,
+    float("inf"),
+    float("nan"),
+    True,
+    False,
+    70000.0,
+)
 
 
 def make(rng: random.Random) -> Iterator[proving.Inputs]:
@@ -54,9 +69,9 @@ def test_it_is_sound(call: str) -> None:
 )
 def test_it_is_refused(call: str, reason: str) -> None:
     inputs = {"c": 1.0, "d": "cpu", "n": 2, "x": torch.ones(())}
+    head = "import torch\nimport warnings\nwarnings.simplefilter('ignore')\n"
     with pytest.raises(Refused, match=reason):
-        code = "import torch\nimport warnings\nwarnings.simplefilter('ignore')\n"
-        proving.fixed(CURE, f"{code}def function(c, d, n, x):\n    return {call}\n", inputs)
+        proving.fixed(CURE, f"{head}def function(c, d, n, x):\n    return {call}\n", inputs)
 
 
 def test_it_waits_no_more() -> None:

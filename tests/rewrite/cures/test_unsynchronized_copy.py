@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from torchtrim.rewrite.cures.unsynchronized_copy import CURE
 from torchtrim.rewrite.facts import Facts, Refused
 from torchtrim.rewrite.source import Source
@@ -24,7 +25,12 @@ def test_it_is_refused(call: str) -> None:
 
 @pytest.mark.parametrize(
     "call",
-    ['x.to("cpu")', 'x.to("cuda", non_blocking=True)', 'x.to("cpu", non_blocking=False)', "x.to(d, non_blocking=True)"],
+    [
+        'x.to("cpu")',
+        'x.to("cuda", non_blocking=True)',
+        'x.to("cpu", non_blocking=False)',
+        "x.to(d, non_blocking=True)",
+    ],
 )
 def test_what_waits_or_goes_elsewhere_is_no_match(call: str) -> None:
     assert not list(CURE.find(Source("case.py", f"def f(x, d):\n    return {call}\n")))

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from torchtrim.observe.asking import asking
+
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 _CPU = torch.device("cpu")
 _NUMBERS = 2**22
@@ -51,7 +53,7 @@ class Oracle:
 
     def _ask(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         fakes = {name: self._fake(value) for name, value in kwargs.items()}
-        with self._mode, _silent():
+        with _silent(), self._mode:
             return _geometry(func(*[self._fake(value) for value in args], **fakes))
 
     def _fake(self, value: Any) -> Any:
@@ -70,7 +72,8 @@ def _silent() -> Iterator[None]:
     """A mistake of the script's is raised; torch would also log it as one of torch's."""
     was, _LOG.disabled = _LOG.disabled, True
     try:
-        yield
+        with asking():
+            yield
     finally:
         _LOG.disabled = was
 

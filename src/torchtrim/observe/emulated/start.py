@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from torchtrim.observe.asking import is_asking
 from torchtrim.observe.emulated.construction import Generator
 from torchtrim.observe.emulated.device import Emulation
 from torchtrim.observe.emulated.moves import is_cuda
@@ -77,7 +78,7 @@ class OnDemand:
         own = getattr(owner, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not concerns(*args, **kwargs):
+            if is_asking() or not concerns(*args, **kwargs):
                 return own(*args, **kwargs)
             self._begin()
             return getattr(owner, name)(*args, **kwargs)

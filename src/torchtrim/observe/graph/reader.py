@@ -43,6 +43,7 @@ class Reader(fx.Interpreter):
         self._producers: dict[int, int] = {}
 
     def read(self) -> Captured:
+        """All of it. Raises `Unsupported` for what has no place in a plan."""
         signature = self._program.graph_signature
         nodes = list(self._program.graph.nodes)
         fakes = [node.meta["val"] for node in nodes if node.op == "placeholder"]

@@ -164,7 +164,9 @@ def _other(
     return _as_typed(known.get(branch.target or ""), branch.target)
 
 
-def _reached(plan: _Plan, known: Mapping[str, Seen]) -> tuple[frozenset[str], frozenset[str]] | None:
+def _reached(
+    plan: _Plan, known: Mapping[str, Seen]
+) -> tuple[frozenset[str], frozenset[str]] | None:
     """What the gradients of both ways reach, by way of names that were computed before."""
     branch, source = plan.branch, plan.source
     before = origins(source, branch)

@@ -12,6 +12,7 @@ the loop calls nothing but known functions. Otherwise it is offered: a function 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from torchtrim.rewrite.base import Cure, Edit, Match, Writing
@@ -126,10 +127,9 @@ def _edits(match: Match, loop: Loop, indices: list[str], *, copied: bool) -> tup
     blanks = source.indentation(loop)
     if blanks is None:
         raise Refused("the loop shares its line with another statement. Give each its own line")
-    base = ast.unparse(tensor).split("(")[0].split(".")
-    name = fresh(
-        source, node, f"{(base[1] if base[0] in ('self', 'torch') and base[1:] else base[0])}_read"
-    )
+    words = re.findall(r"[A-Za-z_]\w*", ast.unparse(tensor))
+    base = next((word for word in words if word not in ("self", "torch")), "value")
+    name = fresh(source, node, f"{base}_read")
     value = name + "".join(f"[{match.text(part)}]" for part in indices)
     if copied and not _is_unpacked(source, node):
         value = f"list({value})"
