@@ -18,6 +18,7 @@ from torchtrim.certify.estimate import Estimate, memory_findings
 from torchtrim.certify.fit import Fit, Fitting, measured
 from torchtrim.certify.fixing import Fixing
 from torchtrim.certify.runs import Workload, run_trial
+from torchtrim.certify.settings import with_settings
 from torchtrim.certify.trial import Request, Trial
 from torchtrim.certify.verify import Contest, certify
 from torchtrim.errors import ApplyFailed, InfeasibleBudget, UsageError
@@ -92,7 +93,7 @@ def diagnose(
 ) -> tuple[Finding, ...]:
     """What is wasteful in a step, dearest first."""
     profile = record(workload, progress=progress)
-    return priced(profile, find(profile, select))[0]
+    return with_settings(priced(profile, find(profile, select))[0], profile.project)
 
 
 class Measured(NamedTuple):
@@ -379,6 +380,7 @@ def check_script(plan: Plan, workload: Workload) -> None:
 def _report(verb: str, workload: Workload, trial: Trial) -> Report:
     profile = trial.profile
     findings, waiting = priced(profile, find(profile)) if profile is not None else ((), None)
+    findings = with_settings(findings, profile.project) if profile is not None else findings
     return Report(
         torchtrim=__version__,
         torch=str(torch.__version__),

@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from torchtrim.rewrite.advice import ADVICE, advice_for, advice_in
+from torchtrim.rewrite.advice import ADVICE, advice_at, advice_for, advice_in
 from torchtrim.rewrite.source import Source
 
 SITE = "/venv/lib/python3.11/site-packages"
@@ -57,6 +57,18 @@ def test_calls_of_the_users_own_source_are_found_by_line() -> None:
     )
     found = [(one.line, one.advice.name) for one in advice_in(Source("train.py", text))]
     assert found == [(3, "grad-scaler"), (5, "distribution-validation"), (6, "loss-scale")]
+
+
+def test_what_was_made_by_such_a_call_has_its_advice() -> None:
+    text = (
+        "from torch.amp import GradScaler\n"
+        "scaler = GradScaler()\n"
+        "other.step(optimizer)\n"
+        "scaler.step(optimizer)\n"
+    )
+    source = Source("train.py", text)
+    found = [advice_at(source, line) for line in (1, 3, 4)]
+    assert [one and one.name for one in found] == [None, None, "grad-scaler"]
 
 
 def test_a_name_of_another_module_is_not_meant() -> None:

@@ -184,6 +184,34 @@ def advice_in(source: Source) -> list[Advised]:
     )
 
 
+def advice_at(source: Source, line: int) -> Advice | None:
+    """The advice for a line of the user's own source: for a call there, or for what it was called to make.
+
+    `scaler.step(optimizer)` has that of the `GradScaler(...)` which `scaler` was given.
+    """
+    for found in advice_in(source):
+        if found.line == line or _makes_what_is_used(source, found.line, line):
+            return found.advice
+    return None
+
+
+def _makes_what_is_used(source: Source, made: int, line: int) -> bool:
+    names = {
+        target.id
+        for node in source.nodes
+        if isinstance(node, ast.Assign) and node.lineno == made
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    return any(
+        isinstance(node, ast.Attribute)
+        and node.lineno == line
+        and isinstance(node.value, ast.Name)
+        and node.value.id in names
+        for node in source.nodes
+    )
+
+
 def _advised(source: Source, node: ast.Call) -> Iterator[Advised]:
     name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
     dotted = source.dotted(node.func) or ""
