@@ -55,6 +55,15 @@ def test_a_crooked_line_takes_no_more_than_a_few_times_as_many() -> None:
     assert len(tried) < 120
 
 
+def test_lengths_that_are_too_short_to_run_are_passed_over() -> None:
+    found = largest(lambda n: None if n < 4 else 100 + 10 * n, 165, 64)
+    assert found.length == 6
+
+
+def test_what_runs_is_too_large_and_what_is_smaller_does_not_run() -> None:
+    assert largest(lambda n: None if n < 4 else 100 + 10 * n, 120, 64).length == 0
+
+
 def test_nothing_fits() -> None:
     assert largest(lambda length: 100 + length, 50, 8) == Largest(0, None, 101)
 

@@ -29,18 +29,20 @@ def largest(peak_of: Callable[[int], int | None], budget: int, now: int) -> Larg
     """The largest length whose peak is within the budget, and what one more would need.
 
     `peak_of` tells the peak in bytes at a length, None where there is none; it is taken to grow with
-    the length. It is called a few times only where that growth is nearly in proportion.
+    the length. It is called a few times only where that growth is nearly in proportion. A length that does
+    not run although a longer one does is too short: batch norm in training takes no batch of one.
     """
     peaks: dict[int, int | None] = {}
     low, high, tried = 0, _LONGEST + 1, now
     while high - low > 1:
         peak = peaks[tried] = peak_of(tried)
-        if peak is not None and peak <= budget:
+        too_short = peak is None and any(p is not None and n > tried for n, p in peaks.items())
+        if too_short or (peak is not None and peak <= budget):
             low = tried
         else:
             high = tried
         tried = _next(peaks, low, high, budget)
-    return Largest(low, peaks.get(low), peaks.get(high))
+    return Largest(low if peaks.get(low) else 0, peaks.get(low), peaks.get(high))
 
 
 def _next(peaks: dict[int, int | None], low: int, high: int, budget: int) -> int:
