@@ -343,13 +343,6 @@ def test_a_script_is_estimated_as_it_is_measured() -> None:
     assert found.peak_bytes == pytest.approx(torchtrim.record(script).peak_bytes, rel=0.02)
 
 
-def test_the_largest_batch_of_a_script_ends_at_its_data() -> None:
-    script = torchtrim.Script(str(HERE / "scripts" / "plain.py"))
-    growth = torchtrim.estimate(script).grown("batch", "1GiB")
-    assert (growth.now, growth.largest) == (64, 256)
-    assert "256 samples" in growth.limited_by
-
-
 def test_a_script_that_fails() -> None:
     with pytest.raises(ScriptFailed):
         torchtrim.estimate(torchtrim.Script(str(HERE / "scripts" / "plain.py"), ("--nothing",)))
