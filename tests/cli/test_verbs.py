@@ -137,7 +137,6 @@ def test_verify_two_scripts(run, tmp_path: Path) -> None:
     ("words", "code", "says"),
     [
         (("optimize", "none.py", "--memory", "60%"), 2, "no script none.py"),
-        (("optimize", PLAIN), 2, "--memory"),
         (("optimize", PLAIN, "--memory", "lots"), 2, "cannot read 'lots'"),
         (("diagnose", PLAIN, "--device", "cuda"), 2, "no CUDA device"),
         (("diagnose", PLAIN, "--max-peak", "x"), 2, "cannot read 'x'"),
