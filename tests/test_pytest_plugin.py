@@ -426,7 +426,7 @@ def test_growth_is_held_to_its_limit(session) -> None:
     result = session(
         STREAM
         + """
-@mark(max_growth="0B")
+@mark(max_growth="64B")
 def test_flat():
     stream(keep=3)
 

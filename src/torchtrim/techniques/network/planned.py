@@ -28,6 +28,11 @@ from torchtrim.techniques.network.state import leaves_of, signature_of
 from torchtrim.techniques.swap import Swapped
 
 MOST_PLANS = 64
+_OTHER_THREAD = (
+    "inputs of another size came in a thread that did not optimize the model. torch.export replaces how all "
+    "modules are called while it runs, so plans are made in that thread alone: call the model there once "
+    "with each size before it serves from others"
+)
 _CAPTURED: weakref.WeakKeyDictionary[nn.Module, OrderedDict[Hashable, Captured | str]]
 _CAPTURED = weakref.WeakKeyDictionary()
 _ONE_CAPTURE = threading.RLock()
@@ -50,6 +55,7 @@ class Planned:
         self._plans: OrderedDict[Hashable, Program | PartsProgram | None] = OrderedDict()
         self._swapped: Swapped | None = None
         self._children: dict[str, Planned] = {}
+        self._thread = threading.get_ident()
 
     @classmethod
     def of(cls, module: nn.Module) -> Planned:
@@ -125,6 +131,9 @@ class Planned:
         with _ONE_CAPTURE:
             if key in self._plans:
                 self._plans.move_to_end(key)
+            elif threading.get_ident() != self._thread:
+                self._cannot(_OTHER_THREAD)
+                return None
             else:
                 self._plans[key] = self._made(key, leaves, spec)
                 while len(self._plans) > MOST_PLANS:
