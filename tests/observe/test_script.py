@@ -145,11 +145,13 @@ def test_only_the_end_of_a_long_output_is_kept(run: Run) -> None:
 
 
 def test_the_devices_that_it_sees(run: Run) -> None:
-    assert "CUDA_VISIBLE_DEVICES" not in scripts._environment(Script("a.py"), False) or os.environ.get(
-        "CUDA_VISIBLE_DEVICES"
-    )
+    assert "CUDA_VISIBLE_DEVICES" not in scripts._environment(
+        Script("a.py"), False
+    ) or os.environ.get("CUDA_VISIBLE_DEVICES")
     for device in ("cpu", "emulated"):
-        assert scripts._environment(Script("a.py", device=device), False)["CUDA_VISIBLE_DEVICES"] == ""
+        assert (
+            scripts._environment(Script("a.py", device=device), False)["CUDA_VISIBLE_DEVICES"] == ""
+        )
 
 
 def test_a_script_that_is_not_there() -> None:
