@@ -20,8 +20,6 @@ from torchtrim.techniques.blocks import blocks_of
 if TYPE_CHECKING:
     from torch import nn
 
-    from torchtrim.techniques.swap import Swapped
-
 _WHERE = re.compile(r"(?P<path>[^\[\]]+)(?:\[(?P<first>\d+):(?P<last>\d+)\])?")
 Range = tuple[int, int]
 
@@ -39,9 +37,10 @@ class Recompute:
     def apply(self, roots: Mapping[str, nn.Module], technique: Technique) -> Handle:
         """Make the named modules run again in backward."""
         from torchtrim.techniques.rerun import rerun_ranges, rerun_whole
+        from torchtrim.techniques.swap import SwappedModules
 
         whole, ranges = _sort(roots, technique.where)
-        swapped = Recomputed()
+        swapped = SwappedModules()
         try:
             for module in whole:
                 swapped.add(rerun_whole(module))
@@ -54,22 +53,6 @@ class Recompute:
 
 
 TECHNIQUE = Recompute()
-
-
-class Recomputed:
-    """The modules that recompute."""
-
-    def __init__(self) -> None:
-        self._swapped: list[Swapped] = []
-
-    def add(self, swapped: Swapped) -> None:
-        """One more module."""
-        self._swapped.append(swapped)
-
-    def revert(self) -> None:
-        """Make every module what it was."""
-        while self._swapped:
-            self._swapped.pop().revert()
 
 
 def _sort(

@@ -22,8 +22,6 @@ from torchtrim.techniques.base import Handle, Option, Span
 if TYPE_CHECKING:
     from torch import nn
 
-    from torchtrim.techniques.swap import Swapped
-
 _DRAWS = {"aten::native_dropout", "aten::bernoulli", "aten::bernoulli_"}
 Forward = Callable[..., Any]
 _NUMBER = re.compile(r"\.\d+(?=\.)")
@@ -55,9 +53,9 @@ class RelativeAttention:
 
     def apply(self, roots: Mapping[str, nn.Module], technique: Technique) -> Handle:
         """Replace the forward of the named modules."""
-        from torchtrim.techniques.swap import Swapped
+        from torchtrim.techniques.swap import Swapped, SwappedModules
 
-        replaced = Replaced()
+        replaced = SwappedModules()
         try:
             for where in technique.where:
                 for path, module in _with_followers(roots, where):
@@ -69,22 +67,6 @@ class RelativeAttention:
 
 
 TECHNIQUE = RelativeAttention()
-
-
-class Replaced:
-    """The modules that were replaced."""
-
-    def __init__(self) -> None:
-        self._swapped: list[Swapped] = []
-
-    def add(self, swapped: Swapped) -> None:
-        """One more module."""
-        self._swapped.append(swapped)
-
-    def revert(self) -> None:
-        """Make every module what it was."""
-        while self._swapped:
-            self._swapped.pop().revert()
 
 
 def _table_place(profile: Profile, one: Written) -> str:
