@@ -15,3 +15,9 @@ def no_work_space_is_left() -> Iterator[None]:
     compiled = sys.modules.get("torchtrim.attention.compiled")
     if compiled is not None:
         compiled._kept.buffers = None
+
+
+@pytest.fixture
+def processes_are_not_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For what counts bytes in a process of its own: the tables of coverage.py grow there too."""
+    monkeypatch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)

@@ -171,7 +171,7 @@ def saved() -> Iterator[dict[int, int]]:
 
     def pack(x: Tensor) -> Tensor:
         bytes_of[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
+        return x.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         yield bytes_of

@@ -14,6 +14,7 @@ from torchtrim.observe.script import Script
 from torchtrim.records.report import Report
 
 SCRIPT = Path(__file__).parent / "scripts" / "streams.py"
+pytestmark = pytest.mark.usefixtures("processes_are_not_traced")
 
 
 def line(text: str) -> int:

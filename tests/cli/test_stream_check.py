@@ -11,6 +11,7 @@ import pytest
 from torchtrim.cli.main import main
 
 SCRIPT = str(Path(__file__).parent.parent / "certify" / "scripts" / "streams.py")
+pytestmark = pytest.mark.usefixtures("processes_are_not_traced")
 
 
 @pytest.fixture
