@@ -67,6 +67,27 @@ def test_results_are_equal_memory_is_less_and_undo_is_whole(name: str) -> None:
         assert all(torch.equal(*pair) for pair in zip(slopes, after, strict=True))
 
 
+@pytest.mark.parametrize("name", sorted(NETWORKS))
+def test_training_gives_every_gradient_in_less_memory(name: str) -> None:
+    model, inputs = made(name, 1 if name in HEAVY else 3)
+    model.train()
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    wanted = gradients(model, inputs)
+    left = {key: value.clone() for key, value in model.state_dict().items()}
+    model.load_state_dict(state)
+    before = torchtrim.count_memory(model, inputs, "training")
+
+    fitted = torchtrim.optimize_memory(model, inputs, "training", verify=False)
+    assert fitted.before == before
+    assert fitted.after.total <= before.total
+    assert all(map(torch.equal, gradients(model, inputs), wanted))
+    assert all(torch.equal(value, left[key]) for key, value in model.state_dict().items())
+    model.load_state_dict(state)
+    fitted.revert()
+    assert torchtrim.count_memory(model, inputs, "training") == before
+    assert all(map(torch.equal, gradients(model, inputs), wanted))
+
+
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
 def test_the_published_size_is_planned_within_the_goal(name: str) -> None:
     """Nothing of that size is allocated: the batch is one sample, expanded."""

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from torchtrim.errors import UnreadableInput as UnreadableInput
     from torchtrim.errors import Unsupported as Unsupported
     from torchtrim.errors import UsageError as UsageError
-    from torchtrim.inference import FittedMemory as FittedMemory
-    from torchtrim.inference import count_memory as count_memory
-    from torchtrim.inference import optimize_memory as optimize_memory
+    from torchtrim.networks import FittedMemory as FittedMemory
+    from torchtrim.networks import count_memory as count_memory
+    from torchtrim.networks import optimize_memory as optimize_memory
     from torchtrim.observe.emulated import emulate as emulate
     from torchtrim.observe.growth import measure_growth as measure_growth
     from torchtrim.observe.script import Script as Script
@@ -77,7 +77,7 @@ _HOMES = {
         "Unsupported",
         "UsageError",
     ),
-    "torchtrim.inference": ("FittedMemory", "count_memory", "optimize_memory"),
+    "torchtrim.networks": ("FittedMemory", "count_memory", "optimize_memory"),
     "torchtrim.observe.emulated": ("emulate",),
     "torchtrim.observe.trace": ("diagnose_traces",),
     "torchtrim.observe.script": ("Script",),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -39,10 +39,18 @@ class Fitting:
     """Fits one workload. Every method runs it, and leaves nothing behind.
 
     The original is run once, and once more to compare it with itself, however many budgets are tried.
+    `leave_out`: techniques that are not to be used.
     """
 
-    def __init__(self, workload: Workload, request: Request, progress: Progress) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        request: Request,
+        progress: Progress,
+        leave_out: Collection[str] = (),
+    ) -> None:
         self.workload = workload
+        self._leave_out = leave_out
         self._request = request
         self._progress = progress
         self.original: Trial | None = None
@@ -67,6 +75,7 @@ class Fitting:
             step_seconds=original.seconds,
             fingerprint=original.fingerprint,
             script_sha256=sha256_of(path) if path else "",
+            leave_out=self._leave_out,
         )
 
     def fit(self, memory: str | int, memory_kind: MemoryKind = "allocated") -> Fit:
@@ -84,6 +93,16 @@ class Fitting:
         plan, planned, notes = self._within(planner, original, budget, memory_kind)
         certificate = self.verify(original, plan, planned)
         return Fit(original, budget, plan, planned, certificate, notes)
+
+    def smallest(self) -> Fit:
+        """The plan with the smallest peak that was found, measured and verified."""
+        original = self.observe()
+        planner = self.planner(original)
+        bias = original.peak_bytes - planner.simulated_original
+        plan = planner.floor_plan(original.peak_bytes, bias=bias)
+        planned = self.run_planned(plan)
+        certificate = self.verify(original, plan, planned)
+        return Fit(original, original.peak_bytes, plan, planned, certificate, ())
 
     def verify(self, original: Trial, plan: Plan, planned: Trial | None = None) -> Certificate:
         """Run the original again and, unless it was, the planned; compare."""

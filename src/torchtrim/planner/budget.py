@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import PurePath
 
 from torchtrim import __version__
 from torchtrim.errors import InfeasibleBudget
+from torchtrim.planner.overwritten import overwritten
 from torchtrim.planner.search import Choice, Search
 from torchtrim.planner.simulate import Simulator
 from torchtrim.records.plan import MemoryKind, Plan, Prediction, Technique
@@ -18,7 +19,11 @@ from torchtrim.units import format_bytes
 
 
 class Planner:
-    """Plans for one profile; `step_seconds` is the original's step without the recorder."""
+    """Plans for one profile; `step_seconds` is the original's step without the recorder.
+
+    What overwrites its input costs nothing, so whatever may does, in every plan that changes something.
+    `leave_out` names techniques that are not to be used.
+    """
 
     def __init__(
         self,
@@ -27,21 +32,29 @@ class Planner:
         step_seconds: float,
         fingerprint: Mapping[str, str],
         script_sha256: str = "",
+        leave_out: Collection[str] = (),
     ) -> None:
         self.profile = profile
         self._step_seconds = step_seconds
         self._fingerprint = dict(fingerprint)
         self._sha256 = script_sha256
-        simulator = Simulator(profile)
-        self._search = Search(simulator, _options(profile), len(profile.operators))
-        self.simulated_original = simulator.run(()).peak_bytes
+        self._free = [option for option in _options(profile, leave_out) if option.overwriting]
+        self._original = Choice((), Simulator(profile).run(()))
+        planned = overwritten(profile, _operators(self._free)) if self._free else profile
+        options = [option for option in _options(planned, leave_out) if not option.overwriting]
+        self._search = Search(Simulator(planned), options, len(profile.operators))
         self._floor: Choice | None = None
+
+    @property
+    def simulated_original(self) -> int:
+        """The simulated peak of the step as it is, in bytes."""
+        return self._original.outcome.peak_bytes
 
     @property
     def floor(self) -> Choice:
         """The choice with the smallest peak."""
         if self._floor is None:
-            self._floor = self._search.smallest()
+            self._floor = self._with_free(self._search.smallest())
         return self._floor
 
     def plan(self, budget: int, *, bias: int = 0, memory_kind: MemoryKind = "allocated") -> Plan:
@@ -50,7 +63,9 @@ class Planner:
         `bias`: by how much the measured figure is over the simulated peak. Raises `InfeasibleBudget`
         with the smallest feasible peak and what sets it.
         """
-        choice = self._search.cheapest(budget - bias)
+        if self.simulated_original <= budget - bias:
+            return self._plan(self._original, budget, bias, memory_kind)
+        choice = self._cheapest(budget - bias)
         if choice is None:
             choice = self.floor
             if choice.outcome.peak_bytes > budget - bias:
@@ -62,6 +77,14 @@ class Planner:
     ) -> Plan:
         """The plan with the smallest peak that was found."""
         return self._plan(self.floor, budget, bias, memory_kind)
+
+    def _cheapest(self, budget: int) -> Choice | None:
+        """The choice with the least added time within a budget for the simulated peak."""
+        choice = self._search.cheapest(budget)
+        return self._with_free(choice) if choice is not None else None
+
+    def _with_free(self, choice: Choice) -> Choice:
+        return choice._replace(options=(*self._free, *choice.options))
 
     def _plan(self, choice: Choice, budget: int, bias: int, memory_kind: MemoryKind) -> Plan:
         return Plan(
@@ -95,7 +118,7 @@ class Planner:
         found = []
         for step in range(points + 1):
             budget = high - (high - low) * step // points
-            choice = self._search.cheapest(budget) or self.floor
+            choice = self._cheapest(budget) or self.floor
             found.append(
                 FrontierPoint(
                     budget_bytes=budget + bias,
@@ -127,8 +150,13 @@ def _within(script: str, project: str) -> str:
     return path.relative_to(project).as_posix() if path.is_relative_to(project) else script
 
 
-def _options(profile: Profile) -> list[Option]:
-    return [option for name in names() for option in technique(name).options(profile)]
+def _options(profile: Profile, leave_out: Collection[str]) -> list[Option]:
+    wanted = [name for name in names() if name not in leave_out]
+    return [option for name in wanted for option in technique(name).options(profile)]
+
+
+def _operators(options: Iterable[Option]) -> list[int]:
+    return [operator for option in options for operator in option.overwriting]
 
 
 def _techniques(options: Sequence[Option]) -> tuple[Technique, ...]:

@@ -26,13 +26,15 @@ class Span(NamedTuple):
 class Option(NamedTuple):
     """A place at which a technique can save. `spans`: one for each forward call of the place.
 
-    `cut`: of a range of a chain, the chain and where the range begins and ends.
+    `cut`: of a range of a chain, the chain and where the range begins and ends. `overwriting`: operators
+    that write their result over their input, which costs no time.
     """
 
     technique: str
     where: str
     spans: tuple[Span, ...]
     cut: tuple[str, int, int] | None = None
+    overwriting: tuple[int, ...] = ()
 
 
 class Handle(Protocol):

@@ -72,8 +72,59 @@ def test_wrong_arguments_are_told() -> None:
         torchtrim.optimize_memory(model, inputs, split_batch=0)
     with pytest.raises(torchtrim.UsageError, match=r"model.eval\(\)"):
         torchtrim.optimize_memory(model.train(), inputs)
-    with pytest.raises(torchtrim.Unsupported, match=r"torchtrim.fit"):
-        torchtrim.optimize_memory(model, inputs, "training")
+    with pytest.raises(torchtrim.UsageError, match="split_batch is for mode='inference'"):
+        torchtrim.optimize_memory(model, inputs, "training", split_batch=2)
+    with pytest.raises(torchtrim.UsageError, match="memory is for mode='training'"):
+        torchtrim.optimize_memory(model, inputs, memory="60%")
+    with pytest.raises(torchtrim.UsageError, match="wants a gradient"):
+        torchtrim.optimize_memory(model.requires_grad_(False), inputs, "training")
+
+
+def deep() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1)]
+    for _ in range(4):
+        norm = nn.BatchNorm2d(16)
+        layers += [nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), norm, nn.LeakyReLU(0.1))]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(16 * 144, 4)), torch.randn(8, 3, 12, 12)
+
+
+def test_training_in_less_memory_is_proved_and_the_model_is_as_it_was() -> None:
+    model, inputs = deep()
+    model(inputs).sum().backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    before = torchtrim.count_memory(model, inputs, "training")
+    with torchtrim.optimize_memory(model, inputs, "training") as fitted:
+        assert fitted.certificate is not None
+        assert fitted.certificate.verdict == "BITWISE"
+        assert fitted.planned is not None
+        assert fitted.original is not None
+        assert fitted.planned.peak_bytes < fitted.original.peak_bytes
+        assert fitted.planned.peak_bytes <= 1.02 * fitted.plan.predicted.peak_bytes
+        assert fitted.after.total < 0.7 * fitted.before.total
+        assert {one.name for one in fitted.plan.techniques} == {"overwrite", "recompute"}
+        assert torchtrim.count_memory(model, inputs, "training") == fitted.after
+        with pytest.raises(torchtrim.Unsupported, match="mode='inference'"):
+            fitted.graph()
+    assert all(a is b.grad for a, b in zip(gradients, model.parameters(), strict=True))
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    assert torchtrim.count_memory(model, inputs, "training") == before
+    assert not model[1][2].inplace
+
+
+def test_training_within_a_budget_and_without_overwriting() -> None:
+    model, inputs = deep()
+    given = {"mode": "training", "inplace": False, "verify": False}
+    whole = torchtrim.optimize_memory(model, inputs, memory="100%", **given)
+    assert whole.plan.techniques == ()
+    whole.revert()
+    some = torchtrim.optimize_memory(model, inputs, memory="85%", **given)
+    assert [one.name for one in some.plan.techniques] == ["recompute"]
+    assert some.after.total <= 0.85 * some.before.total + inputs.nbytes
+    some.revert()
+    with pytest.raises(torchtrim.InfeasibleBudget, match="smallest found"):
+        torchtrim.optimize_memory(model, inputs, memory="1KiB", **given)
 
 
 def test_inputs_that_do_not_fit_fail_as_the_model_does() -> None:

@@ -1,0 +1,141 @@
+"""Overwrite: an activation module writes its result over its input, in training too.
+
+Only where the input is dead the moment the result is there: nothing but the module's own backward, which can
+do with the result, reads it again, and no name holds it. It is OptNet's `inplace`
+(https://github.com/fmassa/optimize-net), decided by what a step was seen to do. Of PyTorch's modules with an
+`inplace`, ReLU6, Hardtanh and Threshold keep a copy for backward, and ELU and its kin round otherwise.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from torchtrim.errors import ApplyFailed
+from torchtrim.records.finding import Equivalence
+from torchtrim.records.plan import Technique
+from torchtrim.records.profile import Call, Operator, Profile
+from torchtrim.techniques.base import Handle, Option
+
+if TYPE_CHECKING:
+    from torch import nn
+
+TYPES = frozenset(("ReLU", "LeakyReLU"))
+_COMPUTED = ("activation", "temporary")
+
+
+class Overwrite:
+    """`where` holds the paths of activation modules."""
+
+    name = "overwrite"
+    equivalence: Equivalence = "BITWISE"
+
+    def options(self, profile: Profile) -> Sequence[Option]:
+        """Every activation module all of whose calls find their input dead."""
+        reader = _Reader(profile)
+        return [
+            Option(self.name, module.path, (), overwriting=operators)
+            for number, module in enumerate(profile.modules)
+            if module.type in TYPES and (operators := reader.overwriting(number))
+        ]
+
+    def apply(self, roots: Mapping[str, nn.Module], technique: Technique) -> Handle:
+        """Set `inplace` on the named modules. Raises `ApplyFailed`, the model as it was."""
+        overwriting = Overwriting()
+        try:
+            for where in technique.where:
+                overwriting.add(_find(roots, where))
+        except BaseException:
+            overwriting.revert()
+            raise
+        return overwriting
+
+
+class Overwriting:
+    """Modules that were set to overwrite, reverted together."""
+
+    def __init__(self) -> None:
+        self._set: list[nn.Module] = []
+
+    def add(self, module: nn.Module) -> None:
+        """One more module."""
+        if not module.inplace:
+            module.inplace = True  # type: ignore[assignment]
+            self._set.append(module)
+
+    def revert(self) -> None:
+        """Make every module what it was."""
+        while self._set:
+            self._set.pop().inplace = False  # type: ignore[assignment]
+
+
+TECHNIQUE = Overwrite()
+
+
+class _Reader:
+    """Reads which operators find their input dead."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+        self._calls: defaultdict[int, list[Call]] = defaultdict(list)
+        self._hooked: set[int] = set()
+        self._readers: defaultdict[int, list[int]] = defaultdict(list)
+        for index, op in enumerate(profile.operators):
+            for use in op.inputs:
+                self._readers[use.storage].append(index)
+        for call in profile.calls:
+            self._calls[call.module].append(call)
+            if profile.modules[call.module].hooked:
+                self._hooked.update((*call.inputs, *call.outputs))
+
+    def overwriting(self, module: int) -> tuple[int, ...]:
+        """The operators of the module's calls, if each may overwrite its input; else ()."""
+        calls = self._calls[module]
+        may = not self._profile.modules[module].hooked and all(map(self._may_overwrite, calls))
+        return tuple(call.first for call in calls) if may else ()
+
+    def _may_overwrite(self, call: Call) -> bool:
+        """Whether its operator's result has the geometry of the input, which is dead then."""
+        operators, storages = self._profile.operators, self._profile.storages
+        op = operators[call.first]
+        if call.last == call.first or len(op.inputs) != 1 or len(op.outputs) != 1 or op.mutates:
+            return False
+        (read,), (made,) = op.inputs, op.outputs
+        if any(
+            _storages(other) != {made.storage} for other in operators[call.first + 1 : call.last]
+        ):
+            return False
+        old, new = storages[read.storage], storages[made.storage]
+        alike = (read.dtype, read.shape, read.strides) == (made.dtype, made.shape, made.strides)
+        computed = old.birth >= 0 and old.kind in _COMPUTED and read.storage not in self._hooked
+        return alike and computed and old.bytes == new.bytes and self._is_dead(read.storage, call)
+
+    def _is_dead(self, storage: int, call: Call) -> bool:
+        """Whether after the call only its own backward reads the storage, and lets go of it last."""
+        after = [reader for reader in self._readers[storage] if reader >= call.last]
+        own = all(self._profile.operators[reader].forward == call.first for reader in after)
+        end = max(after) + 1 if after else call.last
+        return own and self._profile.storages[storage].death <= end
+
+
+def _storages(op: Operator) -> set[int]:
+    """What it reads and makes; a detached result is one more view of it."""
+    return {use.storage for use in (*op.inputs, *op.outputs)} | set(op.mutates)
+
+
+def _find(roots: Mapping[str, nn.Module], where: str) -> nn.Module:
+    name, _, path = where.partition(".")
+    try:
+        module = roots[name].get_submodule(path)
+    except (KeyError, AttributeError):
+        raise ApplyFailed(
+            f"the plan names `{where}`, and there is no such module; the roots of this workload are "
+            f"{', '.join(roots)}. Plan again for this model."
+        ) from None
+    if type(module).__name__ not in TYPES or not hasattr(module, "inplace"):
+        raise ApplyFailed(
+            f"`{where}` is a {type(module).__name__}, which cannot overwrite its input; "
+            f"{', '.join(sorted(TYPES))} can. Plan again for this model."
+        )
+    return module

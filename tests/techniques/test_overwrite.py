@@ -1,0 +1,141 @@
+"""Overwrite: equal results, exact undo, less memory, and where it must not be."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import torchtrim
+from torchtrim.errors import ApplyFailed
+from torchtrim.observe.workload import TrainStep
+from torchtrim.planner.budget import Planner
+from torchtrim.planner.overwritten import overwritten
+from torchtrim.planner.simulate import Simulator
+from torchtrim.records.plan import Technique
+from torchtrim.records.profile import Profile
+from torchtrim.techniques.overwrite import TECHNIQUE, TYPES
+
+MAKE: dict[str, Callable[[], nn.Module]] = {
+    "ReLU": nn.ReLU,
+    "LeakyReLU": lambda: nn.LeakyReLU(0.1),
+}
+
+
+class Block(nn.Module):
+    """Two convolutions with a shortcut; the activation after the sum overwrites nothing of the shortcut."""
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.norm, self.act = nn.BatchNorm2d(8), activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.norm(self.two(self.act(self.one(x)))) + x)
+
+
+def net(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    make = MAKE[name]
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), make(), Block(make()), Block(make())
+    )
+
+
+def squares(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+def step_of(model: nn.Module) -> TrainStep:
+    batch = torch.randn(4, 3, 24, 24)
+    return TrainStep(model, squares, torch.optim.SGD(model.parameters(), 0.1), batch)
+
+
+def profile_of(model: nn.Module) -> Profile:
+    return torchtrim.record(step_of(model))
+
+
+def technique(*where: str) -> Technique:
+    return Technique(name="overwrite", where=where)
+
+
+def test_every_type_has_its_case() -> None:
+    assert set(MAKE) == TYPES
+
+
+@pytest.mark.parametrize("name", sorted(TYPES))
+def test_every_bit_agrees_and_what_was_foretold_is_measured(name: str) -> None:
+    model = net(name)
+    twin = copy.deepcopy(model)
+    profile = profile_of(model)
+    places = [option.where for option in TECHNIQUE.options(profile)]
+    assert places == ["Sequential.2", "Sequential.3.act", "Sequential.4.act"]
+    operators = [i for option in TECHNIQUE.options(profile) for i in option.overwriting]
+    foretold = Simulator(overwritten(profile, operators)).run(()).peak_bytes
+    handle = TECHNIQUE.apply({"Sequential": model}, technique(*places))
+    seen = Simulator(profile_of(model)).run(()).peak_bytes
+    assert foretold == seen
+    for _ in range(2):
+        x = torch.randn(4, 3, 24, 24)
+        for one in (model, twin):
+            one.zero_grad()
+            squares(one, x).backward()
+        for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)
+    assert all(torch.equal(v, twin.state_dict()[k]) for k, v in model.state_dict().items())
+    handle.revert()
+    assert not any(getattr(module, "inplace", False) for module in model.modules())
+
+
+def test_it_lowers_the_floor_and_the_proof_holds() -> None:
+    step = step_of(net("ReLU"))
+    profile = torchtrim.record(step)
+    floors = [
+        Planner(profile, step_seconds=1.0, fingerprint={}, leave_out=left).floor.outcome.peak_bytes
+        for left in ((), ("overwrite",))
+    ]
+    assert floors[0] <= floors[1]
+    with torchtrim.fit(step, "85%", steps=2) as fitted:
+        assert fitted.certificate is not None
+        assert fitted.certificate.verdict == "BITWISE"
+        assert {one.name for one in fitted.plan.techniques} == {"overwrite", "recompute"}
+
+
+class Names(nn.Module):
+    """The input of its activation is looked at again: by a name, by an operator or by backward."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer, self.act, self.kind = nn.Linear(8, 8), nn.ReLU(), kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = torch.tanh(self.layer(x)) if self.kind == "saved" else self.layer(x)
+        if self.kind == "part":
+            return self.act(made[:, :4])
+        out = self.act(made)
+        if self.kind == "named":
+            return out.square()
+        return out + made if self.kind == "read" else out
+
+
+@pytest.mark.parametrize("kind", ["saved", "read", "named", "part", "input", "hooked"])
+def test_what_is_needed_again_is_not_overwritten(kind: str) -> None:
+    model: nn.Module = Names(kind)
+    if kind == "input":
+        model = nn.Sequential(nn.ReLU(), nn.Linear(8, 8))
+    if kind == "hooked":
+        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+        model[0].register_forward_hook(lambda module, given, made: None)
+    step = TrainStep(model, squares, torch.optim.SGD(model.parameters(), 0.1), torch.randn(4, 8))
+    assert TECHNIQUE.options(torchtrim.record(step)) == []
+
+
+@pytest.mark.parametrize("where", ["Sequential.0", "Sequential.9", "Other.2"])
+def test_a_place_that_is_none_is_refused_and_nothing_is_changed(where: str) -> None:
+    model = net("ReLU")
+    with pytest.raises(ApplyFailed, match=where):
+        TECHNIQUE.apply({"Sequential": model}, technique("Sequential.2", where))
+    assert not model[2].inplace
