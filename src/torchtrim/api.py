@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from torchtrim import __version__
+from torchtrim.certify.calls import fit_calls, is_of_calls
 from torchtrim.certify.cured import cures_of, with_cures
 from torchtrim.certify.estimate import Estimate, memory_findings
 from torchtrim.certify.fit import Fit, Fitting, measured
@@ -272,20 +273,33 @@ def optimize_report(
     except InfeasibleBudget as error:
         assert fitting.original is not None
         return Result(_infeasible(workload, fitting.original, memory, memory_kind, error))
-    report = msgspec.structs.replace(
-        _report("optimize", workload, found.original),
-        planned=found.planned.figures() if found.planned else None,
-        budget_bytes=found.budget_bytes,
-        memory_kind=memory_kind,
-        plan=PlanSummary(techniques=found.plan.techniques, predicted=found.plan.predicted),
-        certificate=found.certificate,
-        notes=(*found.original.notes, *found.notes),
-    )
+    result = _fitted(workload, found, memory_kind)
     if cures and isinstance(workload, Script):
         fixed = Fixing(workload, request, progress).fix(found.original)
-        report = with_cures(report, cures_of(fixed, workload.project))
-    after = found.planned.profile if found.planned else None
-    return Result(report, found.original.profile, after, found.plan)
+        cured = with_cures(result.report, cures_of(fixed, workload.project))
+        result = result._replace(report=cured)
+    return result
+
+
+def optimize_calls_report(
+    script: Script,
+    memory: str | int | None,
+    request: Request,
+    *,
+    memory_kind: MemoryKind = "allocated",
+    progress: Progress = _silent,
+) -> Result:
+    """The loop for a script that only runs its models; without `memory` in as little as can be."""
+    fitting = Fitting(script, msgspec.structs.replace(request, infers=True), progress)
+    try:
+        found = fit_calls(fitting, script, memory, memory_kind)
+    except InfeasibleBudget as error:
+        assert fitting.original is not None
+        return Result(_infeasible(script, fitting.original, memory or 0, memory_kind, error))
+    result = _fitted(script, found, memory_kind)
+    if memory is None:
+        return result._replace(report=msgspec.structs.replace(result.report, budget_bytes=None))
+    return result
 
 
 def verify_report(
@@ -293,7 +307,8 @@ def verify_report(
 ) -> Result:
     """`verify` of a plan, with its figures. Raises `ApplyFailed` for a plan of another script."""
     check_script(plan, workload)
-    fitting = Fitting(workload, request, progress)
+    infers = is_of_calls(plan) and isinstance(workload, Script)
+    fitting = Fitting(workload, msgspec.structs.replace(request, infers=infers), progress)
     original = fitting.observe()
     planned = fitting.run_planned(plan)
     certificate = fitting.verify(original, plan, planned)
@@ -396,6 +411,20 @@ def _report(verb: str, workload: Workload, trial: Trial) -> Report:
         holders=holders(profile) if profile is not None else (),
         notes=trial.notes,
     )
+
+
+def _fitted(workload: Workload, found: Fit, memory_kind: MemoryKind) -> Result:
+    report = msgspec.structs.replace(
+        _report("optimize", workload, found.original),
+        planned=found.planned.figures() if found.planned else None,
+        budget_bytes=found.budget_bytes,
+        memory_kind=memory_kind,
+        plan=PlanSummary(techniques=found.plan.techniques, predicted=found.plan.predicted),
+        certificate=found.certificate,
+        notes=(*found.original.notes, *found.notes),
+    )
+    after = found.planned.profile if found.planned else None
+    return Result(report, found.original.profile, after, found.plan)
 
 
 def _infeasible(

@@ -27,7 +27,7 @@ OPTIONS = {
     "explain": ("--json",),
     "export": ("--perfetto", "--no-source"),
     "lint": ("--fix", "--unsafe-fixes", "--diff", "--select", "--format"),
-    "optimize": (*RUNS, *FITS, "--out", "--no-source", "--fix", "--unsafe-fixes"),
+    "optimize": (*RUNS, *FITS, "--out", "--no-source", "--mode", "--fix", "--unsafe-fixes"),
     "pack": ("--capacity", "--out", "--svg", "--alignment", "--seconds", "--json"),
     "plan": (*RUNS, *FITS, "--out", "--no-source", "--frontier"),
     "run": ("--module", "-m", "--plan"),

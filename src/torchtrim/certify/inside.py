@@ -31,6 +31,7 @@ from torchtrim.observe.places import line_of
 from torchtrim.observe.probes import Probes
 from torchtrim.observe.script import OUTCOME, STATUS, TASK
 from torchtrim.observe.sources import Sources
+from torchtrim.observe.stream_frames import StreamFrames
 from torchtrim.records.files import write_atomically
 
 SEED = 1_927_031
@@ -73,6 +74,8 @@ class Runner:
             folder=folder,
             done=self._done,
             progress=lambda text: _say(folder, text),
+            trains=not request.infers,
+            frames=StreamFrames(None) if request.infers else None,
         )
 
     def run(self) -> None:
@@ -98,7 +101,7 @@ class Runner:
                 crash = self._exited(exit_)
             except BaseException as error:
                 crash = crash_of(error)
-            if self._session.watcher.stepped and not self._written and crash is None:
+            if self._session.stepped and not self._written and crash is None:
                 with contextlib.suppress(Stop):
                     self._session.step_ends()
         return crash
@@ -111,8 +114,13 @@ class Runner:
         return dry_run(project, owned_only=False, batch_size=request.batch_size)
 
     def _emulate(self) -> None:
-        """Emulate a device: at once where that was asked for, else when the script asks for one."""
+        """Emulate a device: at once where that was asked for, else when the script asks for one.
+
+        Not where calls are planned: their graphs are those of a real device.
+        """
         device = self._task.request.device
+        if self._task.request.infers:
+            return
         if device is None and not torch.cuda.is_available():
             OnDemand(self._emulation, self._task.project).arm()
         elif device not in (None, "cpu", "cuda"):
@@ -153,7 +161,7 @@ class Runner:
                     line=line,
                 )
         session.finish()
-        trial.notes = tuple(sorted(self._emulation.notes))
+        trial.notes += tuple(sorted(self._emulation.notes))
         if (dry := current_dry()) is not None:
             trial.notes += dry.guesses.notes()
             trial.batch_size = dry.batch_size

@@ -91,6 +91,18 @@ def plan_for(
 ) -> Plan:
     """The plan that these options make."""
     name = type(model).__name__
+    return Plan(
+        torchtrim=__version__,
+        script=name,
+        fingerprint={name: fingerprint_of(model)},
+        budget_bytes=budget,
+        techniques=techniques_for((name,), options),
+        predicted=predicted or Prediction(peak_bytes=0, step_seconds=0.0),
+    )
+
+
+def techniques_for(where: tuple[str, ...], options: Options) -> tuple[Technique, ...]:
+    """What these options do to these roots."""
     wanted: dict[str, dict[str, Any]] = {"release": {"gradients": options.gradients_aside}}
     if options.in_place:
         wanted["in_place"] = {}
@@ -98,18 +110,9 @@ def plan_for(
         wanted["arena"] = {}
     if options.parts > 1:
         wanted["split_batch"] = {"parts": options.parts}
-    return Plan(
-        torchtrim=__version__,
-        script=name,
-        fingerprint={name: fingerprint_of(model)},
-        budget_bytes=budget,
-        techniques=tuple(
-            Technique(
-                name=each, where=(name,), options=given, equivalence=technique(each).equivalence
-            )
-            for each, given in wanted.items()
-        ),
-        predicted=predicted or Prediction(peak_bytes=0, step_seconds=0.0),
+    return tuple(
+        Technique(name=each, where=where, options=given, equivalence=technique(each).equivalence)
+        for each, given in wanted.items()
     )
 
 
@@ -142,14 +145,10 @@ def _tried(
         planned = Planned.of(model)
         args, kwargs = arguments_of(inputs)
         program = planned.program(*args, **kwargs)
-        notes = tuple(
-            f"{name} is planned module by module, since {reason}"
-            for name, reason in planned.notes.items()
-        )
     except BaseException:
         applied.revert()
         raise
-    return applied, program, notes
+    return applied, program, planned.reasons()
 
 
 def _verified(model: nn.Module, inputs: Any, plan: Plan, budget: int, progress: Progress) -> Fit:

@@ -157,10 +157,16 @@ def crash_error(trial: Trial, crash: Crash, output: str) -> Exception:
 
 
 def _no_step(trial: Trial) -> str:
+    if trial.request.infers:
+        return (
+            f"the script ended after {trial.forwards} calls of its models, and {trial.request.total} are "
+            "wanted of the first one. Let it run for more, or give --steps 1 --warmup 0."
+        )
     if not trial.forwards:
         return (
             "the script ended, and it never called a module with gradients on. torchtrim needs a loop "
-            "that trains; check that the script was given the arguments with which it does."
+            "that trains; check that the script was given the arguments with which it does. For one that "
+            "only runs a model: torchtrim optimize SCRIPT --mode inference."
         )
     if not trial.optimizer_steps:
         return (

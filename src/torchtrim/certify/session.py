@@ -21,6 +21,7 @@ from torchtrim.observe.modules import Modules
 from torchtrim.observe.places import Places
 from torchtrim.observe.recording import Recording
 from torchtrim.observe.storages import reachable_tensors
+from torchtrim.observe.stream_frames import StreamFrames
 from torchtrim.observe.watch import Listener, Watcher
 from torchtrim.records.files import write_atomically
 from torchtrim.records.profile import Profile, is_emulated
@@ -31,7 +32,10 @@ Progress = Callable[[str], None]
 
 
 class Session(Listener):
-    """Listens to a whole run. `done` is called once when all steps are there."""
+    """Listens to a whole run. `done` is called once when all steps are there.
+
+    With `frames` a step is over where these say that a frame is, and not where optimizers have stepped.
+    """
 
     def __init__(
         self,
@@ -42,12 +46,15 @@ class Session(Listener):
         done: Callable[[], None] = lambda: None,
         progress: Progress = lambda _: None,
         trains: bool = True,
+        frames: StreamFrames | None = None,
     ) -> None:
         self.trial = Trial(request=request, device=setting.device)
         self.modules = Modules()
         self.watcher = Watcher(self, trains=trains)
         self.refused: ApplyFailed | None = None
         self._setting = setting
+        self._frames = frames
+        self._frame_over = False
         self._done = done
         self._progress = progress
         self._places = Places(setting.project)
@@ -107,6 +114,7 @@ class Session(Listener):
         if not self._over:
             self._over = True
             self.abandon()
+            self._note_plans()
             if self.trial.profile is None:
                 self.trial.profile = self._fallback
             self.trial.forwards = self.watcher.forwards
@@ -114,12 +122,33 @@ class Session(Listener):
             self.trial.rss_bytes = rss_bytes()
         return self.trial
 
+    def _note_plans(self) -> None:
+        """What plans of the roots' calls say, where such are applied."""
+        if not self._frames or self.trial.request.plan is None:
+            return
+        from torchtrim.techniques.network.planned import Planned
+
+        known = [found for root in self.watcher.roots if (found := Planned.known(root)) is not None]
+        needed = [found.peak_bytes for found in known]
+        self.trial.call_bytes = max((n for n in needed if n is not None), default=None)
+        self.trial.notes += tuple(note for found in known for note in found.reasons())
+        self.trial.notes += tuple(
+            f"{type(root).__name__} is in training mode, and its calls run as they are: call eval() first"
+            for root in self.watcher.roots
+            if root.training
+        )
+
     def abandon(self) -> None:
         """Stop a recording or a watch without its result."""
         recording, self._recording = self._recording, None
         if recording is not None:
             recording.abandon()
         self._watching.stop()
+
+    @property
+    def stepped(self) -> bool:
+        """Whether a step is over that was not closed, since nothing came after it."""
+        return self._frame_over or self.watcher.stepped
 
     def partial(self) -> Recording | None:
         """The recording that runs."""
@@ -222,6 +251,9 @@ class Session(Listener):
         return not request.dry and len(self.trial.steps) != request.warmup
 
     def module_starts(self, module: nn.Module, args: Any, kwargs: Any, depth: int) -> None:
+        if self._frame_over and depth == 0:
+            self._frame_over = False
+            self.step_ends()
         if self._over:
             self._done()
         if (recording := self._recorded_or_none()) is not None:
@@ -232,6 +264,8 @@ class Session(Listener):
             recording.module_ends(module, output, depth)
         if depth == 0 and self._gathers():
             self._timed(self._evidence.module_ends, module, output, depth)
+        if self._frames is not None and self._frames.ends(module, depth):
+            self._frame_over = output is not None
 
     def backward_starts(self, tensors: tuple[torch.Tensor, ...]) -> None:
         if (recording := self._recorded_or_none()) is not None:

@@ -22,6 +22,7 @@ class Request(Struct, frozen=True, kw_only=True):
     `keep`: evidence whose values are wanted, as `"step/quantity:name"`, saved in a folder.
     `double`: run in float64. `dry`: nothing is computed, and what it would need is modelled.
     `batch_size`: what a script's loaders are to give in a dry run, if not what they would.
+    `infers`: the script only runs its models; a step is a call of the first of them.
     `texts`: what files, by absolute path, are run as instead. `probes`: expressions to look at.
     """
 
@@ -31,6 +32,7 @@ class Request(Struct, frozen=True, kw_only=True):
     keep: tuple[str, ...] = ()
     double: bool = False
     dry: bool = False
+    infers: bool = False
     batch_size: int | None = None
     device: str | None = None
     texts: dict[str, str] = {}
@@ -59,7 +61,8 @@ class Trial(Struct, kw_only=True):
     """What one run left. `profile` is of the recorded step, or of the one that failed.
 
     `notes` say what an emulated device did not do as a real one would, and what a dry run assumed.
-    `batch_size` is what a script's loaders gave in a dry run, None where none was seen.
+    `batch_size` is what a script's loaders gave in a dry run, None where none was seen. `call_bytes`: what
+    the plans of the models' calls say that a call needs, None where a part has none.
     """
 
     request: Request
@@ -75,6 +78,7 @@ class Trial(Struct, kw_only=True):
     rss_bytes: int | None = None
     notes: tuple[str, ...] = ()
     batch_size: int | None = None
+    call_bytes: int | None = None
     observed: tuple[Observed, ...] = ()
     crash: Crash | None = None
 

@@ -98,6 +98,20 @@ class Planned:
         """The plan for such a call, None where there is none; `notes` then say why."""
         return self._program(*leaves_of(args, kwargs))
 
+    @property
+    def peak_bytes(self) -> int | None:
+        """The most that a planned call needs; None where one has no plan."""
+        if not self._plans or any(plan is None for plan in self._plans.values()):
+            return None
+        return max(plan.peak_bytes for plan in self._plans.values() if plan is not None)
+
+    def reasons(self) -> tuple[str, ...]:
+        """What could not be planned as a whole, and why, in words."""
+        return tuple(
+            f"{name} is planned module by module, since {reason}"
+            for name, reason in self.notes.items()
+        )
+
     def _wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         return functools.partial(self._call, forward)
 
