@@ -1,6 +1,6 @@
 """Memory of the networks that OptNet published, planned and measured, beside eager and torch.compile.
 
-    python -m bench.optnet [NETWORK ...] [--batch N ...] [--parts N] [--compile] [--json] [--save]
+    python -m bench.optnet [NETWORK ...] [--batch N ...] [--parts N] [--compile] [--no-training] [--save]
 
 Each way runs in a process of its own. `outputs` and `workspace`: what the plan says that results take, and
 operators besides; of eager, what operators are seen to make. `off_by`: what was measured, over their sum.
@@ -8,6 +8,10 @@ operators besides; of eager, what operators are seen to make. `off_by`: what was
 `process`: how far the process's resident memory rose, kernels' own buffers (oneDNN's reordered copies,
 which the allocator does not see) included. `equal`: every bit of the results is eager's. OptNet's figures
 are those of its README for "outputs", batch 128, float, before and after.
+
+Training is one forward and backward at batch 64: `total` is what is alive at its peak, the batch left out, as
+the plan says and as measured; OptNet's are the totals of its README, before (Torch7, which frees nothing) and
+after. `saved_percent` is against the same: OptNet's before.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from torch import Tensor, nn
 import torchtrim
 from bench.machine import facts, save
 from torchtrim.certify.evidence import bytes_of
+from torchtrim.certify.training import step_of
 from torchtrim.observe.allocator import CpuAllocator
 from torchtrim.observe.recording import tensors_in
 from torchtrim.records.memory_table import MemoryTable
@@ -42,6 +47,14 @@ OPTNET = {
     "resnet-110": (1036, 32),
 }
 GOALS = {"alexnet": 90.2, "vgg-A": 1960, "googlenet": 490, "resnet-110": 24}
+TRAINING = {
+    "alexnet": (963, 816),
+    "vgg-A": (5433, 4228),
+    "googlenet": (6092, 4844),
+    "resnet-110": (664, 428),
+}
+TRAINING_BATCH = 64
+TRAINING_WAYS = ("train eager", "train planned")
 WAYS = ("eager", "release", "arena", "parts", "compile")
 MIB = 2**20
 TIMEOUT = 900
@@ -102,6 +115,54 @@ def child(network: str, batch: int, way: str, parts: int) -> dict[str, Any]:
         "seconds": round(seconds, 3),
         "planning_seconds": round(planning, 1),
         "digest": digest,
+    }
+
+
+def training_child(network: str, batch: int, way: str) -> dict[str, Any]:
+    """One way to train, measured here."""
+    torch.set_num_threads(1)
+    model, inputs = prepared(network, batch)
+    model.train()
+    begin = time.perf_counter()
+    if way == "train planned":
+        fitted = torchtrim.optimize_memory(model, inputs, "training", verify=False)
+        table = fitted.after
+    else:
+        table = torchtrim.count_memory(model, inputs, "training")
+    planning = time.perf_counter() - begin
+    step, allocator = step_of(model, inputs), CpuAllocator()
+    allocator.start()
+    begin = time.perf_counter()
+    step.step(0)
+    seconds = time.perf_counter() - begin
+    measured = allocator.stop().peak + table.parameters + table.buffers
+    return {
+        "way": way,
+        "total_mib": round(table.total / MIB, 1),
+        "measured_mib": round(measured / MIB, 1),
+        "off_by_percent": round(100 * (measured / table.total - 1), 2),
+        "seconds": round(seconds, 2),
+        "planning_seconds": round(planning, 1),
+        "digest": digest_of([*model.parameters(), *model.buffers()]),
+    }
+
+
+def measure_training(network: str) -> dict[str, Any]:
+    """Both ways to train a network, beside OptNet's figures."""
+    before, after = TRAINING[network]
+    ways = [in_child(network, TRAINING_BATCH, way, 1) for way in TRAINING_WAYS]
+    reference = ways[0].get("digest")
+    for one in ways:
+        digest = one.pop("digest", None)
+        one["equal"] = digest == reference if digest else None
+        if "measured_mib" in one:
+            one["saved_percent"] = round(100 * (1 - one["measured_mib"] / before), 1)
+    return {
+        "network": network,
+        "batch": TRAINING_BATCH,
+        "optnet_mib": {"before": before, "after": after},
+        "optnet_saved_percent": round(100 * (1 - after / before), 1),
+        "ways": ways,
     }
 
 
@@ -168,10 +229,14 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[128, 1])
     parser.add_argument("--parts", type=int, default=16)
     parser.add_argument("--compile", action="store_true", help="torch.compile too")
+    parser.add_argument("--no-training", action="store_true", help="only calls")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--save", action="store_true", help="keep it in bench/results")
-    parser.add_argument("--child", choices=WAYS, help=argparse.SUPPRESS)
+    parser.add_argument("--child", choices=(*WAYS, *TRAINING_WAYS), help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.child in TRAINING_WAYS:
+        print(json.dumps(training_child(options.networks[0], options.batch[0], options.child)))
+        return
     if options.child:
         print(
             json.dumps(child(options.networks[0], options.batch[0], options.child, options.parts))
@@ -188,10 +253,16 @@ def main() -> None:
             found.append(measure(network, batch, ways, options.parts))
             if not options.json:
                 show(found[-1])
+    training = []
+    for network in [] if options.no_training else options.networks or list(OPTNET):
+        training.append(measure_training(network))
+        if not options.json:
+            show_training(training[-1])
     if options.save:
-        save("optnet", {"networks": found})
+        save("optnet", {"networks": found, "training": training})
     if options.json:
-        print(json.dumps({"machine": facts(), "networks": found}, indent=1))
+        everything = {"machine": facts(), "networks": found, "training": training}
+        print(json.dumps(everything, indent=1))
 
 
 def show(one: dict[str, Any]) -> None:
@@ -200,6 +271,18 @@ def show(one: dict[str, Any]) -> None:
     print(
         f"{one['network']}, batch {one['batch']}: all results {one['made_mib']} MiB;",
         f"OptNet {optnet.get('before')} -> {optnet.get('after')}; goal {one.get('goal_mib')}",
+        flush=True,
+    )
+    for way in one["ways"]:
+        print("   ", " ".join(f"{key} {value}" for key, value in way.items()), flush=True)
+
+
+def show_training(one: dict[str, Any]) -> None:
+    """A line for each way to train."""
+    optnet = one["optnet_mib"]
+    print(
+        f"{one['network']}, training at batch {one['batch']}: OptNet {optnet['before']} ->",
+        f"{optnet['after']} MiB, {one['optnet_saved_percent']} % saved",
         flush=True,
     )
     for way in one["ways"]:

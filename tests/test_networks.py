@@ -147,3 +147,19 @@ def test_the_picture_is_drawn_and_saved(tmp_path: Path) -> None:
     assert picture.save(tmp_path / "net.dot").read_text() == picture.dot()
     with pytest.raises(torchtrim.UsageError, match=r"\.svg or \.dot"):
         picture.save(tmp_path / "net.png")
+
+
+def test_savings_by_batch_are_counted_and_drawn(tmp_path: Path) -> None:
+    model, inputs = net()
+    picture = torchtrim.saving_by_batch(model, inputs, batches=(1, 32))
+    assert [one.batch for one in picture.savings] == [1, 32]
+    small, large = picture.savings
+    assert small.share < large.share
+    assert large.before == torchtrim.count_memory(model, torch.zeros(32, 3, 12, 12))
+    ElementTree.fromstring(picture.svg())
+    assert picture.save(tmp_path / "saving.svg").read_text() == picture.svg()
+    assert type(model) is nn.Sequential
+    with pytest.raises(torchtrim.UsageError, match=r"end it in \.svg"):
+        picture.save(tmp_path / "saving.png")
+    with pytest.raises(torchtrim.UsageError, match="sizes of 1 or more"):
+        torchtrim.saving_by_batch(model, inputs, batches=(0, 4))

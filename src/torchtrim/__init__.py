@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torchtrim.networks import FittedMemory as FittedMemory
     from torchtrim.networks import count_memory as count_memory
     from torchtrim.networks import optimize_memory as optimize_memory
+    from torchtrim.networks import saving_by_batch as saving_by_batch
     from torchtrim.observe.emulated import emulate as emulate
     from torchtrim.observe.growth import measure_growth as measure_growth
     from torchtrim.observe.script import Script as Script
@@ -77,7 +78,12 @@ _HOMES = {
         "Unsupported",
         "UsageError",
     ),
-    "torchtrim.networks": ("FittedMemory", "count_memory", "optimize_memory"),
+    "torchtrim.networks": (
+        "FittedMemory",
+        "count_memory",
+        "optimize_memory",
+        "saving_by_batch",
+    ),
     "torchtrim.observe.emulated": ("emulate",),
     "torchtrim.observe.trace": ("diagnose_traces",),
     "torchtrim.observe.script": ("Script",),

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 
 from torchtrim.api import Fitted, Progress
 from torchtrim.certify.estimate import Estimate
-from torchtrim.certify.network import Optimized, Options, optimize, table_of
+from torchtrim.certify.network import Optimized, Options, optimize, table_of, tables_by_batch
 from torchtrim.certify.training import optimize_step, step_of, table_of_step
 from torchtrim.errors import Unsupported, UsageError
 from torchtrim.observe.count import arguments_of
 from torchtrim.records.memory_table import MemoryTable
 from torchtrim.report.network_graph import NetworkPicture
+from torchtrim.report.saving import Saving, SavingPicture
 from torchtrim.techniques.network.picture import graph_record
 from torchtrim.techniques.network.planned import Planned
 
@@ -109,6 +111,16 @@ def optimize_memory(
         )
     options = Options(inplace, reuse_buffers, remove_grad_params, split_batch)
     return FittedMemory(optimize(model, inputs, options, verify=verify, progress=progress))
+
+
+def saving_by_batch(
+    model: torch.nn.Module, inputs: Any, batches: Sequence[int] = (1, 4, 16, 64, 128)
+) -> SavingPicture:
+    """What `optimize_memory` would save of a call, by the size of the batch. Nothing is computed."""
+    if not batches or any(size < 1 for size in batches):
+        raise UsageError(f"batches={tuple(batches)}: give sizes of 1 or more.")
+    tables = tables_by_batch(model, inputs, Options(), batches)
+    return SavingPicture(type(model).__name__, [Saving(*one) for one in tables])
 
 
 def _checked(mode: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -12,7 +13,7 @@ from torchtrim.certify.runs import Progress
 from torchtrim.certify.trial import Request
 from torchtrim.errors import ApplyFailed, UsageError
 from torchtrim.observe.count import arguments_of, count_call, count_kept
-from torchtrim.observe.workload import Inference
+from torchtrim.observe.workload import Inference, batch_of
 from torchtrim.records.memory_table import MemoryTable
 from torchtrim.records.plan import Plan, Prediction, Technique
 from torchtrim.techniques.apply import Applied, apply_plan
@@ -68,6 +69,25 @@ def optimize(
         applied.revert()
         raise
     return Optimized(plan, before, after, program, applied, fit, notes)
+
+
+def tables_by_batch(
+    model: nn.Module, inputs: Any, options: Options, batches: Sequence[int]
+) -> list[tuple[int, MemoryTable, MemoryTable]]:
+    """`(size, as it is, planned)` for batches of these sizes; nothing is computed."""
+    check(model, options)
+    sized = {size: batch_of(inputs, size) for size in batches}
+    before = {size: table_of(model, given) for size, given in sized.items()}
+    applied = apply_plan(plan_for(model, options, 0), {type(model).__name__: model})
+    try:
+        planned = Planned.of(model)
+        programs = {
+            size: planned.program(*args, **kwargs)
+            for size, (args, kwargs) in ((n, arguments_of(given)) for n, given in sized.items())
+        }
+        return [(n, before[n], table_of(model, sized[n], programs[n])) for n in sized]
+    finally:
+        applied.revert()
 
 
 def check(model: nn.Module, options: Options) -> None:

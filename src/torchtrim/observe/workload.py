@@ -102,6 +102,20 @@ class Inference(_Batched):
                 self.model(inputs)
 
 
+def batch_of(inputs: Any, size: int) -> Any:
+    """The inputs with so many samples, of which nothing is known: memory that no one writes to."""
+    sizes = [tensor.shape[0] for tensor in tensors_in(inputs) if _has_samples(tensor)]
+    now = max(set(sizes), key=sizes.count, default=0)
+
+    def resize(tensor: torch.Tensor) -> torch.Tensor:
+        if not _has_samples(tensor) or tensor.shape[0] != now:
+            return tensor
+        make = torch.empty if tensor.is_floating_point() or tensor.is_complex() else torch.zeros
+        return make((size, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
+
+    return _each(inputs, resize)
+
+
 def _resized(tensor: torch.Tensor, dimension: int, length: int, wanted: int) -> torch.Tensor:
     strided = tensor.layout is torch.strided and not tensor.is_nested
     if not strided or tensor.dim() <= dimension or tensor.shape[dimension] != length:
