@@ -57,6 +57,7 @@ def page(path: Path) -> dict[str, Any]:
         "operators": len(profile.operators),
         "load_seconds": round(loaded, 2),
         "seconds": round(time.perf_counter() - begin, 2),
+        "cpu_seconds": round(time.process_time(), 2),
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "page_bytes": len(text.encode()),
         "says_what_was_dropped": ("more" in text and "dropped" in text) or "left out" in text,

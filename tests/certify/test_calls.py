@@ -30,7 +30,9 @@ def test_less_memory_as_foretold_and_every_bit_agrees(kind: str) -> None:
     assert report.plan is not None
     assert report.planned.peak_bytes < 0.8 * report.original.peak_bytes
     if kind == "plain":
-        assert report.plan.predicted.peak_bytes == pytest.approx(report.planned.peak_bytes, rel=0.05)
+        assert report.plan.predicted.peak_bytes == pytest.approx(
+            report.planned.peak_bytes, rel=0.05
+        )
     assert report.budget_bytes is None
 
 

@@ -13,7 +13,7 @@ from report import samples
 from torchtrim.api import Result
 from torchtrim.cli.main import main
 from torchtrim.cli.options import FORMATS
-from torchtrim.cli.output import show
+from torchtrim.cli.output import command_for, show
 
 REPORT = msgspec.structs.replace(samples.DIAGNOSE, project="/home/ana/segmenter")
 BEGINS = {
@@ -73,3 +73,10 @@ def test_json_and_another_format_contradict(
         main()
     assert ended.value.code == 2
     assert "--json is short for --format json" in capfd.readouterr().err
+
+
+def test_the_next_command_has_the_options_that_its_verb_takes() -> None:
+    options = {"module": False, "script": "train.py", "device": "cpu", "args": ("--x", "1")}
+    planned = command_for(options, "run", "--plan", "plan.toml")
+    assert planned.endswith("run train.py --plan plan.toml -- --x 1")
+    assert command_for(options, "plan").endswith("plan train.py --device cpu -- --x 1")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import msgspec
 
 from torchtrim.records import Certificate, Cure, Difference, Figures, Finding, Profile, Report
+from torchtrim.records.estimate import Estimated, Growth, ModuleBytes
+from torchtrim.records.fix import Cures, FixRecord
 from torchtrim.records.plan import Prediction, Technique
 from torchtrim.records.profile import Module, Operator, Place, Storage, TensorUse
-from torchtrim.records.report import FrontierPoint, Holder, PlanSummary
+from torchtrim.records.report import FrontierPoint, Holder, PlanSummary, Stream, Waiting, WaitSet
 
 MIB = 2**20
 SCRIPT = "/home/ana/segmenter/train.py"
@@ -228,8 +230,176 @@ UNDECIDED = msgspec.structs.replace(
     ),
 )
 
+STREAM = Report(
+    torchtrim="0.1.0",
+    torch="2.13.0",
+    verb="stream-check",
+    device="cpu",
+    script="/home/ana/segmenter/video.py",
+    steps=60,
+    findings=(
+        finding(
+            "TT501",
+            31,
+            "Records `session.frames` grows by 1 entries and 2.09 KiB a frame",
+            price_bytes=2138,
+            cure=Cure(kind="advice", reason='`bound_caches(model, {"frames": window(n)})`'),
+        ),
+    ),
+    notes=("a frame is a call of Tracker; 60 frames",),
+    stream=Stream(
+        frame="a call of Tracker",
+        frames=60,
+        first=24,
+        growth_bytes=3193,
+        process_growth_bytes=-4096,
+        frame_seconds=0.047,
+        max_growth_bytes=1024,
+    ),
+)
+
+BOUNDED = msgspec.structs.replace(
+    STREAM,
+    verb="verify",
+    findings=(),
+    certificate=BITWISE,
+    stream=msgspec.structs.replace(
+        STREAM.stream,
+        growth_bytes=0,
+        max_growth_bytes=None,
+        bounded=("tracker.memory",),
+        unbounded_growth_bytes=3193,
+        unbounded_frame_seconds=0.061,
+    ),
+)
+
+CURED = msgspec.structs.replace(
+    DIAGNOSE,
+    verb="optimize",
+    certificate=BITWISE,
+    cures=Cures(
+        fixes=(
+            FixRecord(
+                cure="masked_fill",
+                path=MODEL,
+                line=43,
+                state="made",
+                equivalence="BITWISE",
+                waits_before=3,
+                waits_after=0,
+                diff=DIFF,
+            ),
+            FixRecord(
+                cure="distinct_count",
+                path=SCRIPT,
+                line=97,
+                state="refused",
+                equivalence="ROUNDING",
+                waits_before=1,
+                reason="no run has shown that `labels` is a tensor of integers",
+            ),
+            FixRecord(
+                cure="masked_sum",
+                path=SCRIPT,
+                line=99,
+                state="taken back",
+                equivalence="ROUNDING",
+                waits_before=1,
+                waits_after=0,
+                reason="the device alone is busy for 12.4 ms with the cures, and the step took 11.9 ms",
+            ),
+        ),
+        waits_before=4,
+        waits_after=1,
+        diff=DIFF,
+        certificate=BITWISE,
+    ),
+    waiting=Waiting(
+        device="a10g",
+        source="modelled",
+        step_ms=11.9,
+        device_busy_ms=6.5,
+        bound="waits",
+        all_saves_ms=1.52,
+        sets=(WaitSet(findings=(3,), saves_ms=1.5),),
+    ),
+)
+
+ESTIMATE = msgspec.structs.replace(
+    DIAGNOSE,
+    verb="estimate",
+    findings=(),
+    budget_bytes=1024 * MIB,
+    estimated=Estimated(
+        parameter_bytes=22 * MIB,
+        gradient_bytes=23 * MIB,
+        optimizer_bytes=44 * MIB,
+        modules=(
+            ModuleBytes(path="model.encoder", bytes=301 * MIB),
+            ModuleBytes(path="", bytes=20 * MIB),
+        ),
+        recomputed_bytes=199 * MIB,
+        recomputed=("model.encoder.layers.0", "model.encoder.layers.1"),
+        growth=(
+            Growth(
+                what="batch",
+                budget_bytes=1024 * MIB,
+                now=8,
+                largest=21,
+                peak_bytes=1011 * MIB,
+                next_bytes=1061 * MIB,
+            ),
+        ),
+    ),
+)
+
 HOSTILE_REPORT = msgspec.structs.replace(
     OPTIMIZE,
+    stream=Stream(
+        frame=HOSTILE,
+        frames=9,
+        first=3,
+        growth_bytes=1,
+        process_growth_bytes=1,
+        frame_seconds=0.1,
+        bounded=(HOSTILE, HOSTILE),
+    ),
+    cures=Cures(
+        fixes=(
+            FixRecord(
+                cure=HOSTILE,
+                path=HOSTILE,
+                line=1,
+                state="refused",
+                equivalence="BITWISE",
+                diff=HOSTILE * 9,
+                reason=f"`{HOSTILE}`",
+            ),
+        ),
+        waits_before=1,
+        waits_after=1,
+        diff=HOSTILE * 9,
+    ),
+    estimated=Estimated(
+        parameter_bytes=1,
+        gradient_bytes=1,
+        optimizer_bytes=1,
+        modules=(ModuleBytes(path=HOSTILE, bytes=1),),
+        recomputed_bytes=1,
+        recomputed=(HOSTILE,),
+        growth=(
+            Growth(
+                what="batch",
+                budget_bytes=1,
+                now=1,
+                largest=1,
+                peak_bytes=1,
+                next_bytes=None,
+                limited_by=HOSTILE,
+            ),
+        ),
+    ),
+    waiting=msgspec.structs.replace(CURED.waiting, device=HOSTILE, bound=HOSTILE),
     script=HOSTILE + "/train.py",
     device=HOSTILE,
     findings=tuple(
@@ -264,6 +434,10 @@ ALL = {
     "verify": VERIFY,
     "not equal": NOT_EQUAL,
     "undecided": UNDECIDED,
+    "stream": STREAM,
+    "bounded stream": BOUNDED,
+    "cured": CURED,
+    "estimate": ESTIMATE,
     "hostile": HOSTILE_REPORT,
 }
 

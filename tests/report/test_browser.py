@@ -10,7 +10,9 @@ import pytest
 
 from report import samples
 from report.browser import Tab, browser, opened
-from torchtrim.api import diagnose_report
+from torchtrim.api import Result, diagnose_report
+from torchtrim.certify.stream_reports import check_report
+from torchtrim.certify.streams import StreamRequest
 from torchtrim.certify.trial import Request
 from torchtrim.cli.output import write_files
 from torchtrim.observe.script import Script
@@ -27,6 +29,13 @@ SMALL = {
 NOT_TRAINED = {"endless_video"}
 DEVICES = ("emulated", "cpu")
 MEASURED = ("time", "memory", "holders", "timeline-section", "operators", "machine")
+PARTS = {
+    "stream": ("stream", "findings", "notes", "machine"),
+    "bounded stream": ("stream", "certificate", "notes", "machine"),
+    "cured": (*MEASURED, "cures", "findings", "certificate"),
+    "estimate": (*MEASURED, "estimate"),
+    "plan": (*MEASURED, "plan", "frontier"),
+}
 WHOLE = (*MEASURED, "findings", "plan", "certificate", "notes")
 LOOKS = [(width, dark) for width in (360, 1440) for dark in (False, True)]
 
@@ -60,9 +69,10 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def write(folder: Path, name: str) -> Path:
     report = samples.ALL[name]
+    before = samples.profile(412) if report.original else None
     planned = samples.profile(236) if report.planned else None
     path = folder / "report.html"
-    path.write_text(html.render(report, samples.profile(412), planned), encoding="utf-8")
+    path.write_text(html.render(report, before, planned), encoding="utf-8")
     return path
 
 
@@ -76,7 +86,8 @@ def check(tab: Tab, page: Path, width: int, dark: bool, sections: tuple[str, ...
     paper = tab.evaluate("getComputedStyle(document.body).backgroundColor")
     light = sum(int(part) for part in paper.strip("rgb()").split(",")) / 3 > 127
     assert light is not dark
-    assert tab.evaluate("document.querySelector('#timeline canvas').width") > 0
+    if "timeline-section" in sections:
+        assert tab.evaluate("document.querySelector('#timeline canvas').width") > 0
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -88,13 +99,29 @@ def test_the_page_of_an_example(tmp_path: Path, tab: Tab, name: str, device: str
         check(tab, page, width, dark, MEASURED)
 
 
+def test_the_page_of_the_example_that_streams(tmp_path: Path, tab: Tab) -> None:
+    pytest.importorskip("transformers")
+    script = Script(str(EXAMPLES / "endless_video.py"), device="cpu")
+    watched = check_report(script, StreamRequest(8, None), 1024, lambda _: None)
+    page = write_files(Result(*watched), tmp_path)["page"]
+    for width, dark in LOOKS:
+        check(tab, page, width, dark, ("stream", "notes", "machine"))
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_the_sections_that_not_every_page_has(tmp_path: Path, tab: Tab, name: str) -> None:
+    page = write(tmp_path, name)
+    for width, dark in LOOKS:
+        check(tab, page, width, dark, PARTS[name])
+
+
 @pytest.mark.parametrize(("width", "dark"), LOOKS)
 def test_a_page_with_every_section(sample: Path, tab: Tab, width: int, dark: bool) -> None:
     check(tab, sample, width, dark, WHOLE)
 
 
 def test_a_hostile_page_runs_nothing(tmp_path: Path, tab: Tab) -> None:
-    check(tab, write(tmp_path, "hostile"), 360, True, MEASURED)
+    check(tab, write(tmp_path, "hostile"), 360, True, (*WHOLE, "cures", "stream", "estimate"))
 
 
 def test_the_page_reads_without_script(sample: Path, tab: Tab) -> None:

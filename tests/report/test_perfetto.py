@@ -1,4 +1,6 @@
+import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -15,6 +17,8 @@ from torchtrim.report import perfetto
 from torchtrim.rules.prices import priced
 from torchtrim.rules.registry import diagnose
 
+METADATA = {"process_name", "process_sort_index", "thread_name", "thread_sort_index"}
+TICK = 2e-3
 REQUIRED = {"X": {"ts", "dur", "tid"}, "C": {"ts", "args"}, "i": {"ts", "s"}, "M": {"args"}}
 
 
@@ -31,6 +35,19 @@ def waits() -> Profile:
         read = step.op("aten::_local_scalar_dense", made, line=4)
     step.sync("item", read)
     step.wait(0.01)
+    return step.profile()
+
+
+def many() -> Profile:
+    """Modules in modules, reads in backward, and a name that JSON must escape."""
+    step = Step("emulated")
+    weight = step.alive("parameter", 4 * 2**20)
+    with step.module("net", "Net"):
+        for number in range(40):
+            with step.module(f'net."{number}\x07', "Block"):
+                made = step.op("aten::mul", weight, makes=2**20, line=number)
+                if number % 3 == 0:
+                    step.sync("item", step.op("aten::_local_scalar_dense", made, phase="backward"))
     return step.profile()
 
 
@@ -51,18 +68,105 @@ def test_every_event_has_what_the_format_asks_for(profile: Profile) -> None:
     assert peak == profile.tracked_peak_bytes
 
 
-def test_slices_of_a_track_lie_in_each_other() -> None:
-    tracks: dict[tuple[int, int], list[tuple[float, float]]] = {}
-    for event in of(exported(training_step()), "X"):
-        start = event["ts"]
-        tracks.setdefault((event["pid"], event["tid"]), []).append((start, start + event["dur"]))
-    for spans in tracks.values():
-        open_until: list[float] = []
-        for start, end in sorted(spans, key=lambda span: (span[0], -span[1])):
-            while open_until and open_until[-1] <= start + 1e-3:
-                open_until.pop()
-            assert not open_until or end <= open_until[-1] + 1e-3
-            open_until.append(end)
+def strict(text: bytes) -> dict:
+    """JSON as its grammar has it: one document, no NaN or Infinity, no key twice."""
+
+    def refused(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    def once(pairs: list[tuple[str, object]]) -> dict:
+        assert len({key for key, _ in pairs}) == len(pairs)
+        return dict(pairs)
+
+    return json.loads(text, parse_constant=refused, object_pairs_hook=once)
+
+
+def accepted(trace: dict) -> None:
+    """What the Trace Event Format demands of a document's events.
+
+    https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+    """
+    tracks: dict[tuple[int, int], list[dict]] = {}
+    latest: dict[tuple[int, int], float] = {}
+    begun: dict[tuple[int, int], list[str]] = {}
+    flows: dict[object, list[str]] = {}
+    for event in trace["traceEvents"]:
+        ph, track = event["ph"], (event["pid"], event.get("tid", 0))
+        assert type(event["name"]) is str
+        assert all(type(one) is int for one in track)
+        if ph == "M":
+            assert event["name"] in METADATA
+            continue
+        assert type(event["ts"]) in (int, float)
+        assert event["ts"] >= 0
+        if ph in "BE":
+            stack = begun.setdefault(track, [])
+            assert latest.get(track, 0) <= event["ts"]
+            latest[track] = event["ts"]
+            stack.append(event["name"]) if ph == "B" else stack.pop()
+        elif ph == "X":
+            assert event["dur"] >= 0
+            tracks.setdefault(track, []).append(event)
+        elif ph in "stf":
+            flows.setdefault(event["id"], []).append(ph)
+        elif ph == "C":
+            assert event["args"]
+            assert all(type(value) in (int, float) for value in event["args"].values())
+            assert latest.get(track, 0) <= event["ts"]
+            latest[track] = event["ts"]
+        else:
+            assert ph == "i"
+            assert event["s"] in "gpt"
+    assert not any(begun.values())
+    assert all(ends[0] == "s" and ends[-1] == "f" for ends in flows.values())
+    for events in tracks.values():
+        in_order(events)
+
+
+def in_order(events: list[dict]) -> None:
+    """Slices of a track begin one after the other, and lie in each other or apart."""
+    starts = [(event["ts"], event["cat"]) for event in events]
+    if events[0]["cat"] != "module":
+        assert starts == sorted(starts)
+    open_until: list[float] = []
+    for event in sorted(events, key=lambda one: (one["ts"], -one["dur"])):
+        start, end = event["ts"], event["ts"] + event["dur"]
+        while open_until and open_until[-1] <= start + TICK:
+            open_until.pop()
+        assert not open_until or end <= open_until[-1] + TICK
+        open_until.append(end)
+
+
+@pytest.mark.parametrize("make", [training_step, waits, lambda: samples.profile(412), many])
+def test_the_document_is_strict_json_of_the_trace_event_format(make: Callable) -> None:
+    profile = make()
+    findings, waiting = priced(profile, diagnose(profile))
+    text = perfetto.render(profile, findings, waiting)
+    accepted(strict(text))
+    assert strict(text) == msgspec.json.decode(text)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"ph": "X", "ts": 1.0, "dur": -1.0, "cat": "cpu_op"},
+        {"ph": "X", "ts": -1.0, "dur": 1.0, "cat": "cpu_op"},
+        {"ph": "B", "ts": 1.0},
+        {"ph": "C", "ts": 1.0, "args": {"bytes": "9"}},
+        {"ph": "i", "ts": 1.0, "s": "x"},
+        {"ph": "s", "ts": 1.0, "id": 7},
+        {"ph": "M"},
+    ],
+)
+def test_what_the_format_does_not_have_is_told(wrong: dict) -> None:
+    with pytest.raises(AssertionError):
+        accepted({"traceEvents": [{"name": "one", "pid": 1, "tid": 1, **wrong}]})
+
+
+def test_two_slices_that_cross_are_told() -> None:
+    about = {"name": "one", "ph": "X", "pid": 1, "tid": 1, "cat": "cpu_op"}
+    with pytest.raises(AssertionError):
+        accepted({"traceEvents": [{**about, "ts": 0, "dur": 5}, {**about, "ts": 3, "dur": 5}]})
 
 
 def test_our_own_reader_reads_it(tmp_path: Path) -> None:

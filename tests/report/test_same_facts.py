@@ -5,7 +5,7 @@ from __future__ import annotations
 import html as markup
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
@@ -14,7 +14,7 @@ from rich.console import Console
 from report import samples
 from report.test_html import Page
 from torchtrim.records import Report
-from torchtrim.report import cell, facts, html, json, markdown, terminal
+from torchtrim.report import cell, facts, github, html, json, markdown, sarif, terminal
 from torchtrim.units import format_bytes
 
 
@@ -63,7 +63,30 @@ def said(report: Report) -> list[str]:
         lines += [facts.where_of(one).partition(":")[0] for one in report.plan.techniques]
     if report.certificate:
         lines += [report.certificate.verdict, str(report.certificate.compared[0])]
-    return lines
+    return [*lines, *newer(report)]
+
+
+def newer(report: Report) -> list[str]:
+    """What every form must say of cures, estimates, waits and streams."""
+    told = [*facts.estimate_lines(report)]
+    told += [line.partition(", device busy")[0] for line in facts.waiting_lines(report)]
+    if report.cures:
+        told.append(facts.cure_lines(report)[0])
+        told += [f"{fix.state}: {fix.cure} at " for fix in report.cures.fixes]
+    stream = report.stream
+    if stream is not None:
+        told.append(f"{format_bytes(stream.growth_bytes)} a frame")
+        if stream.unbounded_growth_bytes is not None:
+            told.append(f"{format_bytes(stream.unbounded_growth_bytes)} without bounds")
+    return told
+
+
+@pytest.mark.parametrize("form", ["page", "markdown", "notebook"])
+def test_why_a_cure_was_not_worth_it_is_told_in_full(form: str) -> None:
+    text = plain(FORMS[form](samples.CURED))
+    told = [fix.reason for fix in samples.CURED.cures.fixes if fix.reason]
+    assert len(told) == 2
+    assert [reason for reason in told if plain(reason).strip() not in text] == []
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -79,12 +102,65 @@ def test_json_has_the_figures_behind_the_words(name: str) -> None:
     report = REPORTS[name]
     data = msgspec.json.decode(json.render(report))
     assert msgspec.convert(data, Report) == report
+    if report.cures:
+        assert data["cures"]["waits_after"] == report.cures.waits_after
+        assert f"{data['cures']['waits_before']} -> {data['cures']['waits_after']}" in str(
+            facts.headline(report).parts
+        )
+    if report.stream:
+        assert format_bytes(data["stream"]["growth_bytes"]) in str(facts.headline(report).parts)
     if report.original and report.memory_kind == "allocated":
         peak = format_bytes(data["original"]["peak_bytes"])
-        assert peak in facts.headline(report).parts[0]
+        assert peak in " ".join(facts.headline(report).parts)
 
 
-@pytest.mark.parametrize("form", FORMS)
+def strings(value: object) -> Iterator[str]:
+    """Every string in a decoded document, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from strings([*value, *value.values()])
+    elif isinstance(value, list):
+        for one in value:
+            yield from strings(one)
+
+
+def as_sarif(report: Report) -> str:
+    document = msgspec.json.decode(sarif.render(report, root="", line_text=lambda *_: ""))
+    return "".join(strings(document))
+
+
+INERT = {**FORMS, "github": github.render, "sarif": as_sarif}
+
+
+@pytest.mark.parametrize("form", INERT)
 def test_hostile_names_are_inert_in_every_form(form: str) -> None:
-    text = FORMS[form](samples.HOSTILE_REPORT)
+    text = INERT[form](samples.HOSTILE_REPORT)
     assert not set(text) & {"\x1b", "\u202e", "\u200f", "\r"}
+
+
+def test_a_hostile_name_starts_no_command_of_github() -> None:
+    poison = "a%0A\n::error::owned\r\n::set-output name=x::y"
+    report = msgspec.structs.replace(
+        samples.HOSTILE_REPORT,
+        findings=(samples.finding("TT201", 1, poison, path=poison),),
+        certificate=msgspec.structs.replace(samples.NOT_EQUAL.certificate, reason=poison),
+    )
+    lines = github.render(report).splitlines()
+    assert len(lines) == 2
+    assert all(re.match(r"::(error|warning|notice)[ :]", line) for line in lines)
+
+
+def test_the_raw_page_escapes_what_is_hostile() -> None:
+    page = html.render(samples.HOSTILE_REPORT, samples.profile(412, name=samples.HOSTILE), None)
+    assert "<script>alert" not in page
+    for section in ("stream", "estimate", "cures"):
+        assert f'id="{section}"' in page
+
+
+def test_one_more_that_is_barely_too_many_says_by_how_much() -> None:
+    (growth,) = samples.ESTIMATE.estimated.growth
+    near = msgspec.structs.replace(growth, next_bytes=growth.budget_bytes + samples.MIB)
+    estimated = msgspec.structs.replace(samples.ESTIMATE.estimated, growth=(near,))
+    report = msgspec.structs.replace(samples.ESTIMATE, estimated=estimated)
+    assert "22 needs 1.00 MiB more" in facts.estimate_lines(report)[-1]

@@ -175,6 +175,21 @@ def test_a_path_keeps_its_end() -> None:
     assert max(map(len, text.splitlines())) <= 80
 
 
+def test_a_place_keeps_the_name_of_its_file() -> None:
+    named = msgspec.structs.replace(
+        samples.FINDINGS[0], path="/home/ana/segmenter/models/segmentation.py"
+    )
+    text = printed(msgspec.structs.replace(samples.OPTIMIZE, findings=(named,)))
+    assert "  segmentation.py:43  " in text
+
+
+def test_nothing_to_cure_is_said_only_where_cures_were_all_that_was_asked_for() -> None:
+    nothing = msgspec.structs.replace(samples.CURED.cures, fixes=(), waits_before=0, diff="")
+    cured = msgspec.structs.replace(samples.CURED, cures=nothing)
+    assert "none: no wait of the script's own source" in printed(cured)
+    assert "none: no wait" not in printed(msgspec.structs.replace(cured, plan=samples.PLAN))
+
+
 def test_wide_characters_are_measured_in_cells() -> None:
     finding = msgspec.structs.replace(samples.FINDINGS[0], path="/模型/" * 30, message="注意" * 60)
     report = msgspec.structs.replace(samples.OPTIMIZE, findings=(finding,))

@@ -59,12 +59,12 @@ def test_fewer_activations_are_kept() -> None:
     model, kept = ConvNet(), []
     TECHNIQUE.apply({"ConvNet": model}, planned(*(f"ConvNet.blocks.{i}" for i in range(4))))
     with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: kept.append(t.nbytes) or t, lambda t: t
+        lambda t: kept.append(t.nbytes) or t.detach(), lambda t: t
     ):
         squared(model, images())
     plain, all_kept = ConvNet(), []
     with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: all_kept.append(t.nbytes) or t, lambda t: t
+        lambda t: all_kept.append(t.nbytes) or t.detach(), lambda t: t
     ):
         squared(plain, images())
     assert sum(kept) < 0.75 * sum(all_kept)

@@ -116,12 +116,12 @@ def own_command(*words: str) -> str:
 
 
 def command_for(options: dict[str, Any], verb: str, *more: str) -> str:
-    """A command on the same script."""
+    """A command on the same script. `run` takes no device: it runs the script as python would."""
     words = [*_own_name(), verb]
     if options["module"]:
         words.append("-m")
     words += [options["script"], *more]
-    if options.get("device"):
+    if options.get("device") and verb != "run":
         words += ["--device", options["device"]]
     if options["args"]:
         words += ["--", *options["args"]]

@@ -108,7 +108,7 @@ def _report(report: Report) -> Iterable[Markup]:
     yield _lines(head.parts)
     heads, rows = figure_rows(report)
     yield _table(["", *heads], [[row.name, *row.cells] for row in rows])
-    yield _findings(report.findings)
+    yield _findings(report.findings, facts.home(report))
     techniques = report.plan.techniques if report.plan else ()
     proof = facts.certificate_lines(report.certificate) if report.certificate else []
     told = [
@@ -121,11 +121,11 @@ def _report(report: Report) -> Iterable[Markup]:
     yield _lines([*told, *report.notes])
 
 
-def _findings(findings: Sequence[Finding]) -> Markup:
+def _findings(findings: Sequence[Finding], home: str = "") -> Markup:
     rows = [
         [
             finding.code,
-            facts.place(finding.path, finding.line),
+            facts.place(finding.path, finding.line, home),
             facts.price(finding),
             finding.message,
             finding.cure.reason if finding.cure else "",

@@ -113,9 +113,7 @@ def _figure(change: Change, width: int) -> Text:
 def _finding(comparison: Comparison, found: FindingChange, width: int) -> Text:
     finding = found.finding
     side = comparison.before if found.change == "gone" else comparison.after
-    path = finding.path.replace("\\", "/")
-    path = path.removeprefix(f"{side.project}/") if side.project else path
-    where = facts.place(path, finding.line, side.script)
+    where = facts.place(finding.path, finding.line, facts.home(side))
     line = Text(f"{_MARKS[found.change]} {clean(finding.code):<6} ")
     line.append(keep_right(clean(where), width // 3) + "  ", "cyan")
     cost = price_change(found)

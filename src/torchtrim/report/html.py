@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torchtrim.units import format_bytes, format_seconds
 _HERE = Path(__file__).parent
 _MOST_BYTES = 450_000
 _MOST_CHARACTERS = 400
+_CODE = re.compile(r"`([^`]+)`")
 
 
 def render(
@@ -55,6 +57,7 @@ def _environment() -> Environment:
         finalize=_harmless,
     )
     environment.filters["typeset"] = _typeset
+    environment.filters["marked"] = _marked
     script = (_HERE / "page.js").read_text(encoding="utf-8")
     environment.globals.update(
         script=Markup(script),
@@ -76,6 +79,15 @@ def _harmless(value: Any) -> Any:
         return value
     text = clean(value[:_MOST_CHARACTERS])
     return text + "..." if len(value) > _MOST_CHARACTERS else text
+
+
+def _marked(text: str) -> Markup:
+    """Text with what stands between backticks as code."""
+    parts = enumerate(_CODE.split(_harmless(text)))
+    return Markup().join(
+        Markup("<code>{}</code>").format(part) if at % 2 else Markup("{}").format(part)
+        for at, part in parts
+    )
 
 
 def _typeset(text: str) -> str:

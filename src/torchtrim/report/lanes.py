@@ -2,32 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat, starmap
+from typing import overload
+
+from msgspec import Struct
 
 from torchtrim.memory.timeline import timeline
 from torchtrim.records import Profile
 from torchtrim.records.finding import Source
-from torchtrim.records.profile import Sync, is_emulated
+from torchtrim.records.profile import is_emulated
 from torchtrim.records.report import Waiting
 from torchtrim.sync.model.devices import DEVICES, Device
+from torchtrim.sync.model.modelled import one_stream
 from torchtrim.sync.model.roofline import estimate
 
 _RACES = "async-"
-_BACK = 5e-6
-_GAP = 1.5e-6
+_US = 1e6
 _DEEPEST = 5
 _COLUMNS = 1200
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Span:
+class Span(Struct, frozen=True, gc=False):
     """From `start` on for `seconds`. `index` is an operator's, or a module's; -1 for neither."""
 
     start: float
     seconds: float
     index: int
     name: str = ""
+
+
+class Spans(Sequence[Span]):
+    """Spans as columns: a million of them as objects would take ten times the memory.
+
+    Without `indices` they are numbered; without `names` they have none.
+    """
+
+    def __init__(
+        self,
+        starts: array[float],
+        seconds: array[float],
+        indices: Sequence[int] | None = None,
+        names: Sequence[str] | None = None,
+    ) -> None:
+        self._starts, self._seconds = starts, seconds
+        self._indices = range(len(starts)) if indices is None else indices
+        self._names = names
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    @overload
+    def __getitem__(self, at: int) -> Span: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Span]: ...
+    def __getitem__(self, at: int | slice) -> Span | Sequence[Span]:
+        if isinstance(at, slice):
+            return [self[i] for i in range(*at.indices(len(self)))]
+        name = "" if self._names is None else self._names[at]
+        return Span(self._starts[at], self._seconds[at], self._indices[at], name)
+
+    def __iter__(self) -> Iterator[Span]:
+        names = repeat("", len(self)) if self._names is None else self._names
+        columns = zip(self._starts, self._seconds, self._indices, names, strict=True)
+        return starmap(Span, columns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,16 +90,31 @@ class Lanes:
 
 def lanes(waiting: Waiting | None, profile: Profile) -> Lanes:
     """The step as it was recorded, or, where its waits were modelled for a GPU, as that would run it."""
+    highest = _highest(profile)
     name = waiting.device if waiting else ""
-    if is_emulated(profile.device) and name in DEVICES:
-        return _modelled(profile, DEVICES[name])
-    return _measured(profile)
+    device = DEVICES.get(name) if is_emulated(profile.device) else None
+    host, work, waits = _measured(profile) if device is None else _modelled(profile, device)
+    ends = (span.start + span.seconds for lane in (host, work, waits) for span in lane)
+    return Lanes(
+        source="measured" if device is None else "modelled",
+        device_name="" if device is None else device.name,
+        seconds=max(ends, default=0.0),
+        host=host,
+        device=work,
+        modules=_modules(profile, host),
+        waits=waits,
+        memory=[(host[i].start, size, i) for i, size in highest],
+    )
 
 
-def _measured(profile: Profile) -> Lanes:
-    host = [
-        Span(start=op.start, seconds=op.seconds, index=i) for i, op in enumerate(profile.operators)
-    ]
+_HostDeviceWaits = tuple[Sequence[Span], Sequence[Span], Sequence[Span]]
+
+
+def _measured(profile: Profile) -> _HostDeviceWaits:
+    host = Spans(
+        array("d", (op.start for op in profile.operators)),
+        array("d", (op.seconds for op in profile.operators)),
+    )
     waits = [Span(start=w.start, seconds=w.seconds, index=-1, name="loader") for w in profile.waits]
     waits += [
         Span(start=at.start, seconds=at.seconds, index=at.index, name=sync.row)
@@ -67,63 +122,33 @@ def _measured(profile: Profile) -> Lanes:
         if sync.operator >= 0 and not sync.row.startswith(_RACES)
         for at in (host[sync.operator],)
     ]
-    return _lanes(profile, "measured", "", host, [], sorted(waits, key=lambda span: span.start))
+    return host, [], sorted(waits, key=lambda span: span.start)
 
 
-def _modelled(profile: Profile, device: Device) -> Lanes:
-    """The model of `sync.modelled`, which tells how long, with when."""
+def _modelled(profile: Profile, device: Device) -> _HostDeviceWaits:
+    """As the waits were priced: one thread gives out the operators, one stream runs them."""
     times = estimate(profile, device)
-    waiting = _after(profile)
-    host: list[Span] = []
-    work: list[Span] = []
-    waits: list[Span] = []
-    now = free = 0.0
-    for i, (busy, cost) in enumerate(zip(times.device_seconds, times.host_seconds, strict=True)):
-        host.append(Span(start=now, seconds=cost, index=i))
-        if busy:
-            start = max(now + device.launch, free + _GAP if work else 0.0)
-            work.append(Span(start=start, seconds=busy, index=i))
-            free = start + busy
-        now += cost
-        for sync in waiting.get(i, ()):
-            until = max(now, free + _BACK) if work else now
-            waits.append(Span(start=now, seconds=until - now, index=i, name=sync.row))
-            now = until
-    return _lanes(profile, "modelled", device.name, host, work, waits)
-
-
-def _after(profile: Profile) -> dict[int, list[Sync]]:
-    found: dict[int, list[Sync]] = {}
-    first: dict[str, int] = {}
-    for i, op in enumerate(profile.operators):
-        first.setdefault(op.phase, i)
-    before = -1
-    for sync in profile.syncs:
-        if not sync.row.startswith(_RACES):
-            before = sync.operator if sync.operator >= 0 else max(before, first.get(sync.phase, 0))
-            found.setdefault(before, []).append(sync)
-    return found
-
-
-def _lanes(
-    profile: Profile,
-    source: Source,
-    device_name: str,
-    host: Sequence[Span],
-    device: Sequence[Span],
-    waits: Sequence[Span],
-) -> Lanes:
-    ends = (span.start + span.seconds for lane in (host, device, waits) for span in lane)
-    return Lanes(
-        source=source,
-        device_name=device_name,
-        seconds=max(ends, default=0.0),
-        host=host,
-        device=device,
-        modules=_modules(profile, host),
-        waits=waits,
-        memory=_memory(profile, host),
+    program = one_stream(profile, device, times, range(len(profile.syncs)))
+    moments = program.moments()
+    host = Spans(_seconds(moments.host), array("d", times.host_seconds))
+    launched = array("q", (i for i, busy in enumerate(times.device_seconds) if busy))
+    work = Spans(
+        _seconds(moments.device[i] for i in launched),
+        array("d", (times.device_seconds[i] for i in launched)),
+        launched,
     )
+    lasted = (until - at for at, until in zip(moments.waits, moments.until, strict=True))
+    waits = Spans(
+        _seconds(moments.waits),
+        _seconds(lasted),
+        program.after,
+        [profile.syncs[number].row for number in program.sites],
+    )
+    return host, work, waits
+
+
+def _seconds(microseconds: Iterable[float]) -> array[float]:
+    return array("d", (one / _US for one in microseconds))
 
 
 def _modules(profile: Profile, host: Sequence[Span]) -> list[list[Span]]:
@@ -157,12 +182,12 @@ def _runs(
         yield Span(start=start, seconds=end - start, index=running)
 
 
-def _memory(profile: Profile, host: Sequence[Span]) -> list[tuple[float, int, int]]:
-    """At most a thousand moments, each the highest of its stretch."""
+def _highest(profile: Profile) -> list[tuple[int, int]]:
+    """At most some thousand operators and the bytes then, each the highest of its stretch."""
     high = timeline(profile).high
     stretch = max(1, -(-len(high) // _COLUMNS))
     highest = (
         max(range(first, min(first + stretch, len(high))), key=high.__getitem__)
         for first in range(0, len(high), stretch)
     )
-    return [(host[i].start, high[i], i) for i in highest]
+    return [(i, high[i]) for i in highest]

@@ -86,7 +86,7 @@ def _sums(profile: Profile, source: bool) -> tuple[dict[_Key, _Sum], list[_Key]]
 def _row(profile: Profile, key: _Key, one: _Sum, whole: float) -> OperatorRow:
     name, phase, number = key
     place = profile.places[number] if number >= 0 else None
-    where = facts.place(place.path, place.line, profile.script) if place else ""
+    where = facts.place(place.path, place.line, facts.home(profile)) if place else ""
     return OperatorRow(
         name=keep_right(clean(base_name(name).removeprefix("aten::")), _MOST_CHARACTERS),
         phase=phase,

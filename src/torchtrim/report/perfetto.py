@@ -85,7 +85,7 @@ def _operators(profile: Profile, drawn: Lanes, source: bool) -> Iterator[_Event]
         if op.transient_bytes:
             args["bytes"] = op.transient_bytes
         if source and (place := profile.place_of(span.index)) is not None:
-            args["place"] = clean(facts.place(place.path, place.line, profile.script))
+            args["place"] = clean(facts.place(place.path, place.line, facts.home(profile)))
         yield _Event(
             name=clean(base_name(op.name)),
             ph="X",
@@ -170,7 +170,7 @@ def _findings(
         if price := facts.price(finding):
             args["price"] = price
         if source and finding.path:
-            args["place"] = clean(facts.place(finding.path, finding.line, profile.script))
+            args["place"] = clean(facts.place(finding.path, finding.line, facts.home(profile)))
         yield _Event(
             name=clean(finding.code),
             ph="i",

@@ -34,12 +34,17 @@ def clean(text: str, encoding: str = "utf-8") -> str:
 
 
 def keep_right(text: str, width: int) -> str:
-    """`text` in at most `width` cells, shortened from the left: a path keeps its file and line."""
+    """`text` in at most `width` cells, shortened from the left: a path keeps its file and line.
+
+    Where only the file and line fit, they stand alone.
+    """
     if cell_len(text) <= width:
         return text
     dots = _ELLIPSIS if width > len(_ELLIPSIS) else ""
     tail = _fitting(reversed(text), width - len(dots))[::-1]
-    slash = tail.find("/")
+    slash, name = tail.find("/"), text[text.rfind("/") + 1 :]
+    if slash < 0 and name and cell_len(name) <= width:
+        return name
     return dots + (tail[slash:] if 0 < slash <= len(tail) // 2 else tail.lstrip("."))
 
 

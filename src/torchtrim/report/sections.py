@@ -25,6 +25,7 @@ class Room:
     holders: int
     findings: int
     notes: int
+    cures: int = 3
     text: int = 1
     gaps: bool = False
 
@@ -44,7 +45,7 @@ class Page:
 
     def place(self, path: str, line: int) -> str:
         """`path:line`, short."""
-        return self.say(facts.place(path, line, self.report.script))
+        return self.say(facts.place(path, line, facts.home(self.report)))
 
 
 def evidence(page: Page, room: Room) -> list[Text]:

@@ -21,14 +21,18 @@ _STYLES = {"good": "bold green", "bad": "bold red", "unsure": "bold yellow", "ne
 
 
 _ROOMS = (
-    Room(kinds=7, holders=8, findings=12, notes=6, text=6, gaps=True),
-    Room(kinds=5, holders=5, findings=8, notes=4, text=3, gaps=True),
-    Room(kinds=5, holders=4, findings=8, notes=4, text=2),
-    Room(kinds=4, holders=3, findings=6, notes=3, text=2),
-    Room(kinds=3, holders=3, findings=5, notes=2),
-    Room(kinds=3, holders=2, findings=5, notes=1),
+    Room(kinds=7, holders=8, findings=12, notes=6, cures=12, text=6, gaps=True),
+    Room(kinds=5, holders=5, findings=8, notes=4, cures=8, text=3, gaps=True),
+    Room(kinds=5, holders=4, findings=8, notes=4, cures=8, text=2),
+    Room(kinds=4, holders=3, findings=6, notes=3, cures=6, text=2),
+    Room(kinds=3, holders=3, findings=5, notes=2, cures=4),
+    Room(kinds=3, holders=2, findings=5, notes=1, cures=3),
     Room(kinds=2, holders=2, findings=4, notes=1),
     Room(kinds=2, holders=1, findings=3, notes=1),
+    Room(kinds=1, holders=1, findings=2, notes=1),
+    Room(kinds=1, holders=0, findings=1, notes=1),
+    Room(kinds=0, holders=0, findings=1, notes=1),
+    Room(kinds=0, holders=0, findings=1, notes=0, cures=1),
 )
 
 
@@ -106,8 +110,8 @@ def _tail(page: Page, room: Room) -> list[Text]:
     return [
         *_labelled(page, "plan", map(facts.technique_line, techniques), room.findings, room),
         *_labelled(page, "certificate", proof, len(proof), room),
-        *_labelled(page, "estimate", facts.estimate_lines(report), 4, room),
-        *_labelled(page, "waits", facts.waiting_lines(report), 2, room),
+        *_labelled(page, "estimate", facts.estimate_lines(report), min(4, room.findings), room),
+        *_labelled(page, "waits", facts.waiting_lines(report), min(2, room.findings), room),
         *_labelled(page, "note", report.notes, room.notes, room),
     ]
 
@@ -120,12 +124,12 @@ def _cures(page: Page, room: Room) -> list[Text]:
     lines = [
         line for line in facts.diff_lines(page.report) if not line.startswith(("@@", "+++", "---"))
     ]
-    shown = lines[: room.findings]
+    shown = lines[: 2 * room.cures]
     styles = {"+": "green", "-": "red"}
     kept = [Text(keep_left(page.say(line), page.width), styles[line[0]]) for line in shown]
     left = len(lines) - len(shown)
     more = [Text(f"  +{left} more lines of diff", "dim")] if left > 0 else []
-    return [*_labelled(page, "cures", told, room.findings, room), *kept, *more]
+    return [*_labelled(page, "cures", told, 1 + room.cures, room), *kept, *more]
 
 
 def _labelled(page: Page, label: str, texts: Iterable[str], most: int, room: Room) -> list[Text]:

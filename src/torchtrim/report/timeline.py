@@ -5,13 +5,14 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 from markupsafe import Markup
 
 from torchtrim.memory.names import base_name
 from torchtrim.records import Profile
+from torchtrim.records.profile import Phase
 from torchtrim.report import facts
 from torchtrim.report.lanes import Lanes, Span
 from torchtrim.report.safe import clean, keep_right
@@ -23,6 +24,7 @@ _NAME = 48
 _US = 1e6
 _LEVELS = 3
 _SHADES = 4
+_LEAST = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,10 +93,10 @@ def _dropped(spans: Sequence[Span], shown: Sequence[Span]) -> str:
 
 
 def _lanes(profile: Profile, lanes: Lanes) -> list[Lane]:
-    operators = profile.operators
+    operators, styles = profile.operators, {phase: f"p-{phase}" for phase in get_args(Phase)}
 
     def phase(span: Span) -> str:
-        return f"p-{operators[span.index].phase}"
+        return styles[operators[span.index].phase]
 
     drawn = [Lane(name="memory", markup=_area(lanes))]
     drawn += [
@@ -118,11 +120,12 @@ def _shade(span: Span) -> str:
 def _strip(spans: Iterable[Span], whole: float, style: Callable[[Span], str]) -> Markup:
     """The spans on columns: the one that fills most of a column gives it its colour."""
     fills: list[dict[str, float]] = [{} for _ in range(_WIDTH)]
+    scale = _WIDTH / whole
     for span in spans:
-        first, last = (_WIDTH * t / whole for t in (span.start, span.start + span.seconds))
-        name = style(span)
+        name, first = style(span), scale * span.start
+        last = first + scale * span.seconds
         for column in range(int(first), min(int(last) + 1, _WIDTH)):
-            part = max(min(last, column + 1) - max(first, column), 1e-3)
+            part = max(min(last, column + 1) - max(first, column), _LEAST)
             fills[column][name] = fills[column].get(name, 0.0) + part
     paths: dict[str, list[str]] = {}
     for name, start, end in _runs(
@@ -220,7 +223,7 @@ def _operator(
 ) -> tuple[int, int, int, int, int, int, int]:
     op = profile.operators[span.index]
     place = profile.place_of(span.index) if source else None
-    where = facts.place(place.path, place.line, profile.script) if place else ""
+    where = facts.place(place.path, place.line, facts.home(profile)) if place else ""
     return (
         _us(span.start),
         _us(span.seconds),

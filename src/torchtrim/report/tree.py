@@ -70,7 +70,7 @@ def _nodes(held: _Held, path: str, whole: int, depth: int) -> Iterator[Node]:
     rest = ordered[len(large) :]
     if rest:
         size = sum(held.total[one] for one in rest)
-        yield _node(f"{len(rest)} others", size, whole, ())
+        yield _node(f"{len(rest)} other{'s' if len(rest) > 1 else ''}", size, whole, ())
 
 
 def _node(name: str, size: int, whole: int, children: Sequence[Node]) -> Node:

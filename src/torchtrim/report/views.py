@@ -82,6 +82,15 @@ class HolderView:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModuleView:
+    """A module of an estimate, its own bytes, and their share of the largest in percent."""
+
+    name: str
+    bytes: int
+    share: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class ChartView:
     """A chart with its words."""
 
@@ -107,6 +116,8 @@ class View:
     techniques: Capped[Technique]
     frontier: Capped[FrontierPoint]
     notes: Capped[str]
+    bounded: Capped[str]
+    modules: Capped[ModuleView]
     download: Markup
     splits: Sequence[Split]
     timeline: TimelineView | None
@@ -133,13 +144,13 @@ class Drawn:
 
 def draw(report: Report, before: Profile | None, after: Profile | None) -> Drawn:
     """The pictures of a report."""
-    known = before is not None and bool(before.operators)
+    known = before if before is not None and before.operators else None
     return Drawn(
-        profile=before if known else None,
-        lanes=lanes(report.waiting, before) if before is not None and known else None,
+        profile=known,
         charts=_charts(report, before, after),
         splits=splits(report, before),
-        tree=tree(before) if before is not None and known else (),
+        tree=tree(known) if known is not None else (),
+        lanes=lanes(report.waiting, known) if known is not None else None,
     )
 
 
@@ -167,6 +178,8 @@ def view(report: Report, drawn: Drawn, caps: Caps, *, source: bool = True) -> Vi
         techniques=_capped(report.plan.techniques if report.plan else (), caps.rows),
         frontier=_capped(report.frontier, caps.rows),
         notes=_capped(report.notes, caps.rows),
+        bounded=_capped(report.stream.bounded if report.stream else (), caps.rows),
+        modules=_modules(report, caps.rows),
         download=_download(report, caps.json_bytes),
         splits=drawn.splits,
         timeline=timeline,
@@ -203,7 +216,7 @@ def _folders(report: Report, profile: Profile | None) -> list[Path]:
 
 
 def _place(report: Report, path: str, line: int) -> str:
-    return keep_right(clean(facts.place(path, line, report.script)), 80)
+    return keep_right(clean(facts.place(path, line, facts.home(report))), 80)
 
 
 def _finding(report: Report, finding: Finding, folders: list[Path], caps: Caps) -> FindingView:
@@ -230,6 +243,21 @@ def _holder(report: Report, holder: Holder) -> HolderView:
         why="" if holder.why == kind else holder.why,
         share=100 * holder.bytes / largest,
     )
+
+
+def _modules(report: Report, most: int) -> Capped[ModuleView]:
+    found = report.estimated.modules if report.estimated else ()
+    ordered = _capped(sorted(found, key=lambda one: (-one.bytes, one.path)), most)
+    largest = max((one.bytes for one in found), default=0) or 1
+    shown = [
+        ModuleView(
+            name=keep_right(clean(one.path), 60) or "of no module",
+            bytes=one.bytes,
+            share=100 * one.bytes / largest,
+        )
+        for one in ordered.shown
+    ]
+    return Capped(shown, ordered.dropped)
 
 
 def _charts(report: Report, before: Profile | None, after: Profile | None) -> list[ChartView]:

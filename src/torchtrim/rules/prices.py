@@ -30,7 +30,7 @@ def priced(
     if not is_emulated(profile.device) or not waiting:
         return found, None
     device = device_of(profile)
-    sites = [sync_numbers(profile, finding) for finding in waiting]
+    sites = sync_numbers(profile, waiting)
     model = price_syncs(profile, device, sites)
     prices = {id(f): wait.saves_alone_ms for f, wait in zip(waiting, model.waits, strict=True)}
     ordered = sorted(found, key=lambda finding: _order(profile, model, finding, prices))

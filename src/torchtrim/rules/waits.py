@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torchtrim.memory.names import base_name
 from torchtrim.records.finding import Cure, Finding
@@ -15,13 +15,13 @@ CODES = ("TT101", "TT102", "TT103", "TT104")
 """The codes of waits. TT105 is about races, which wait for nothing."""
 
 
-def sync_numbers(profile: Profile, finding: Finding) -> tuple[int, ...]:
-    """The numbers of the syncs that a finding is about."""
-    return tuple(
-        number
-        for number, sync in enumerate(profile.syncs)
-        if _code(sync.row) == finding.code and _line(profile, sync) == (finding.path, finding.line)
-    )
+def sync_numbers(profile: Profile, findings: Iterable[Finding]) -> list[tuple[int, ...]]:
+    """For each finding the numbers of the syncs that it is about."""
+    numbers: dict[tuple[str, str, int], list[int]] = defaultdict(list)
+    codes = {name: _code(name) for name in {sync.row for sync in profile.syncs}}
+    for number, sync in enumerate(profile.syncs):
+        numbers[codes[sync.row], *_line(profile, sync)].append(number)
+    return [tuple(numbers[one.code, one.path, one.line]) for one in findings]
 
 
 def waits_by_line(profile: Profile, code: str) -> dict[Line, list[Sync]]:

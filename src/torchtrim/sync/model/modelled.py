@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Literal
 
 from msgspec import Struct
@@ -12,7 +14,8 @@ from torchtrim.sync.model.devices import Device
 from torchtrim.sync.model.roofline import Estimate, estimate
 from torchtrim.sync.replay.bound import bound
 from torchtrim.sync.replay.engine import replay
-from torchtrim.sync.replay.program import NO_SITE, Activity, Does, Program, Step
+from torchtrim.sync.replay.one_stream import OneStream
+from torchtrim.sync.replay.program import NO_SITE
 from torchtrim.sync.replay.sets import price
 
 _RACES = "async-"
@@ -52,7 +55,7 @@ def price_syncs(
     """
     times = estimate(profile, device)
     groups = _groups(profile) if sites is None else sites
-    program = _program(profile, device, times, groups)
+    program = one_stream(profile, device, times, _sites(profile, groups))
     base = replay(program)
     order = sorted(range(len(groups)), key=lambda i: -base.waited.get(i, 0.0))
     prices = price(program, order)
@@ -85,40 +88,46 @@ def _groups(profile: Profile) -> list[list[int]]:
     return list(found.values())
 
 
-def _program(
-    profile: Profile, device: Device, times: Estimate, groups: Sequence[Sequence[int]]
-) -> Program:
-    site_of = {sync: site for site, numbers in enumerate(groups) for sync in numbers}
-    waiting = _after(profile)
-    program = Program(lanes=1, streams=1, activities=len(profile.operators), tails=[0.0])
-    last = -1
-    for number, (busy, host) in enumerate(
-        zip(times.device_seconds, times.host_seconds, strict=True)
-    ):
-        launches: tuple[Activity, ...] = ()
-        if busy:
-            last = number
-            launches = (Activity(number, 0, busy * _US, device.launch * _US, _GAP_US),)
-        program.steps.append(Step(Does.LAUNCH, 0, 0.0, host * _US, launches))
-        for sync in waiting.get(number, ()):
-            site = site_of.get(sync, NO_SITE)
-            awaits = (last,) if last >= 0 else ()
-            program.steps.append(
-                Step(Does.WAIT, 0, 0.0, 0.0, awaits=awaits, back=_BACK_US, site=site)
-            )
-    return program
+def one_stream(
+    profile: Profile, device: Device, times: Estimate, site_of: Sequence[int]
+) -> OneStream:
+    """The step as one thread gives it out to one stream. `site_of` has a site for each of its syncs."""
+    after, numbers = _after(profile)
+    return OneStream(
+        host=array("d", (seconds * _US for seconds in times.host_seconds)),
+        device=array("d", (seconds * _US for seconds in times.device_seconds)),
+        launch=device.launch * _US,
+        gap=_GAP_US,
+        back=_BACK_US,
+        after=after,
+        sites=array("q", (site_of[number] for number in numbers)),
+    )
 
 
-def _after(profile: Profile) -> dict[int, list[int]]:
-    """The syncs after each operator; one that is of no operator comes after what waited before it."""
-    found: dict[int, list[int]] = {}
+def _sites(profile: Profile, groups: Sequence[Sequence[int]]) -> list[int]:
+    found = [NO_SITE] * len(profile.syncs)
+    for site, numbers in enumerate(groups):
+        for number in numbers:
+            found[number] = site
+    return found
+
+
+def _after(profile: Profile) -> tuple[array[int], Sequence[int]]:
+    """Operators after which the host waits, and the numbers of the syncs that make it.
+
+    A sync of no operator comes after what waited before it.
+    """
     first: dict[str, int] = {}
     for number, op in enumerate(profile.operators):
         first.setdefault(op.phase, number)
-    before = -1
-    for number, sync in enumerate(profile.syncs):
+    after, numbers, before = array("q"), array("q"), -1
+    for number, sync in enumerate(profile.syncs if profile.operators else ()):
         if sync.row.startswith(_RACES):
             continue
         before = sync.operator if sync.operator >= 0 else max(before, first.get(sync.phase, 0))
-        found.setdefault(before, []).append(number)
-    return found
+        after.append(before)
+        numbers.append(number)
+    if all(one <= next_ for one, next_ in pairwise(after)):
+        return after, numbers
+    order = sorted(range(len(after)), key=after.__getitem__)
+    return array("q", (after[i] for i in order)), array("q", (numbers[i] for i in order))

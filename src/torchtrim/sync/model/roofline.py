@@ -7,7 +7,9 @@ Real kernels reach a part of either, so this is a lower bound; it is marked `mod
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from math import prod
 from typing import Literal
 
@@ -17,6 +19,7 @@ from torchtrim.records.profile import Operator, Profile, TensorUse
 from torchtrim.sync.model.devices import Device
 
 HOST_SECONDS = 5e-6
+_KNOWN = 4096
 _ITEM_BYTES = {"64": 8, "32": 4, "16": 2, "8": 1}
 _FREE = frozenset(
     ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias")
@@ -29,8 +32,8 @@ class Estimate(Struct, frozen=True, kw_only=True):
 
     device: str
     source: Literal["modelled"] = "modelled"
-    device_seconds: tuple[float, ...]
-    host_seconds: tuple[float, ...]
+    device_seconds: Sequence[float]
+    host_seconds: Sequence[float]
 
 
 def estimate(profile: Profile, device: Device) -> Estimate:
@@ -39,26 +42,36 @@ def estimate(profile: Profile, device: Device) -> Estimate:
     The host takes 5 us for an operator's own work in Python and the dispatcher, and the time of the call
     besides where it launches a kernel.
     """
-    seconds = tuple(_seconds(op, profile, device) for op in profile.operators)
-    host = tuple(HOST_SECONDS + (device.call if one else 0.0) for one in seconds)
+    there = [not storage.device.startswith("cpu") for storage in profile.storages]
+    seconds = array("d", (_seconds(op, there, device) for op in profile.operators))
+    busy = HOST_SECONDS + device.call
+    host = array("d", (busy if one else HOST_SECONDS for one in seconds))
     return Estimate(device=device.name, device_seconds=seconds, host_seconds=host)
 
 
-def _seconds(op: Operator, profile: Profile, device: Device) -> float:
+def _seconds(op: Operator, there: Sequence[bool], device: Device) -> float:
+    """`there` says of each storage whether it is on the device."""
     name = base_name(op)
-    on_device = [use for use in (*op.inputs, *op.outputs) if _is_on_device(use, profile)]
+    uses = (*op.inputs, *op.outputs)
+    on_device = [use for use in uses if there[use.storage]]
     if not on_device or _is_view(op, name):
         return 0.0
-    if name in _COPIES and len({_is_on_device(u, profile) for u in (*op.inputs, *op.outputs)}) > 1:
-        return max(map(bytes_of, on_device)) / device.link
-    traffic = sum(map(bytes_of, on_device)) / device.bandwidth
-    largest = max(on_device, key=bytes_of)
-    return max(traffic, flops(op) / device.peak(largest.dtype))
+    sizes = [bytes_of(use) for use in on_device]
+    largest = max(sizes)
+    if name in _COPIES and len(on_device) < len(uses):
+        return largest / device.link
+    dtype = on_device[sizes.index(largest)].dtype
+    return max(sum(sizes) / device.bandwidth, flops(op) / device.peak(dtype))
 
 
 def base_name(op: Operator) -> str:
     """The operator's name without its namespace and overload."""
-    return op.name.rpartition("::")[2].split(".")[0]
+    return _base(op.name)
+
+
+@lru_cache(_KNOWN)
+def _base(name: str) -> str:
+    return name.rpartition("::")[2].split(".")[0]
 
 
 def bytes_of(use: TensorUse) -> int:
@@ -66,14 +79,11 @@ def bytes_of(use: TensorUse) -> int:
     return prod(use.shape) * _item_bytes(use.dtype)
 
 
+@lru_cache(_KNOWN)
 def _item_bytes(dtype: str) -> int:
     if dtype.startswith("complex"):
         return int(dtype.removeprefix("complex") or 64) // 8
     return next((size for end, size in _ITEM_BYTES.items() if dtype.endswith(end)), 1)
-
-
-def _is_on_device(use: TensorUse, profile: Profile) -> bool:
-    return not profile.storages[use.storage].device.startswith("cpu")
 
 
 def _is_view(op: Operator, name: str) -> bool:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from torchtrim.records.trace import Bound
 from torchtrim.sync.replay.engine import replay
+from torchtrim.sync.replay.one_stream import OneStream
 from torchtrim.sync.replay.program import Program
 
 _WAITS, _MOST, _LOADER = 0.10, 0.90, 0.25
 
 
-def bound(program: Program, *, gained: float, span: float, loading: float) -> Bound:
+def bound(program: Program | OneStream, *, gained: float, span: float, loading: float) -> Bound:
     """The verdict, from replays. `gained` is what removing all waits gains; microseconds.
 
     `waits` where that is a tenth of the span; `device` or `host` where it alone, the other infinitely

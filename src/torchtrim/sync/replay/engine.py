@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import NamedTuple
 
+from torchtrim.sync.replay.one_stream import END, OneStream
 from torchtrim.sync.replay.program import Activity, Does, Program
 
+_NEVER = float("-inf")
 _NONE: frozenset[int] = frozenset()
 
 
@@ -23,7 +25,7 @@ class Replayed(NamedTuple):
 
 
 def replay(
-    program: Program,
+    program: Program | OneStream,
     without: Set[int] = _NONE,
     *,
     host: float = 1.0,
@@ -34,6 +36,8 @@ def replay(
     The copies and kernels of these sites stay; the host only goes on at once. `host` and `device` scale
     what each spends on its own: 0 for an infinitely fast one.
     """
+    if isinstance(program, OneStream):
+        return _one_stream(program, without, host, device)
     clock = [0.0] * program.lanes
     streams = _Streams(program, device)
     give = streams.give
@@ -58,6 +62,23 @@ def replay(
                 waited[site] = waited.get(site, 0.0) + clock[lane] - now
     last = max((c + t * host for c, t in zip(clock, program.tails, strict=True)), default=0.0)
     return Replayed(max(last, max(streams.end, default=0.0)) - program.begin, waited)
+
+
+def _one_stream(program: OneStream, without: Set[int], host: float, device: float) -> Replayed:
+    back, now, free = program.back, 0.0, _NEVER
+    waited: dict[int, float] = {}
+    for went, kept, both, site in zip(*program.stretches(host, device), strict=True):
+        free += kept
+        if now + both > free:
+            free = now + both
+        now += went
+        if site == END or site in without:
+            continue
+        stands = free + back - now if free + back > now else 0.0
+        now += stands
+        if site >= 0:
+            waited[site] = waited.get(site, 0.0) + stands
+    return Replayed(max(now, free), waited)
 
 
 class _Streams:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from torchtrim.sync.replay.engine import Replayed, replay
+from torchtrim.sync.replay.one_stream import OneStream
 from torchtrim.sync.replay.program import Program
 
 _STEPS_A_REPORT = 600_000
@@ -31,11 +32,13 @@ class Prices:
     unpriced: int = 0
 
 
-def price(program: Program, sites: Sequence[int], *, apart: Sequence[int] = ()) -> Prices:
+def price(
+    program: Program | OneStream, sites: Sequence[int], *, apart: Sequence[int] = ()
+) -> Prices:
     """Price the sites, which come with the longest wait first; those in `apart` only alone.
 
     Sets are all pairs of the five longest waits, sets that grow by the site that then gains most, and
-    all sites together. The number of replays is bounded by the length of the trace.
+    all sites together. The number of replays is bounded by the length of the program.
     """
     base = replay(program)
     left = max(_FEWEST_REPLAYS, _STEPS_A_REPORT // max(1, len(program.steps)))
