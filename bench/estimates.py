@@ -1,21 +1,25 @@
 """Estimated peaks beside measured ones on the CPU, and beside what others estimate.
 
-    python -m bench.estimates [--only NAME ...] [--seconds S]
+    python -m bench.estimates [--only NAME ...] [--set SET ...] [--part models|others] [--save]
 
-Each model of `bench.zoo` runs in evaluation and trains with SGD and Adam, plain and with its blocks
-recomputed. Measured is a step after one of warm-up, by the allocator's own events; estimated is the same
-step dry. The table of workspaces was made with the models for calibration; the others were held out.
+Each model of `bench.zoo` runs in evaluation and trains with SGD and Adam, plain and recomputed: with the
+plan of the smallest peak that torchtrim makes for its training, or, where none saves anything, with each
+of the model's children that has parameters run again. Measured is a step after one of warm-up, by the
+allocator's own events; estimated is the same step dry. The table of workspaces was made with the models for
+calibration; the others were held out.
+
+The others are asked for the same steps: `MemTracker` for all of them, with its hooks on fake tensors; the
+rest only for plain ones, since they know of no recomputation.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +33,21 @@ from torchtrim import Inference, TrainStep, estimate
 from torchtrim.certify.session import Session
 from torchtrim.certify.trial import Request
 from torchtrim.observe.build import Setting
+from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile
-from torchtrim.techniques.rerun import rerun_whole
+from torchtrim.techniques.apply import Applied
+from torchtrim.techniques.base import technique
 
-CASES = ("eval", "sgd", "adam", "sgd recomputed", "adam recomputed")
+KINDS = ("eval", "sgd", "adam")
+CASES = (*KINDS, *(f"{kind} recomputed" for kind in KINDS))
+PARTS = ("models", "others")
 EXACT = ("parameter", "gradient", "optimizer_state")
 
 
 def workload(sample: zoo.Sample, case: str) -> TrainStep | Inference:
     """The case's step of a model."""
-    sample.model.train(case != "eval")
-    if case == "eval":
+    sample.model.train(not case.startswith("eval"))
+    if case.startswith("eval"):
         batch = sample.batch
         return Inference(sample.model, batch if isinstance(batch, dict) else batch[0])
     parameters = sample.model.parameters()
@@ -53,60 +61,48 @@ def measured(work: TrainStep | Inference) -> Profile:
         Request(steps=0, warmup=1), Setting("cpu", "", str(Path.cwd())), trains=work.trains
     )
     session.watcher.optimizers.extend(work.optimizers)
-    with session.watcher:
-        for number in range(2):
-            work.step(0)
-            if not work.trains or number:
-                session.step_ends()
-    profile = session.finish().profile
+    try:
+        with session.watcher:
+            for number in range(2):
+                work.step(0)
+                if not work.trains or number:
+                    session.step_ends()
+    finally:
+        profile = session.finish().profile
     assert profile is not None
     return profile
 
 
-@contextlib.contextmanager
-def recomputed(model: nn.Module) -> Iterator[int]:
-    """Each block of every chain of equal modules runs again in backward."""
-    swapped = [rerun_whole(block) for block in blocks_of(model)]
-    try:
-        yield len(swapped)
-    finally:
-        for one in swapped:
-            one.revert()
+def recomputation(model: nn.Module, places: tuple[str, ...]) -> Applied:
+    """torchtrim's recompute at places of a plan; where there are none, at each child with parameters."""
+    root = type(model).__name__
+    if not places:
+        children = model.named_children()
+        places = tuple(f"{root}.{name}" for name, child in children if [*child.parameters()])
+    applied = Applied()
+    applied.add(
+        technique("recompute").apply({root: model}, Technique(name="recompute", where=places))
+    )
+    return applied
 
 
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The modules of chains of at least two of a class, the outermost ones."""
-    found: list[nn.Module] = []
-    for module in model.children():
-        blocks = [*module.children()]
-        chain = isinstance(module, (nn.ModuleList, nn.Sequential)) and len(blocks) > 1
-        alike = chain and len({type(block) for block in blocks}) == 1
-        plain = alike and not isinstance(blocks[0], (nn.ModuleList, nn.Sequential))
-        found += blocks if plain else blocks_of(module)
-    return found
-
-
-def case_of(sample: zoo.Sample, case: str) -> dict[str, Any]:
-    """One row: estimated before measured, so that nothing of the run helps."""
-    with recomputed(sample.model) if "recomputed" in case else contextlib.nullcontext(0) as blocks:
-        work = workload(sample, case)
-        gc.collect()
-        begin = time.perf_counter()
-        found = estimate(work)
-        seconds = time.perf_counter() - begin
-        real = measured(work)
-    error = found.peak_bytes / real.peak_bytes - 1
-    return {
+def case_of(sample: zoo.Sample, case: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """One row, and where a plan would recompute. Estimated first: nothing of the run helps."""
+    work = workload(sample, case)
+    gc.collect()
+    begin = time.process_time()
+    found = estimate(work)
+    seconds = time.process_time() - begin
+    real = measured(work)
+    row = {
         "measured": real.peak_bytes,
         "tracked": real.tracked_peak_bytes,
         "estimated": found.peak_bytes,
-        "error": error,
-        "exact": {
-            kind: kind_bytes(real, kind) == kind_bytes(found.profile, kind) for kind in EXACT
-        },
-        "seconds": round(seconds, 2),
-        "blocks": blocks,
+        "error": found.peak_bytes / real.peak_bytes - 1,
+        "exact": all(kind_bytes(real, kind) == kind_bytes(found.profile, kind) for kind in EXACT),
+        "cpu_seconds": round(seconds, 2),
     }
+    return row, found.facts.recomputed
 
 
 def kind_bytes(profile: Profile, kind: str) -> int:
@@ -114,9 +110,9 @@ def kind_bytes(profile: Profile, kind: str) -> int:
     return sum(storage.bytes for storage in profile.storages if storage.kind == kind)
 
 
-def by_mem_tracker(sample: zoo.Sample, case: str) -> int | None:
+def by_mem_tracker(sample: zoo.Sample, case: str) -> int:
     """torch's MemTracker under FakeTensorMode, the model and its batch made fake."""
-    with contextlib.suppress(Exception), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = torch.nn.utils.stateless._reparametrize_module
         state = {
             name: mode.from_tensor(tensor)
@@ -131,59 +127,95 @@ def by_mem_tracker(sample: zoo.Sample, case: str) -> int | None:
                 work.step(0)
                 tracker.reset_mod_stats()
                 work.step(0)
-        return int(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
-    return None
+    return int(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
 
 
 def by_accelerate(sample: zoo.Sample, case: str) -> int | None:
-    """`accelerate estimate-memory`: the parameters, and four times as much for training with Adam."""
+    """`accelerate estimate-memory`: the parameters, and for training with Adam a multiple of them."""
+    from accelerate.commands.estimate import estimate_training_usage
+    from accelerate.utils import calculate_maximum_sizes
+
+    total, _ = calculate_maximum_sizes(sample.model)
     if case == "sgd":
         return None
-    total = sum(p.nbytes for p in sample.model.parameters())
-    return total * (4 if case == "adam" else 1)
+    return int(total if case == "eval" else max(estimate_training_usage(total, "float32").values()))
 
 
-def by_torchinfo(sample: zoo.Sample, case: str) -> int | None:
+def by_torchinfo(sample: zoo.Sample, case: str) -> int:
     """torchinfo's "estimated total size", which is of forward and backward, without an optimizer."""
-    with contextlib.suppress(Exception):
-        from torchinfo import summary
+    from torchinfo import summary
 
-        inputs = sample.batch if isinstance(sample.batch, dict) else sample.batch[0]
-        found = summary(sample.model, input_data=inputs, verbose=0)
-        return int(found.total_input + found.total_output_bytes + found.total_param_bytes)
-    return None
+    inputs = sample.batch if isinstance(sample.batch, dict) else sample.batch[0]
+    found = summary(sample.model, input_data=inputs, verbose=0, device="cpu")
+    return int(found.total_input + found.total_output_bytes + found.total_param_bytes)
+
+
+def by_kitsune(sample: zoo.Sample, case: str) -> int | None:
+    """torch-kitsune's prediction, for models whose batch is one tensor of floats."""
+    from kitsune import predict_memory
+
+    inputs = None if isinstance(sample.batch, dict) else sample.batch[0]
+    if inputs is None or not inputs.is_floating_point():
+        return None
+    shape, size = tuple(inputs.shape[1:]), inputs.shape[0]
+    options = {"optimizer": "none" if case == "eval" else case, "training": case != "eval"}
+    found = predict_memory(sample.model, shape, size, inputs.dtype, **options)
+    return int(found.total_bytes)
 
 
 RIVALS: dict[str, Callable[[zoo.Sample, str], int | None]] = {
     "MemTracker on fake tensors": by_mem_tracker,
     "accelerate estimate-memory": by_accelerate,
     "torchinfo": by_torchinfo,
+    "torch-kitsune": by_kitsune,
 }
 
 
 def model_of(name: str, make: zoo.Maker) -> dict[str, Any]:
     """All cases of a model; what failed says how."""
-    rows = {}
+    rows: dict[str, Any] = {}
+    places: tuple[str, ...] = ()
     for case in CASES:
         torch.manual_seed(0)
         try:
-            rows[case] = case_of(make(), case)
+            sample = make()
+            again = case.endswith("recomputed")
+            applied = recomputation(sample.model, places) if again else None
+            rows[case], found = case_of(sample, case)
+            places = places if again else found or places
+            if applied is not None:
+                applied.revert()
             told = f"{rows[case]['error']:+.3%} of {rows[case]['measured'] / 2**20:.0f} MiB"
         except Exception as error:
             rows[case] = {"failed": f"{type(error).__name__}: {error}"[:300]}
             told = rows[case]["failed"]
         print(f"{name:<24} {case:<16} {told}", flush=True)
+        sample = applied = None  # type: ignore[assignment]
         gc.collect()
+    for case in CASES[len(KINDS) :]:
+        rows[case]["places"] = list(places)
     return rows
 
 
 def add_rivals(rows: dict[str, Any], make: zoo.Maker) -> None:
-    """What the others estimate. They leave hooks and models behind, so they come last."""
+    """What the others estimate; what they raise instead. They leave hooks behind, so they come last."""
     for case, row in rows.items():
-        if "error" in row and "recomputed" not in case:
+        again = case.endswith("recomputed")
+        if "error" not in row:
+            continue
+        row["others"] = {}
+        for name, rival in RIVALS.items():
+            if again and rival is not by_mem_tracker:
+                continue
             torch.manual_seed(0)
             sample = make()
-            row["others"] = {name: rival(sample, case) for name, rival in RIVALS.items()}
+            sample.model.train(not case.startswith("eval"))
+            try:
+                if again:
+                    recomputation(sample.model, tuple(row["places"]))
+                row["others"][name] = rival(sample, case)
+            except Exception as error:
+                row["others"][name] = f"{type(error).__name__}: {error}"[:120]
 
 
 def summary_of(models: dict[str, Any]) -> dict[str, Any]:
@@ -193,7 +225,7 @@ def summary_of(models: dict[str, Any]) -> dict[str, Any]:
     others: dict[str, list[float]] = {name: [] for name in RIVALS}
     for row in rows:
         for name, value in row.get("others", {}).items():
-            if value is not None:
+            if isinstance(value, int):
                 others[name].append(abs(value / row["measured"] - 1))
     return {
         "models": len(models),
@@ -201,7 +233,7 @@ def summary_of(models: dict[str, Any]) -> dict[str, Any]:
         "failed": sum(len(cases) for cases in models.values()) - len(rows),
         "median": statistics.median(errors) if errors else None,
         "worst": max(errors, default=None),
-        "exact": all(all(row["exact"].values()) for row in rows),
+        "exact": all(row["exact"] for row in rows),
         "others": {
             name: {"rows": len(v), "median": statistics.median(v), "worst": max(v)}
             for name, v in others.items()
@@ -211,35 +243,48 @@ def summary_of(models: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run, print, save after each model."""
+    """Run and print; with `--save` each model's rows are kept as soon as they are there."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", default=[])
-    parser.add_argument("--set", choices=["calibration", "held out"], nargs="*", default=[])
-    parser.add_argument("--seconds", type=float, default=7200.0, help="begin no model after that")
+    parser.add_argument("--set", choices=zoo.SETS, nargs="*", default=list(zoo.SETS))
+    parser.add_argument("--part", choices=PARTS, nargs="*", default=PARTS)
+    parser.add_argument("--save", action="store_true", help="beside the models that ran before")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    sets = {"held out": zoo.HELD_OUT, "calibration": zoo.CALIBRATION}
-    begin = time.monotonic()
-    results: dict[str, Any] = {}
-    measured_models: dict[str, Any] = {}
-    for title, models in sets.items():
-        if options.set and title not in options.set:
-            continue
-        rows: dict[str, Any] = {}
-        for name, make in models.items():
-            late = time.monotonic() - begin > options.seconds
-            if not late and (not options.only or name in options.only):
-                rows[name] = model_of(name, make)
-        measured_models[title] = (models, rows)
-        results[title] = {"summary": summary_of(rows), "models": rows}
-        print(title, json.dumps(results[title]["summary"], indent=1))
+    zoo.import_libraries()
+    gc.collect()
+    gc.freeze()
+    chosen = {name: make for title in options.set for name, make in zoo.SETS[title].items()}
+    models = {name: make for name, make in chosen.items() if name in (options.only or chosen)}
+    ran: dict[str, Any] = kept() if options.save else {}
+    for name, make in models.items() if "models" in options.part else ():
+        ran[name] = model_of(name, make)
+        results = in_sets(ran, save=options.save)
+    for name, make in models.items() if "others" in options.part else ():
+        add_rivals(ran.get(name, {}), make)
+        results = in_sets(ran, save=options.save)
+    print(json.dumps(results["summary"], indent=1))
+
+
+def kept() -> dict[str, Any]:
+    """The rows of the models that ran before."""
+    path = machine.RESULTS / machine.slug() / "estimates.json"
+    found: dict[str, Any] = json.loads(path.read_text()).get("models", {}) if path.exists() else {}
+    return found
+
+
+def in_sets(ran: dict[str, Any], *, save: bool) -> dict[str, Any]:
+    """The rows in the zoo's order, with what they come to, for all and for each set."""
+    rows = {name: ran[name] for models in zoo.SETS.values() for name in models if name in ran}
+    sets = {title: {n: rows[n] for n in models if n in rows} for title, models in zoo.SETS.items()}
+    results = {
+        "summary": summary_of(rows),
+        "sets": {title: summary_of(found) for title, found in sets.items() if found},
+        "models": rows,
+    }
+    if save:
         machine.save("estimates", results)
-    for title, (models, rows) in measured_models.items():
-        for name, cases in rows.items():
-            add_rivals(cases, models[name])
-        results[title]["summary"] = summary_of(rows)
-        print(title, json.dumps(results[title]["summary"], indent=1))
-        machine.save("estimates", results)
+    return results
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from bench import nets
+
 _OPERATOR = re.compile(r"""register_(?:fake|meta)\(\s*["'](?:torchvision::)?(\w+)["']""")
 
 
@@ -51,6 +53,13 @@ def define_operators() -> None:
 _LIBRARIES: list[torch.library.Library] = []
 
 
+def import_libraries() -> None:
+    """Import what the models come from."""
+    define_operators()
+    for name in ("torchvision.models", "timm", "transformers"):
+        importlib.import_module(name)
+
+
 def classified(model: nn.Module, batch: Any) -> torch.Tensor:
     """Cross-entropy of an image's class, or of its parts' classes where there are auxiliary ones."""
     images, classes = batch
@@ -68,11 +77,22 @@ def language(model: nn.Module, batch: Any) -> torch.Tensor:
     return loss
 
 
+def next_token(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Cross-entropy of each position's token."""
+    tokens, wanted = batch
+    return F.cross_entropy(model(tokens).flatten(0, 1), wanted.flatten())
+
+
+def rebuilt(model: nn.Module, batch: Any) -> torch.Tensor:
+    """How far the output is from the input."""
+    return F.mse_loss(model(batch[0]).float(), batch[0])
+
+
 def images(size: int, count: int, classes: int = 1000) -> Any:
     return torch.randn(count, 3, size, size), torch.randint(classes, (count,))
 
 
-def vision(name: str, size: int = 128, count: int = 4, **options: Any) -> Maker:
+def vision(name: str, size: int = 96, count: int = 4, **options: Any) -> Maker:
     """A model of torchvision's."""
 
     def make() -> Sample:
@@ -88,7 +108,7 @@ def vision(name: str, size: int = 128, count: int = 4, **options: Any) -> Maker:
     return make
 
 
-def timm(name: str, size: int = 128, count: int = 4, **options: Any) -> Maker:
+def timm(name: str, size: int = 96, count: int = 4, **options: Any) -> Maker:
     """A model of timm's."""
 
     def make() -> Sample:
@@ -99,14 +119,43 @@ def timm(name: str, size: int = 128, count: int = 4, **options: Any) -> Maker:
     return make
 
 
-def transformer(kind: str, task: str, length: int = 128, count: int = 2, **options: Any) -> Maker:
+def own(net: Callable[[], nn.Module], batch: Callable[[], Any], loss: Any = classified) -> Maker:
+    """A network of `bench.nets`."""
+    return lambda: Sample(net(), batch(), loss)
+
+
+def waves(count: int = 4, length: int = 8000) -> Any:
+    return torch.randn(count, 1, length), torch.randint(35, (count,))
+
+
+def clips(count: int = 2, frames: int = 8, size: int = 48) -> Any:
+    return torch.randn(count, 3, frames, size, size), torch.randint(10, (count,))
+
+
+def pixels(count: int = 4, size: int = 96) -> Any:
+    return torch.randn(count, 3, size, size), torch.randint(4, (count, size, size))
+
+
+def tokens(count: int = 4, length: int = 96) -> Any:
+    found = torch.randint(4000, (count, length))
+    return found, found.roll(-1, 1)
+
+
+def transformer(
+    kind: str,
+    task: str,
+    length: int = 128,
+    count: int = 2,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> Maker:
     """A model of transformers', by the names of its configuration and of its automatic class."""
 
     def make() -> Sample:
         define_operators()
         module = importlib.import_module("transformers")
         config = getattr(module, f"{kind}Config")(**options)
-        model = getattr(module, f"AutoModelFor{task}").from_config(config)
+        model = getattr(module, f"AutoModelFor{task}").from_config(config).to(dtype)
         tokens = torch.randint(3, config.vocab_size, (count, length))
         batch = {"input_ids": tokens, "labels": tokens.clone()}
         if task == "SequenceClassification":
@@ -128,11 +177,11 @@ CALIBRATION: dict[str, Maker] = {
     "densenet121": vision("densenet121"),
     "efficientnet_b0": vision("efficientnet_b0"),
     "convnext_tiny": vision("convnext_tiny"),
-    "vit_b_16": vision("vit_b_16", 224, 2),
+    "vit_b_16": vision("vit_b_16", 96, 2, image_size=96),
     "swin_t": vision("swin_t"),
     "fcn_resnet50": vision("fcn_resnet50", 96, 2),
     "timm resnetv2": timm("resnetv2_50"),
-    "timm deit_tiny": timm("deit_tiny_patch16_224", 224),
+    "timm deit_tiny": timm("deit_tiny_patch16_224", 224, 2),
     "bert": transformer("Bert", "MaskedLM", **_BERT),
     "gpt2": transformer(
         "GPT2", "CausalLM", n_embd=256, n_layer=4, n_head=4, vocab_size=8000, n_positions=256
@@ -182,8 +231,26 @@ HELD_OUT: dict[str, Maker] = {
         num_layers=3,
         num_heads=4,
         vocab_size=8000,
+        decoder_start_token_id=0,
     ),
     "mamba": transformer(
         "Mamba", "CausalLM", 64, hidden_size=128, num_hidden_layers=2, vocab_size=8000
     ),
 }
+
+OWN: dict[str, Maker] = {
+    "own unet": own(nets.UNet, pixels),
+    "own lstm": own(lambda: nets.Recurrent(nn.LSTM), tokens, next_token),
+    "own gru": own(lambda: nets.Recurrent(nn.GRU), tokens, next_token),
+    "own audio": own(nets.Audio, waves),
+    "own video": own(nets.Video, clips),
+    "own autoencoder": own(nets.Autoencoder, pixels, rebuilt),
+    "own encoder": own(nets.Encoder, tokens, next_token),
+    "own relative attention": own(nets.Relative, lambda: images(96, 4, 10)),
+    "own autocast encoder": own(lambda: nets.Autocast(nets.Encoder()), tokens, next_token),
+    "own autocast unet": own(lambda: nets.Autocast(nets.UNet()), pixels),
+    "llama bf16": transformer("Llama", "CausalLM", dtype=torch.bfloat16, **_LLAMA),
+    "bert bf16": transformer("Bert", "MaskedLM", dtype=torch.bfloat16, **_BERT),
+}
+
+SETS = {"calibration": CALIBRATION, "held out": HELD_OUT, "own": OWN}

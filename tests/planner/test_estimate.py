@@ -65,8 +65,47 @@ def test_what_runs_is_too_large_and_what_is_smaller_does_not_run() -> None:
 
 
 def test_nothing_fits() -> None:
-    assert largest(lambda length: 100 + length, 50, 8) == Largest(0, None, 101)
+    assert largest(lambda length: 100 + length, 50, 8) == Largest(0, None, 101, 64, falls=False)
 
 
 def test_what_never_grows_ends() -> None:
     assert largest(lambda length: 10, 50, 8).length == 2**30
+
+
+SHAPES = {
+    "padded to 64": lambda n: 1000 + 10 * (-(-n // 64) * 64),
+    "in parts from 1024 on": lambda n: 100 + (n * n // 50 if n <= 1024 else 5 * n),
+    "cheap in blocks of 8": lambda n: 100 + 3 * n + (4000 if n % 8 else 0),
+    "odd ones are dearer": lambda n: 100 + 3 * n + n % 2 * 1000,
+}
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_does_not_grow_with_every_length(shape: str, seed: int) -> None:
+    peak_at = SHAPES[shape]
+    rng = random.Random(seed)
+    budget = rng.randrange(1700, 30_000)
+    tried: list[int] = []
+
+    def peak_of(length: int) -> int:
+        tried.append(length)
+        return peak_at(length)
+
+    found = largest(peak_of, budget, rng.choice((1, 8, 512, 3000)))
+    assert peak_at(found.length) == found.peak
+    assert found.peak is not None
+    assert found.next_peak is not None
+    assert found.peak <= budget < found.next_peak == peak_at(found.length + 1)
+    if shape in ("padded to 64", "in parts from 1024 on"):
+        assert found.length == max(n for n in range(1, 20_000) if peak_at(n) <= budget)
+    assert found.tried == max(tried) > found.length
+    in_order = [peak_at(n) for n in sorted(tried)]
+    assert found.falls == (in_order != sorted(in_order))
+    assert len(tried) == len(set(tried)) < 100
+
+
+def test_a_sawtooth_gives_what_fits_and_says_that_it_falls() -> None:
+    found = largest(lambda n: 100 + 3 * n + n % 256 * 20, 4000, 32)
+    assert found.falls
+    assert 100 + 3 * found.length + found.length % 256 * 20 <= 4000

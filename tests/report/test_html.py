@@ -97,7 +97,7 @@ def test_the_other_verbs_and_verdicts() -> None:
     assert "Other budgets" in texts["plan"]
     assert "Every compared bit is equal." in texts["verify"]
     assert "gradient of model.encoder.layers.3 at models/encoder.py:43" in texts["not equal"]
-    assert "Do not use this plan" in texts["not equal"]
+    assert "do not use it" in texts["not equal"]
     assert "UNDECIDED, BUDGET MISSED" in texts["undecided"]
     assert "Over the budget of 247 MiB" in texts["undecided"]
 

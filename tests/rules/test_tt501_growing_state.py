@@ -46,6 +46,7 @@ def test_no_line_is_the_script() -> None:
         ({"adapter": "bound_state"}, "bound_state(inference_state, predictor)", "BITWISE"),
         ({"adapter": "sink_cache"}, "sink_cache(model.config", None),
         ({}, 'bound_caches(model, {"memory": window(n)})', None),
+        ({"name": 'state["memory"][0]'}, 'bound_caches(model, {"memory": window(n)})', None),
         ({"kind": "graph"}, "torch.inference_mode()", None),
         ({"kind": "lru_cache", "name": "table"}, "maxsize=", None),
         ({"kind": "tensor", "name": "state"}, "torchtrim.StateStore", None),

@@ -286,3 +286,46 @@ def test_a_retained_graph_has_two_backwards() -> None:
         output.sum().backward()
         gradients.append([p.grad for p in one.parameters()])
     assert all(map(torch.equal, *gradients))
+
+
+class Cache:
+    """Keys of the blocks before, as a decoder keeps them: each block makes it longer."""
+
+    def __init__(self) -> None:
+        self.layers: list[dict[str, torch.Tensor]] = []
+
+
+class Growing(nn.Module):
+    """Blocks that are given a list, and an object, that later blocks make longer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Appending(8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made, cache = [x], Cache()
+        for block in self.blocks:
+            made.append(block(made, cache=cache))
+        return torch.stack(made).sum(0)
+
+
+class _Appending(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(size, size)
+
+    def forward(self, made: list[torch.Tensor], cache: Cache) -> torch.Tensor:
+        key = self.layer(torch.stack(made).mean(0)).tanh()
+        cache.layers.append({"key": key})
+        return sum(layer["key"] for layer in cache.layers) * len(made)
+
+
+def test_arguments_that_change_after_the_call_are_as_they_were() -> None:
+    torch.manual_seed(0)
+    model, x = Growing(), torch.randn(4, 8)
+    twin = copy.deepcopy(model)
+    handle = TECHNIQUE.apply(
+        {"Growing": model}, planned(*(f"Growing.blocks.{i}" for i in range(3)))
+    )
+    assert all(map(torch.equal, run(model, x), run(twin, x)))
+    handle.revert()

@@ -23,7 +23,7 @@ from torchtrim.observe.emulated.model import model_named
 from torchtrim.observe.recording import tensors_in
 from torchtrim.observe.script import Script, working_folder
 from torchtrim.observe.workload import Inference, TrainStep
-from torchtrim.planner.estimate import estimated, largest
+from torchtrim.planner.estimate import estimated, largest, unused_bytes
 from torchtrim.records.estimate import Estimated, Growth
 from torchtrim.records.finding import Finding
 from torchtrim.records.profile import Profile, is_emulated
@@ -44,8 +44,9 @@ class Estimate:
     `peak_bytes` is the highest allocated, on a device that is emulated in the caching allocator's blocks;
     `reserved_bytes` what that allocator would hold, None on the CPU. `by_kind` and `by_module` say what
     and whose the bytes at the peak are, `holders` the largest of them and why they are alive; each adds
-    up to the peak. `facts` has the bytes of parameters, gradients and optimizer state, exact, and what
-    recomputation would leave. `notes` say what was assumed where nobody could know.
+    up to the peak. `facts` has the bytes of parameters, gradients and optimizer state, exact, what other
+    tensors of this process add to the peak (`unused_bytes`), and what recomputation would leave. `notes`
+    say what was assumed where nobody could know.
     """
 
     def __init__(
@@ -116,9 +117,11 @@ class Estimate:
         return self.bytes_held <= parse_bytes(memory)
 
     def max_batch(self, memory: str | int) -> int:
-        """The largest batch that fits; 0 where a batch of one does not. One more would not fit.
+        """The largest batch that was found to fit; 0 for none. One more would not fit, nor do a few larger
+        ones that were tried; `grown` says what is known of others.
 
-        Raises `UsageError` where the batch has no samples that could be more.
+        Raises `UsageError` where the batch has no samples that could be more, and where other tensors of
+        this process hold the budget already.
         """
         return self.grown("batch", memory).largest
 
@@ -138,10 +141,14 @@ class Estimate:
     def grown(self, what: str, memory: str | int) -> Growth:
         """How far the batch, or its sequences, can grow until the budget is full.
 
-        Raises `UsageError` where the batch has no such length.
+        Raises `UsageError` where the batch has no such length, and where other tensors of this process
+        hold the budget already.
         """
         budget = parse_bytes(memory, whole=self.bytes_held)
         now, at = self._lengths(what)
+        unused = self.facts.unused_bytes
+        if unused and budget <= unused:
+            raise UsageError(_taken(budget, unused))
         refused: dict[int, str] = {}
 
         def peak_of(length: int) -> int | None:
@@ -154,7 +161,7 @@ class Estimate:
                 refused[length] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
                 return None
             assert trial.profile is not None
-            return _held(trial.profile)
+            return self._held_at(trial.profile)
 
         found = largest(peak_of, budget, now)
         reason = refused.get(found.length + 1, "")
@@ -168,7 +175,15 @@ class Estimate:
             peak_bytes=found.peak,
             next_bytes=found.next_peak,
             limited_by=reason,
+            tried=found.tried,
+            falls=found.falls,
+            unused_bytes=unused,
         )
+
+    def _held_at(self, profile: Profile) -> int:
+        """What has to fit at another length, at which the batch that was given would not be there."""
+        given = 0 if profile.reserved_bytes else unused_bytes(profile) - self.facts.unused_bytes
+        return _held(profile) - max(given, 0)
 
     def _lengths(self, what: str) -> tuple[int, Callable[[int], Workload | _Sized]]:
         """The length that there is, and the workload at another."""
@@ -232,6 +247,16 @@ class _Sized:
     def __init__(self, script: Script, size: int) -> None:
         self.script = script
         self.size = size
+
+
+def _taken(budget: int, unused: int) -> str:
+    """What a person is told whose budget other tensors hold."""
+    return (
+        f"tensors of this process that the step does not use hold {format_bytes(unused)}, so nothing fits "
+        f"in {format_bytes(budget)}: they are a part of every peak here. Let go of them first (another "
+        "model, a data set, results of a notebook), estimate in a process of its own, or add them to the "
+        "budget: they are `estimate(...).facts.unused_bytes`."
+    )
 
 
 def _held(profile: Profile) -> int:

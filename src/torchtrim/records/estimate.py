@@ -21,7 +21,9 @@ class Growth(Struct, frozen=True, kw_only=True):
 
     `now` is the length of the batch that was given. `peak_bytes` is what `largest` needs, null where
     not even a length of 1 fits; `next_bytes` what one more would, null where one more does not run,
-    of which `limited_by` is the reason.
+    of which `limited_by` is the reason. `tried` is the longest length that was tried; where memory was
+    seen to fall as the length grew (`falls`), lengths between `largest` and others that were not tried
+    may fit. `unused_bytes` of the budget go to tensors of the process that the step does not use.
     """
 
     what: Literal["batch", "sequence"]
@@ -31,10 +33,16 @@ class Growth(Struct, frozen=True, kw_only=True):
     peak_bytes: Bytes | None
     next_bytes: Bytes | None
     limited_by: str = ""
+    tried: int = 0
+    falls: bool = False
+    unused_bytes: Bytes = 0
 
 
 class Estimated(Struct, frozen=True, kw_only=True):
     """What only an estimate says. The first three are exact to the byte.
+
+    `unused_bytes`, a part of the peak, is what was alive before the step and is not used in it: tensors
+    of the process that are not the workload's.
 
     `recomputed_bytes` is the smallest peak that recomputation is predicted to reach, `recomputed` the
     places where it would; null and none where it would not help.
@@ -47,3 +55,4 @@ class Estimated(Struct, frozen=True, kw_only=True):
     recomputed_bytes: Bytes | None = None
     recomputed: tuple[str, ...] = ()
     growth: tuple[Growth, ...] = ()
+    unused_bytes: Bytes = 0

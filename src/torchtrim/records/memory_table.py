@@ -10,8 +10,8 @@ class MemoryTable(Struct, frozen=True, kw_only=True):
 
     `outputs`: the most that operators' results take at once; `workspace`: what operators are known to
     allocate besides at most, 0 where the call is not planned; `made`: all results, as if nothing were
-    freed. `planned`: a call without gradients that runs by a plan of its memory. Of a training step the bytes are those at its
-    peak, and `gradients` the parameters' gradients that there are by then.
+    freed. `planned`: a call without gradients that runs by a plan of its memory. Of a training step the
+    bytes are those at its peak, and `gradients` the parameters' gradients that there are by then.
     """
 
     outputs: int

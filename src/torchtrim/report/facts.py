@@ -38,7 +38,7 @@ _TONES: dict[str, Tone] = {
 SAFETY = {
     "BITWISE": "Every compared bit is equal.",
     "ROUNDING": "The same real function: what differs shrinks with the type's epsilon.",
-    "NOT EQUAL": "The planned program computes something else. Do not use this plan.",
+    "NOT EQUAL": "What was compared with the original computes something else: do not use it.",
     "UNDECIDED": "The original does not equal itself, and what differs lies within that.",
 }
 

@@ -58,6 +58,8 @@ runs the stream with and without them and names the first frame that differs.
 
 from __future__ import annotations
 
+import re
+
 from collections.abc import Iterator
 
 from torchtrim.records.finding import Cure, Equivalence, Finding
@@ -138,7 +140,7 @@ def _cure(growth: Growth) -> Cure:
             'torchtrim.StateStore({"state": window(n)})'
         )
         return Cure(kind="advice", reason=reason)
-    name = growth.name.rpartition(".")[2]
+    name = next(iter(_IDENTIFIER.findall(growth.name)[::-1]), "state")
     return Cure(
         kind="advice",
         reason=f'of a module: torchtrim.bound_caches(model, {{"{name}": window(n)}}); elsewhere '
@@ -147,4 +149,5 @@ def _cure(growth: Growth) -> Cure:
     )
 
 
+_IDENTIFIER = re.compile(r"[^\W\d]\w*")
 RULE = Rule(code="TT501", name="state-grows", check=check)

@@ -81,6 +81,7 @@ def names() -> list[str]:
 
 _SERVING = (
     "apply",
+    "arguments",
     "base",
     "blocks",
     "by_graph",

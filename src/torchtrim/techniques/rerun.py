@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from torchtrim.errors import ApplyFailed
+from torchtrim.techniques.arguments import as_they_are
 from torchtrim.techniques.python_state import PythonState
 from torchtrim.techniques.swap import Swapped
 
@@ -78,12 +79,31 @@ def _run(function: Callable[..., Any], buffers: Buffers, *args: Any, **kwargs: A
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     return checkpoint(
-        functools.partial(function, **kwargs),
+        _Twice(function, args, kwargs),
         *args,
         use_reentrant=False,
         preserve_rng_state=True,
         context_fn=buffers.contexts,
     )
+
+
+class _Twice:
+    """A call that is made with its arguments, and then again with what they were at first.
+
+    A block's list may be longer when backward comes, and a block may append to what it is given.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._function = function
+        self._now: tuple[Any, Any] | None = (args, kwargs)
+        self._then = as_they_are((args, kwargs))
+
+    def __call__(self, *_: Any) -> Any:
+        args, kwargs = self._now or as_they_are(self._then)
+        self._now = None
+        return self._function(*args, **kwargs)
 
 
 Values = dict[tuple[int, str], torch.Tensor]

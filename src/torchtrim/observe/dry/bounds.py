@@ -194,6 +194,15 @@ def _recurrent(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
     return tuple(results)
 
 
+def _reduced_loss(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
+    """A loss that is reduced where its elements were: the single number keeps their memory."""
+    result, x = dry.general(func, args, kwargs, known), args[0]
+    if dry.knows(result) or result.dim() == x.dim():
+        return result
+    elements = dry.blank(Geometry((max(x.numel(), 1),), (1,), result.dtype))
+    return elements.as_strided((), ())
+
+
 def _resize(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
     """What is blank cannot grow where it lies, so it gets another storage."""
     tensor, size = args[0], tuple(args[1])
@@ -243,5 +252,9 @@ BOUNDS: dict[str, Bound] = {
     "aten::_pack_padded_sequence": _pack,
     "aten::mkldnn_rnn_layer": _recurrent,
     "aten::resize_": _resize,
+    "aten::mse_loss": _reduced_loss,
+    "aten::smooth_l1_loss": _reduced_loss,
+    "aten::soft_margin_loss": _reduced_loss,
+    "aten::binary_cross_entropy": _reduced_loss,
     "torchvision::nms": _nms,
 }

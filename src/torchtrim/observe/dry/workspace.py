@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torchtrim.observe.dry import attention, convolution, recurrent
+from torchtrim.observe.dry import attention, convolution, recurrent, relative
 from torchtrim.observe.modes import tensors_among
 
 Workspace = Callable[[Any, Any, Any, Any], int]
@@ -62,8 +62,15 @@ def _layer_norm_backward(func: Any, args: Any, kwargs: Any, result: Any) -> int:
 def _resized(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Interpolation copies input and output to channels last for small outputs: those of at most 128
     rows and columns (aten/src/ATen/native/cpu/UpSampleKernel.cpp, `_use_vectorized_kernel_cond_2d`)."""
-    small = result.shape[-1] + result.shape[-2] <= 128
+    small = result.shape[-1] + result.shape[-2] <= 128 and result.shape[1] > 1
     return args[0].nbytes + result.nbytes if small and args[0].is_contiguous() else 0
+
+
+def _resized_linearly(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """As `_resized`; images of three channels too are copied, whatever their size."""
+    if args[0].shape[1] == 3 and args[0].is_contiguous():
+        return int(args[0].nbytes + result.nbytes)
+    return _resized(func, args, kwargs, result)
 
 
 def _roll(func: Any, args: Any, kwargs: Any, result: Any) -> int:
@@ -89,8 +96,14 @@ def _one_more(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     return int(args[0].nbytes)
 
 
-def _two_more(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    return int(2 * args[0].nbytes)
+def _of_loss(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """One value for each element, where they are reduced."""
+    return int(args[0].nbytes) if result.dim() < args[0].dim() else 0
+
+
+def _of_logits(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """As `_of_loss`; one more value for each element whether they are reduced or not."""
+    return int(args[0].nbytes) + _of_loss(func, args, kwargs, result)
 
 
 def _gemm(func: Any, args: Any, kwargs: Any, result: Any) -> int:
@@ -116,15 +129,17 @@ _TABLE: dict[str, Workspace] = {
     "aten::roll": _roll,
     "aten::_native_multi_head_attention": _fused_attention,
     "aten::native_layer_norm_backward": _layer_norm_backward,
-    "aten::upsample_bilinear2d": _resized,
+    "aten::upsample_bilinear2d": _resized_linearly,
     "aten::upsample_nearest2d": _resized,
+    "torchtrim::relative_attention": relative.forward,
+    "torchtrim::relative_attention_backward": relative.backward,
     "aten::_safe_softmax": _safe_softmax,
     "aten::logsumexp": _one_more,
     "aten::native_dropout": _one_more,
-    "aten::mse_loss": _one_more,
-    "aten::smooth_l1_loss": _one_more,
-    "aten::huber_loss": _one_more,
-    "aten::binary_cross_entropy_with_logits": _two_more,
+    "aten::mse_loss": _of_loss,
+    "aten::smooth_l1_loss": _of_loss,
+    "aten::huber_loss": _of_loss,
+    "aten::binary_cross_entropy_with_logits": _of_logits,
     "aten::mm": _gemm,
     "aten::addmm": _gemm,
     "aten::bmm": _gemm,

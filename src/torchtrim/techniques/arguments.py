@@ -1,0 +1,80 @@
+"""A call's arguments as they are now, for a block that runs again when they may have changed."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+_DEPTH = 6
+_ITSELF = (torch.Tensor, nn.Module, type, str, bytes, int, float, complex, torch.Generator)
+
+
+def as_they_are(value: Any) -> Any:
+    """The value with containers of its own; tensors and modules are shared.
+
+    Lists, tuples, dicts, and objects with attributes of which one is or holds a tensor, such as a cache of
+    keys and values that each block makes longer. What cannot be copied is shared.
+    """
+    return _fresh(value, {}, _DEPTH)
+
+
+def _fresh(value: Any, known: dict[int, Any], depth: int) -> Any:
+    if value is None or isinstance(value, _ITSELF) or not depth:
+        return value
+    if id(value) not in known:
+        known[id(value)] = value
+        known[id(value)] = _copied(value, known, depth - 1)
+    return known[id(value)]
+
+
+def _copied(value: Any, known: dict[int, Any], depth: int) -> Any:
+    if isinstance(value, tuple):
+        items = [_fresh(item, known, depth) for item in value]
+        same = all(a is b for a, b in zip(items, value, strict=True))
+        return value if same else _tuple_like(value, items)
+    if isinstance(value, (list, dict)):
+        return _container(value, known, depth)
+    return _object(value, known, depth) if _holds_tensors(value, _DEPTH) else value
+
+
+def _tuple_like(value: tuple[Any, ...], items: list[Any]) -> Any:
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+def _container(value: Any, known: dict[int, Any], depth: int) -> Any:
+    try:
+        twin = copy.copy(value)
+        if isinstance(value, list):
+            twin[:] = [_fresh(item, known, depth) for item in value]
+        else:
+            for key, item in value.items():
+                twin[key] = _fresh(item, known, depth)
+    except Exception:
+        return value
+    return twin
+
+
+def _object(value: Any, known: dict[int, Any], depth: int) -> Any:
+    try:
+        twin = copy.copy(value)
+        for name, item in vars(value).items():
+            vars(twin)[name] = _fresh(item, known, depth)
+    except Exception:
+        return value
+    return twin
+
+
+def _holds_tensors(value: Any, depth: int) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    if not depth or value is None or isinstance(value, _ITSELF):
+        return False
+    if isinstance(value, dict):
+        return any(_holds_tensors(item, depth - 1) for item in value.values())
+    if isinstance(value, (list, tuple)):
+        return any(_holds_tensors(item, depth - 1) for item in value)
+    inside = getattr(value, "__dict__", None)
+    return isinstance(inside, dict) and _holds_tensors(inside, depth - 1)
