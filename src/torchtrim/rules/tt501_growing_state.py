@@ -59,7 +59,6 @@ runs the stream with and without them and names the first frame that differs.
 from __future__ import annotations
 
 import re
-
 from collections.abc import Iterator
 
 from torchtrim.records.finding import Cure, Equivalence, Finding
