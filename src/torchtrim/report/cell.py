@@ -10,7 +10,7 @@ from markupsafe import Markup
 from rich.console import Console
 
 from torchtrim.records import Certificate, Finding, Plan, Profile, Report
-from torchtrim.report import facts, terminal
+from torchtrim.report import estimates, facts, terminal
 from torchtrim.report.figures import figure_rows
 from torchtrim.report.pictures import picture
 from torchtrim.report.safe import clean, keep_right
@@ -112,7 +112,7 @@ def _report(report: Report) -> Iterable[Markup]:
     techniques = report.plan.techniques if report.plan else ()
     proof = facts.certificate_lines(report.certificate) if report.certificate else []
     told = [
-        *facts.estimate_lines(report),
+        *estimates.estimate_lines(report),
         *facts.waiting_lines(report),
         *facts.cure_lines(report),
         *map(facts.technique_line, techniques),

@@ -12,7 +12,6 @@ from typing import Literal
 
 from torchtrim.records import Certificate, Figures, Finding, Profile, Report, Technique
 from torchtrim.records.comparison import Side
-from torchtrim.records.estimate import Growth
 from torchtrim.records.fix import FixRecord, State
 from torchtrim.records.profile import is_emulated
 from torchtrim.units import format_bytes, format_seconds
@@ -321,40 +320,6 @@ def stream_rows(report: Report) -> list[tuple[str, str, str]]:
 
 def _bytes_or_none(value: int | None) -> str:
     return "" if value is None else format_bytes(value)
-
-
-def estimate_lines(report: Report) -> list[str]:
-    """What an estimate knows to the byte, what would free memory, and how far the batch can grow."""
-    found = report.estimated
-    if found is None:
-        return []
-    exact = (
-        ("parameters", found.parameter_bytes),
-        ("gradients", found.gradient_bytes),
-        ("optimizer state", found.optimizer_bytes),
-    )
-    lines = [", ".join(f"{name} {format_bytes(size)}" for name, size in exact if size)]
-    if found.recomputed_bytes is not None:
-        places = ", ".join(runs(found.recomputed))
-        lines.append(
-            f"recomputed, it is predicted to need {format_bytes(found.recomputed_bytes)}: {places}"
-        )
-    return [line for line in (*lines, *map(_growth_line, found.growth)) if line]
-
-
-def _growth_line(growth: Growth) -> str:
-    """`"largest batch in 24 GiB: 96 (23.8 GiB; 97 needs 24.1 GiB), now 8"`."""
-    known = growth.peak_bytes is not None
-    parts = [format_bytes(growth.peak_bytes)] if growth.peak_bytes is not None else []
-    if growth.next_bytes is not None:
-        needs = format_bytes(growth.next_bytes)
-        close = needs == format_bytes(growth.budget_bytes)
-        over = f"{format_bytes(growth.next_bytes - growth.budget_bytes)} more"
-        parts.append(f"{growth.largest + 1} needs {over if close else needs}")
-    elif growth.limited_by:
-        parts.append(f"{growth.largest + 1} does not run: {growth.limited_by}")
-    told = f"{growth.largest if known else 'none fits'} ({'; '.join(parts)})"
-    return f"largest {growth.what} in {format_bytes(growth.budget_bytes)}: {told}, now {growth.now}"
 
 
 def cure_lines(report: Report) -> list[str]:

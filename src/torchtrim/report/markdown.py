@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from torchtrim.records import Report
-from torchtrim.report import facts
+from torchtrim.report import estimates, facts
 from torchtrim.report.figures import figure_rows
 from torchtrim.report.located import Located, located
 from torchtrim.report.safe import clean
@@ -44,7 +44,7 @@ def _page(report: Report, found: Sequence[Located], shown: int) -> str:
         "\n".join(f"* {escape(part)}" for part in head.parts),
         _figures(report),
         _findings(report, found, shown),
-        _lines("Estimate", facts.estimate_lines(report)),
+        _lines("Estimate", estimates.estimate_lines(report)),
         _lines("Waits", facts.waiting_lines(report)),
         _lines("Cures", facts.cure_lines(report)),
         _lines("Plan", map(facts.technique_line, report.plan.techniques if report.plan else ())),

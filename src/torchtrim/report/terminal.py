@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from torchtrim.records import Report
-from torchtrim.report import facts, sections
+from torchtrim.report import estimates, facts, sections
 from torchtrim.report.safe import keep_left, keep_right, sentence
 from torchtrim.report.sections import NARROW, Page, Room
 
@@ -110,7 +110,7 @@ def _tail(page: Page, room: Room) -> list[Text]:
     return [
         *_labelled(page, "plan", map(facts.technique_line, techniques), room.findings, room),
         *_labelled(page, "certificate", proof, len(proof), room),
-        *_labelled(page, "estimate", facts.estimate_lines(report), min(4, room.findings), room),
+        *_labelled(page, "estimate", estimates.estimate_lines(report), min(4, room.findings), room),
         *_labelled(page, "waits", facts.waiting_lines(report), min(2, room.findings), room),
         *_labelled(page, "note", report.notes, room.notes, room),
     ]
