@@ -52,8 +52,9 @@ class Recording(Listener):
         self.running = False
 
     def begin(self, optimizers: Sequence[torch.optim.Optimizer], *, scan: bool = True) -> None:
-        """Start with what is alive now. `scan`: find it through the garbage collector."""
-        gc.collect()
+        """Start with what is alive now. `scan`: find it through the garbage collector, garbage gone."""
+        if scan:
+            gc.collect()
         self.recorder.track(tensor for _, _, tensor in self._modules.named_tensors())
         self.recorder.track(p for optimizer in optimizers for p in parameters_of(optimizer))
         self.recorder.track(tensor for _, tensor in _states(optimizers))
