@@ -59,3 +59,18 @@ def test_sets_name_findings_in_their_new_order() -> None:
     assert waiting is not None
     for chosen in waiting.sets:
         assert all(findings[number].code == "TT101" for number in chosen.findings)
+
+
+def test_a_wait_for_next_to_nothing_is_said_to_be_little() -> None:
+    step = Step("emulated h100")
+    weight = step.alive("parameter", 4)
+    square = use(weight, "float32", (8192, 8192))
+    read = step.op("aten::_local_scalar_dense", use(weight, "float32", (1,)), line=1)
+    step.sync("item", read)
+    for _ in range(20):
+        step.op("aten::mm", square, square, mutates=(weight,), line=2)
+    profile = step.profile()
+    (finding,), waiting = priced(profile, diagnose(profile, ["TT1"]))
+    assert waiting is not None
+    assert waiting.all_saves_ms < 0.003 * waiting.step_ms
+    assert finding.message.endswith("less than 0.3 % of the step")

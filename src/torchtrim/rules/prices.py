@@ -16,6 +16,7 @@ from torchtrim.sync.model.modelled import Modelled, price_syncs
 _DEFAULT = "a100"
 _NOTHING = 0.003
 _MOVES = "; without it alone the next wait takes over, 0 ms expected"
+_LITTLE = "; all waits together are worth less than 0.3 % of the step"
 
 
 def priced(
@@ -40,7 +41,8 @@ def priced(
         for chosen, gain in model.sets
     )
     least = _NOTHING * model.step_ms
-    told = tuple(_told(finding, prices.get(id(finding)), least) for finding in ordered)
+    small = _LITTLE if model.all_saves_ms < least else _MOVES
+    told = tuple(_told(one, prices.get(id(one)), least, small) for one in ordered)
     return told, _waiting(device, model, sets)
 
 
@@ -56,12 +58,12 @@ def _waiting(device: Device, model: Modelled, sets: tuple[WaitSet, ...]) -> Wait
     )
 
 
-def _told(finding: Finding, price: float | None, least: float) -> Finding:
-    """With its price; one below `least`, a few thousandths of the step, is said to be nothing."""
+def _told(finding: Finding, price: float | None, least: float, small: str) -> Finding:
+    """With its price; of one below `least`, a few thousandths of the step, it is said why."""
     if price is None:
         return finding
-    moves = _MOVES if price < least else ""
-    return replace(finding, price_ms=price, message=finding.message + moves, source="modelled")
+    why = small if price < least else ""
+    return replace(finding, price_ms=price, message=finding.message + why, source="modelled")
 
 
 def _order(
