@@ -87,6 +87,7 @@ _SERVING = (
     "by_graph",
     "fingerprint",
     "network",
+    "places",
     "python_state",
     "rerun",
     "swap",

@@ -17,6 +17,7 @@ from torchtrim.records.finding import Equivalence
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Call, Operator, Profile
 from torchtrim.techniques.base import Handle, Option
+from torchtrim.techniques.places import module_at
 
 if TYPE_CHECKING:
     from torch import nn
@@ -125,14 +126,7 @@ def _storages(op: Operator) -> set[int]:
 
 
 def _find(roots: Mapping[str, nn.Module], where: str) -> nn.Module:
-    name, _, path = where.partition(".")
-    try:
-        module = roots[name].get_submodule(path)
-    except (KeyError, AttributeError):
-        raise ApplyFailed(
-            f"the plan names `{where}`, and there is no such module; the roots of this workload are "
-            f"{', '.join(roots)}. Plan again for this model."
-        ) from None
+    module = module_at(roots, where)
     if type(module).__name__ not in TYPES or not hasattr(module, "inplace"):
         raise ApplyFailed(
             f"`{where}` is a {type(module).__name__}, which cannot overwrite its input; "

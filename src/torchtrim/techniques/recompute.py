@@ -16,6 +16,7 @@ from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile
 from torchtrim.techniques.base import Handle, Option
 from torchtrim.techniques.blocks import blocks_of
+from torchtrim.techniques.places import module_at
 
 if TYPE_CHECKING:
     from torch import nn
@@ -81,13 +82,6 @@ def _find(roots: Mapping[str, nn.Module], where: str) -> tuple[nn.Module, Range 
             f"cannot read {where!r} as a place. Write a module's path, such as Net.blocks.3, or a "
             "range of a Sequential, such as Net.layers[2:6]."
         )
-    name, _, path = match["path"].partition(".")
-    try:
-        module = roots[name].get_submodule(path)
-    except (KeyError, AttributeError):
-        raise ApplyFailed(
-            f"the plan names `{where}`, and there is no such module; the roots of this workload are "
-            f"{', '.join(roots)}. Plan again for this model."
-        ) from None
+    module = module_at(roots, match["path"])
     span = (int(match["first"]), int(match["last"])) if match["first"] else None
     return module, span

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 from torch import nn
 
-from torchtrim.errors import ApplyFailed
 from torchtrim.records.plan import Technique
 from torchtrim.techniques.base import Handle
 from torchtrim.techniques.network.aside import Aside
 from torchtrim.techniques.network.planned import Planned
-
-_PATH = re.compile(r"\w+(\.\w+)*")
+from torchtrim.techniques.places import module_at
 
 
 class Switched:
@@ -45,17 +42,3 @@ def switch_on(roots: Mapping[str, nn.Module], technique: Technique) -> Switched:
         switched.revert()
         raise
     return switched
-
-
-def module_at(roots: Mapping[str, nn.Module], where: str) -> nn.Module:
-    """The module at a path such as `Net.features`. Raises `ApplyFailed` where there is none."""
-    name, _, path = where.partition(".")
-    try:
-        if not _PATH.fullmatch(where):
-            raise KeyError(where)
-        return roots[name].get_submodule(path)
-    except (KeyError, AttributeError):
-        raise ApplyFailed(
-            f"the plan names `{where}`, and there is no such module; the roots of this workload are "
-            f"{', '.join(roots)}. Plan again for this model."
-        ) from None
