@@ -37,7 +37,7 @@ _MOST_TRACED = 8
 
 @dataclass(eq=False)
 class Suspect:
-    """A container that got longer: its lengths, what it held, and where it is. It is not kept alive."""
+    """A container that got longer: its lengths, what it held, and where it is."""
 
     kind: str
     lengths: list[Sample]
@@ -99,6 +99,7 @@ class Growing(Listener):
         self._before: dict[int, int] = {}
         self._looked = 0
         self._suspects: dict[int, Suspect] = {}
+        self._held: dict[int, Any] = {}
         self._made: dict[int, dict[Maker, dict[int, int]]] = {}
         self._slots: list[_Slot] = []
         self._named: dict[Maker, tuple[Owner, int, str]] = {}
@@ -165,7 +166,7 @@ class Growing(Listener):
         self._began = 0.0 if tracing or looks else time.perf_counter()
 
     def _look(self) -> None:
-        gc.collect()
+        self._drop_abandoned()
         self._resident[self.frames] = process_bytes()
         found = self._scan()
         self._looked, growing = self.frames, self._growing()
@@ -173,6 +174,7 @@ class Growing(Listener):
             self._suspects[number].weights[self.frames] = weigh(container, growing)
         self._made[self.frames] = self._alive.by_maker(())
         self._name(found)
+        self._held = found
 
     def _scan(self) -> dict[int, Any]:
         """The suspects, new ones too. What got shorter is none, nor what is gone."""
@@ -196,6 +198,20 @@ class Growing(Listener):
             suspects[number], found[number] = suspect, container
         self._suspects = suspects
         return found
+
+    def _drop_abandoned(self) -> None:
+        """Let go of the suspects, and forget those that nobody else holds.
+
+        They are held from look to look, since one that is replaced would leave its number to another.
+        """
+        held, self._held = self._held, {}
+        numbers = set(held)
+        held.clear()
+        gc.collect()
+        alive = {id(container) for container in containers()}
+        for number in numbers - alive:
+            self._suspects.pop(number, None)
+            self._before.pop(number, None)
 
     def _name(self, found: Mapping[int, Any]) -> None:
         """Say where what grows is, while it is there, and see who fills it in the next frame."""

@@ -146,7 +146,9 @@ def _recomputed(profile: Profile) -> tuple[int | None, tuple[str, ...]]:
     """The smallest peak that recomputation would reach, and where; None where it saves too little."""
     if not any(op.phase == "backward" for op in profile.operators):
         return None, ()
-    planner = Planner(profile, step_seconds=profile.step_seconds, fingerprint={}, script_sha256="")
+    planner = Planner(
+        profile, step_seconds=profile.step_seconds, fingerprint={}, leave_out=("overwrite",)
+    )
     bias = profile.peak_bytes - planner.simulated_original
     plan = planner.floor_plan(0, bias=bias)
     peak = plan.predicted.peak_bytes

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
-_DEPTH = 6
+_DEPTH = 8
 _ITSELF = (torch.Tensor, nn.Module, type, str, bytes, int, float, complex, torch.Generator)
 
 
 def as_they_are(value: Any) -> Any:
     """The value with containers of its own; tensors and modules are shared.
 
-    Lists, tuples, dicts, and objects with attributes of which one is or holds a tensor, such as a cache of
-    keys and values that each block makes longer. What cannot be copied is shared.
+    Lists, tuples, dicts, and objects with attributes, such as a cache of keys and values that each block
+    makes longer. What cannot be copied, or lies deeper than eight, is shared.
     """
     return _fresh(value, {}, _DEPTH)
 
@@ -37,7 +37,7 @@ def _copied(value: Any, known: dict[int, Any], depth: int) -> Any:
         return value if same else _tuple_like(value, items)
     if isinstance(value, (list, dict)):
         return _container(value, known, depth)
-    return _object(value, known, depth) if _holds_tensors(value, _DEPTH) else value
+    return _object(value, known, depth) if isinstance(_attributes(value), dict) else value
 
 
 def _tuple_like(value: tuple[Any, ...], items: list[Any]) -> Any:
@@ -67,14 +67,6 @@ def _object(value: Any, known: dict[int, Any], depth: int) -> Any:
     return twin
 
 
-def _holds_tensors(value: Any, depth: int) -> bool:
-    if isinstance(value, torch.Tensor):
-        return True
-    if not depth or value is None or isinstance(value, _ITSELF):
-        return False
-    if isinstance(value, dict):
-        return any(_holds_tensors(item, depth - 1) for item in value.values())
-    if isinstance(value, (list, tuple)):
-        return any(_holds_tensors(item, depth - 1) for item in value)
-    inside = getattr(value, "__dict__", None)
-    return isinstance(inside, dict) and _holds_tensors(inside, depth - 1)
+def _attributes(value: Any) -> Any:
+    """An object's own attributes; those of functions and their like are nobody's state."""
+    return None if callable(value) else getattr(value, "__dict__", None)
