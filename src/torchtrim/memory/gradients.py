@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torchtrim.memory.names import base_name
 from torchtrim.records.profile import Operator, Profile
+from torchtrim.records.remembered import remembered
 
 _ZEROING = frozenset(("aten::zero_", "aten::_foreach_zero_"))
 
@@ -33,12 +34,19 @@ class _Write(NamedTuple):
 
 def zeroed_gradients(profile: Profile) -> list[Zeroed]:
     """Every stretch of the step in which a gradient is allocated and holds only zeros."""
+    return list(_zeroed(profile))
+
+
+@remembered
+def _zeroed(profile: Profile) -> tuple[Zeroed, ...]:
     writes: dict[int, list[_Write]] = defaultdict(list)
     for index, op in enumerate(profile.operators):
         for storage in op.mutates:
             if profile.storages[storage].kind == "gradient":
                 writes[storage].append(_Write(index, _fills_with_zeros(op)))
-    return [z for storage, found in writes.items() for z in _stretches(profile, storage, found)]
+    return tuple(
+        z for storage, found in writes.items() for z in _stretches(profile, storage, found)
+    )
 
 
 def _fills_with_zeros(op: Operator) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Iterable
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from torchtrim.records.profile import KINDS, Profile, Storage
+from torchtrim.records.remembered import remembered
 
 WORKSPACE = "workspace"
 
@@ -31,14 +33,23 @@ class Sample(NamedTuple):
 
 def timeline(profile: Profile) -> Timeline:
     """Bytes alive after and the highest bytes during each operator."""
+    live, high = _live_and_high(profile)
+    return Timeline(live.tolist(), high.tolist())
+
+
+@remembered
+def _live_and_high(profile: Profile) -> tuple[array[int], array[int]]:
     count = len(profile.operators)
     live = _alive(count, profile.storages)
     entering = _alive(count, profile.storages, late=1)
-    high = [
-        max(after, before + op.transient_bytes)
-        for after, before, op in zip(live, entering, profile.operators, strict=True)
-    ]
-    return Timeline(live, high)
+    high = array(
+        "q",
+        (
+            max(after, before + op.transient_bytes)
+            for after, before, op in zip(live, entering, profile.operators, strict=True)
+        ),
+    )
+    return array("q", live), high
 
 
 def peak_operator(profile: Profile) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from torchtrim.memory.gradients import zeroed_gradients
 from torchtrim.memory.names import base_name
 from torchtrim.records.profile import Kind, Profile
+from torchtrim.records.remembered import remembered
 
 _ALWAYS: dict[Kind, str] = {
     "parameter": "parameter",
@@ -23,7 +25,6 @@ class LastReads(NamedTuple):
     backward: int
 
 
-_UNREAD = LastReads(-1, -1)
 _HELD = "held by a Python reference"
 _NO_BACKWARD = "kept by autograd or a Python reference: gradients are on, no backward follows"
 
@@ -48,14 +49,22 @@ def why_alive(profile: Profile, storages: Iterable[int], at: int) -> dict[int, s
 
 def last_reads(profile: Profile, storages: Iterable[int]) -> dict[int, LastReads]:
     """The last readers of each storage."""
-    found = dict.fromkeys(storages, _UNREAD)
+    last, backward = _last_of_all(profile)
+    return {storage: LastReads(last[storage], backward[storage]) for storage in storages}
+
+
+@remembered
+def _last_of_all(profile: Profile) -> tuple[array[int], array[int]]:
+    """The last operator that reads each storage, and the last in backward."""
+    last = array("q", [-1]) * len(profile.storages)
+    backward = array("q", last)
     for index, op in enumerate(profile.operators):
+        of_backward = op.phase == "backward"
         for use in op.inputs:
-            before = found.get(use.storage)
-            if before is not None:
-                backward = index if op.phase == "backward" else before.backward
-                found[use.storage] = LastReads(index, backward)
-    return found
+            last[use.storage] = index
+            if of_backward:
+                backward[use.storage] = index
+    return last, backward
 
 
 def kept_for_backward(profile: Profile, storage: int, at: int, reads: LastReads) -> bool:

@@ -157,7 +157,7 @@ class Growth(Struct, frozen=True, array_like=True, gc=False):
     caller: Index
 
 
-class Profile(Struct, frozen=True, kw_only=True):
+class Profile(Struct, frozen=True, kw_only=True, weakref=True):
     """The record of one step, or, where it has `growths`, of the frames of a stream."""
 
     schema_version: Literal[1] = 1

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
+from torchtrim.records.files import without_collection
 from torchtrim.records.finding import Finding
 from torchtrim.records.profile import Profile, is_emulated
 from torchtrim.records.report import Waiting, WaitSet
@@ -32,7 +33,8 @@ def priced(
         return found, None
     device = device_of(profile)
     sites = sync_numbers(profile, waiting)
-    model = price_syncs(profile, device, sites)
+    with without_collection():
+        model = price_syncs(profile, device, sites)
     prices = {id(f): wait.saves_alone_ms for f, wait in zip(waiting, model.waits, strict=True)}
     ordered = sorted(found, key=lambda finding: _order(profile, model, finding, prices))
     places = {id(finding): number for number, finding in enumerate(ordered)}

@@ -11,6 +11,7 @@ from importlib import import_module
 
 from torchtrim import rules
 from torchtrim.errors import UsageError
+from torchtrim.records.files import without_collection
 from torchtrim.records.finding import Finding
 from torchtrim.records.profile import Profile
 from torchtrim.rules.base import Rule
@@ -46,7 +47,8 @@ def diagnose(profile: Profile, select: Iterable[str] | None = None) -> tuple[Fin
     that code is given.
     """
     ignores = Ignores(profile.project)
-    found = (f for r in _selected(select) for f in r.check(profile) if not ignores.cover(f))
+    with without_collection():
+        found = [f for r in _selected(select) for f in r.check(profile) if not ignores.cover(f)]
     return tuple(sorted(found, key=lambda finding: _order(profile, finding)))
 
 

@@ -12,7 +12,7 @@ _LENS = "https://github.com/AMD-AGI/TraceLens/tree/171dd747/tests/traces"
 _KINETO = "https://github.com/pytorch/kineto/tree/94979607%5E/tb_plugin/samples"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Device:
     """One accelerator. Rates are per second: floating-point operations by type, and bytes.
 

@@ -16,6 +16,7 @@ from typing import Literal
 from msgspec import Struct
 
 from torchtrim.records.profile import Operator, Profile, TensorUse
+from torchtrim.records.remembered import remembered
 from torchtrim.sync.model.devices import Device
 
 HOST_SECONDS = 5e-6
@@ -36,6 +37,7 @@ class Estimate(Struct, frozen=True, kw_only=True):
     host_seconds: Sequence[float]
 
 
+@remembered
 def estimate(profile: Profile, device: Device) -> Estimate:
     """The seconds that each operator takes on the device and on the host.
 
