@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -64,7 +65,15 @@ class Estimate:
         self.trial = self._run(self.workload)
         assert self.trial.profile is not None
         self.profile: Profile = self.trial.profile
-        self.facts: Estimated = estimated(self.profile)
+
+    @functools.cached_property
+    def facts(self) -> Estimated:
+        """What else is known; what recomputation would leave is searched for when first asked."""
+        return estimated(self.profile)
+
+    @functools.cached_property
+    def _unused(self) -> int:
+        return unused_bytes(self.profile)
 
     @property
     def peak_bytes(self) -> int:
@@ -146,7 +155,7 @@ class Estimate:
         """
         budget = parse_bytes(memory, whole=self.bytes_held)
         now, at = self._lengths(what)
-        unused = self.facts.unused_bytes
+        unused = self._unused
         if unused and budget <= unused:
             raise UsageError(_taken(budget, unused))
         refused: dict[int, str] = {}
@@ -182,7 +191,7 @@ class Estimate:
 
     def _held_at(self, profile: Profile) -> int:
         """What has to fit at another length, at which the batch that was given would not be there."""
-        given = 0 if profile.reserved_bytes else unused_bytes(profile) - self.facts.unused_bytes
+        given = 0 if profile.reserved_bytes else unused_bytes(profile) - self._unused
         return _held(profile) - max(given, 0)
 
     def _lengths(self, what: str) -> tuple[int, Callable[[int], Workload | _Sized]]:

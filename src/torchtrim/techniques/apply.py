@@ -8,23 +8,11 @@ from torch import nn
 
 from torchtrim.errors import ApplyFailed, TorchtrimError
 from torchtrim.records.plan import Plan
-from torchtrim.techniques.base import Handle, technique
+from torchtrim.techniques.base import Handles, technique
 
 
-class Applied:
+class Applied(Handles):
     """A plan that was applied. `revert` makes the modules what they were."""
-
-    def __init__(self) -> None:
-        self._handles: list[Handle] = []
-
-    def add(self, handle: Handle) -> None:
-        """One more technique."""
-        self._handles.append(handle)
-
-    def revert(self) -> None:
-        """Take the techniques back, the last first."""
-        while self._handles:
-            self._handles.pop().revert()
 
 
 def apply_plan(plan: Plan, roots: Mapping[str, nn.Module]) -> Applied:

@@ -45,6 +45,22 @@ class Handle(Protocol):
         ...
 
 
+class Handles:
+    """Several applied techniques or changed modules, reverted together."""
+
+    def __init__(self) -> None:
+        self._handles: list[Handle] = []
+
+    def add(self, handle: Handle) -> None:
+        """One more."""
+        self._handles.append(handle)
+
+    def revert(self) -> None:
+        """Make everything what it was, the last first."""
+        while self._handles:
+            self._handles.pop().revert()
+
+
 class TechniqueUnit(Protocol):
     """One technique: `options` reads a profile, `apply` changes live modules."""
 

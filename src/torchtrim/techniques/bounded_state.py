@@ -22,6 +22,7 @@ from torchtrim.records.finding import Equivalence
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile
 from torchtrim.techniques.base import Handle, Option
+from torchtrim.techniques.places import module_at
 
 if TYPE_CHECKING:
     from torch import nn
@@ -47,7 +48,7 @@ class BoundedState:
         bound = Bound()
         try:
             for where in technique.where:
-                bound.add(_bind(_module(roots, where), where, dict(technique.options)))
+                bound.add(_bind(module_at(roots, where), where, dict(technique.options)))
         except BaseException:
             bound.revert()
             raise
@@ -90,17 +91,6 @@ def _check(technique: Technique) -> None:
             f"bounded_state with {lossy[0]}= may keep less than is read, and then computes something else. "
             'If that is wanted, write equivalence = "SEMANTIC" into the plan.'
         )
-
-
-def _module(roots: Mapping[str, nn.Module], where: str) -> Any:
-    name, _, path = where.partition(".")
-    try:
-        return roots[name].get_submodule(path)
-    except (KeyError, AttributeError):
-        raise ApplyFailed(
-            f"the plan names `{where}`, and there is no such module; the roots of this workload are "
-            f"{', '.join(roots)}."
-        ) from None
 
 
 def _bind(module: Any, where: str, options: dict[str, Any]) -> Callable[[], None]:

@@ -16,7 +16,7 @@ from torchtrim.errors import ApplyFailed
 from torchtrim.records.finding import Equivalence
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Call, Operator, Profile
-from torchtrim.techniques.base import Handle, Option
+from torchtrim.techniques.base import Handle, Handles, Option
 from torchtrim.techniques.places import module_at
 
 if TYPE_CHECKING:
@@ -43,10 +43,10 @@ class Overwrite:
 
     def apply(self, roots: Mapping[str, nn.Module], technique: Technique) -> Handle:
         """Set `inplace` on the named modules. Raises `ApplyFailed`, the model as it was."""
-        overwriting = Overwriting()
+        overwriting = Handles()
         try:
             for where in technique.where:
-                overwriting.add(_find(roots, where))
+                overwriting.add(Overwriting(_find(roots, where)))
         except BaseException:
             overwriting.revert()
             raise
@@ -54,21 +54,15 @@ class Overwrite:
 
 
 class Overwriting:
-    """Modules that were set to overwrite, reverted together."""
+    """One module that overwrites its input."""
 
-    def __init__(self) -> None:
-        self._set: list[nn.Module] = []
-
-    def add(self, module: nn.Module) -> None:
-        """One more module."""
-        if not module.inplace:
-            module.inplace = True  # type: ignore[assignment]
-            self._set.append(module)
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._before = module, module.inplace
+        module.inplace = True  # type: ignore[assignment]
 
     def revert(self) -> None:
-        """Make every module what it was."""
-        while self._set:
-            self._set.pop().inplace = False  # type: ignore[assignment]
+        """Make the module what it was."""
+        self._module.inplace = self._before
 
 
 TECHNIQUE = Overwrite()

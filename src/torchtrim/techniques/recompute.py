@@ -14,7 +14,7 @@ from torchtrim.errors import ApplyFailed
 from torchtrim.records.finding import Equivalence
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile
-from torchtrim.techniques.base import Handle, Option
+from torchtrim.techniques.base import Handle, Handles, Option
 from torchtrim.techniques.blocks import blocks_of
 from torchtrim.techniques.places import module_at
 
@@ -38,10 +38,9 @@ class Recompute:
     def apply(self, roots: Mapping[str, nn.Module], technique: Technique) -> Handle:
         """Make the named modules run again in backward."""
         from torchtrim.techniques.rerun import rerun_ranges, rerun_whole
-        from torchtrim.techniques.swap import SwappedModules
 
         whole, ranges = _sort(roots, technique.where)
-        swapped = SwappedModules()
+        swapped = Handles()
         try:
             for module in whole:
                 swapped.add(rerun_whole(module))

@@ -17,7 +17,8 @@ from torchtrim.records.finding import Equivalence
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile
 from torchtrim.rules.positions import Written, replaceable, written_positions
-from torchtrim.techniques.base import Handle, Option, Span
+from torchtrim.techniques.base import Handle, Handles, Option, Span
+from torchtrim.techniques.places import module_at
 
 if TYPE_CHECKING:
     from torch import nn
@@ -53,9 +54,9 @@ class RelativeAttention:
 
     def apply(self, roots: Mapping[str, nn.Module], technique: Technique) -> Handle:
         """Replace the forward of the named modules."""
-        from torchtrim.techniques.swap import Swapped, SwappedModules
+        from torchtrim.techniques.swap import Swapped
 
-        replaced = SwappedModules()
+        replaced = Handles()
         try:
             for where in technique.where:
                 for path, module in _with_followers(roots, where):
@@ -96,21 +97,10 @@ def _forward_of(path: str, module: nn.Module) -> Callable[[Forward], Forward]:
         raise ApplyFailed(f"`{path}` cannot be replaced. {error}") from error
 
 
-def _module(roots: Mapping[str, nn.Module], where: str) -> nn.Module:
-    name, _, path = where.partition(".")
-    try:
-        return roots[name].get_submodule(path)
-    except (KeyError, AttributeError):
-        raise ApplyFailed(
-            f"the plan names `{where}`, and there is no such module; the roots of this workload are "
-            f"{', '.join(roots)}. Plan again for this model."
-        ) from None
-
-
 def _with_followers(roots: Mapping[str, nn.Module], where: str) -> list[tuple[str, nn.Module]]:
     """The module, and the layers that are given its bias: those at its place in other blocks."""
     name, _, path = where.partition(".")
-    first = _module(roots, where)
+    first = module_at(roots, where)
     if not hasattr(first, "relative_attention_bias"):
         return [(where, first)]
     others = {

@@ -49,22 +49,6 @@ class Swapped:
             self._module.__class__ = self._class
 
 
-class SwappedModules:
-    """Several modules that were swapped, reverted together."""
-
-    def __init__(self) -> None:
-        self._swapped: list[Swapped] = []
-
-    def add(self, swapped: Swapped) -> None:
-        """One more module."""
-        self._swapped.append(swapped)
-
-    def revert(self) -> None:
-        """Make every module what it was, the last first."""
-        while self._swapped:
-            self._swapped.pop().revert()
-
-
 def _subclass(original: type[nn.Module], wrap: Callable[[Forward], Forward]) -> type[nn.Module]:
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

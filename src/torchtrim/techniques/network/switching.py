@@ -7,31 +7,15 @@ from collections.abc import Mapping
 from torch import nn
 
 from torchtrim.records.plan import Technique
-from torchtrim.techniques.base import Handle
+from torchtrim.techniques.base import Handles
 from torchtrim.techniques.network.aside import Aside
 from torchtrim.techniques.network.planned import Planned
 from torchtrim.techniques.places import module_at
 
 
-class Switched:
-    """What was switched on."""
-
-    def __init__(self) -> None:
-        self._handles: list[Handle] = []
-
-    def add(self, handle: Handle) -> None:
-        """One more."""
-        self._handles.append(handle)
-
-    def revert(self) -> None:
-        """Take it all back, the last first."""
-        while self._handles:
-            self._handles.pop().revert()
-
-
-def switch_on(roots: Mapping[str, nn.Module], technique: Technique) -> Switched:
+def switch_on(roots: Mapping[str, nn.Module], technique: Technique) -> Handles:
     """Switch the technique on. Raises `ApplyFailed` for a place that is none, the modules as they were."""
-    switched = Switched()
+    switched = Handles()
     try:
         for where in technique.where:
             module = module_at(roots, where)
