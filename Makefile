@@ -1,5 +1,5 @@
-# `make demo` shows what torchtrim does, `make test` runs everything that CI runs.
-# Both set up .venv when it is missing or out of date. They need Python 3.11+ and make.
+# `make demo` shows what torchtrim does, `make test` checks it in minutes, `make test-all` with all that
+# it has: CI runs both. They set up .venv when it is missing or out of date, and need Python 3.11+ and make.
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -13,13 +13,8 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test bench clean
-
-help:
-	@echo "make demo    fit two example scripts into 60% of their memory"
-	@echo "make test    lint, types, import contracts, tests and coverage: what CI runs"
-	@echo "make bench   the benchmarks of bench/"
-	@echo "make clean   remove .venv and all that was made"
+.PHONY: demo test test-all bench clean help
+.DEFAULT_GOAL := help
 
 $(READY): constraints.txt pyproject.toml
 	@test -n "$(PYTHON)" || { echo "torchtrim needs Python 3.11 or later: make PYTHON=/path/to/python"; exit 2; }
@@ -33,14 +28,20 @@ demo: $(READY)
 	$(BIN)/torchtrim optimize examples/charlm.py --memory 60% --device cpu
 	@echo "To have torchtrim on your path: source $(BIN)/activate"
 
-# One thread each: two test processes share the cores.
-test: export OMP_NUM_THREADS := 1
+# One thread each: two test processes share the cores. They keep what they compile of Python.
+test test-all: export OMP_NUM_THREADS := 1
+test test-all: export PYTHONDONTWRITEBYTECODE :=
+PYTEST := $(BIN)/pytest -n 2 --dist worksteal --durations 10
+
 test: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/pytest -n 2 --cov
+	$(PYTEST)
+
+test-all: $(READY)
+	$(PYTEST) --full --cov
 
 # Every file of bench/ that can be run is a benchmark; one alone: python -m bench.recorder
 bench: $(READY)
@@ -51,3 +52,10 @@ bench: $(READY)
 clean:
 	rm -rf $(VENV) build dist torchtrim-out .coverage* .hypothesis .*_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
+
+help:
+	@echo "make demo      fit two example scripts into 60% of their memory"
+	@echo "make test      lint, types, import contracts, and tests that take minutes"
+	@echo "make test-all  every test, with all its random draws, and coverage"
+	@echo "make bench     the benchmarks of bench/"
+	@echo "make clean     remove .venv and all that was made"

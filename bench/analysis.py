@@ -15,7 +15,7 @@ from typing import Any
 
 from bench.machine import save
 from torchtrim.memory import holders, kinds_over_time
-from torchtrim.planner.budget import Planner
+from torchtrim.planner.planner import Planner
 from torchtrim.records.files import load_profile, save_profile
 from torchtrim.records.profile import Profile
 from torchtrim.rules import diagnose

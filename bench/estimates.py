@@ -30,11 +30,11 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from bench import machine, zoo
 from torchtrim import Inference, TrainStep, estimate
-from torchtrim.certify.session import Session
-from torchtrim.certify.trial import Request
 from torchtrim.observe.build import Setting
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile
+from torchtrim.records.trial import Request
+from torchtrim.run.session import Session
 from torchtrim.techniques.apply import Applied
 from torchtrim.techniques.base import technique
 
@@ -107,7 +107,7 @@ def case_of(sample: zoo.Sample, case: str) -> tuple[dict[str, Any], tuple[str, .
 
 def kind_bytes(profile: Profile, kind: str) -> int:
     """Bytes of all storages of a kind."""
-    return sum(storage.bytes for storage in profile.storages if storage.kind == kind)
+    return sum(storage.counted for storage in profile.storages if storage.kind == kind)
 
 
 def by_mem_tracker(sample: zoo.Sample, case: str) -> int:

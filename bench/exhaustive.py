@@ -23,13 +23,13 @@ from torch import nn
 
 from bench.examples import NAMES, script
 from bench.machine import save
-from torchtrim.certify.fit import Fitting
-from torchtrim.certify.session import reachable_bytes
-from torchtrim.certify.trial import Request
+from torchtrim.loops.optimize import Fitting
 from torchtrim.observe.allocator import allocator_for
 from torchtrim.observe.modules import Modules
 from torchtrim.observe.watch import Listener, Watcher
 from torchtrim.records.plan import Technique
+from torchtrim.records.trial import Request
+from torchtrim.run.session import reachable_bytes
 from torchtrim.techniques.base import Handle, technique
 
 _MOST_SUBSETS = 2048

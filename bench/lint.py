@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.machine import save
+from torchtrim.fixes.reading.source import read_source
+from torchtrim.linter import files as lint
+from torchtrim.linter.text import lint_text
 from torchtrim.records.finding import Finding
-from torchtrim.rewrite import lint_files as lint
-from torchtrim.rewrite.lint import lint_text
-from torchtrim.rewrite.source import read_source
 
 LABELS = Path(__file__).parent / "lint_labels.json"
 DRAWN = 60
@@ -85,14 +85,14 @@ def measure(package: str) -> dict[str, Any]:
     wall = time.perf_counter() - begin
     findings, seconds = linted(files, folder)
     assert sum(len(one.findings) for one in together) == len(findings)
-    cures = Counter(one.cure.kind for one in findings if one.cure is not None)
+    fixes = Counter(one.fix.kind for one in findings if one.fix is not None)
     return {
         "package": f"{package} {version(package)}",
         "files": len(files),
         "processor_seconds_in_one_process": round(seconds, 1),
         "wall_seconds_in_two_processes": round(wall, 1),
         "findings": dict(sorted(Counter(one.code for one in findings).items())),
-        "cures": dict(sorted(cures.items())),
+        "fixes": dict(sorted(fixes.items())),
         "labels": labelled(findings, package),
     }
 

@@ -2,7 +2,7 @@
 
     python -m bench.worth [--save]
 
-A step of training with a loss over the selected pixels, as it was written and as the cure writes it. Both
+A step of training with a loss over the selected pixels, as it was written and as the fix writes it. Both
 are recorded on an emulated A100 and modelled as whole steps; the choice is that of `torchtrim optimize`,
 and is right where it agrees with the two steps. Where the host gives out operators more slowly than the
 device runs them neither form matters, and the model, which takes a selection by a mask for one operator,
@@ -24,18 +24,18 @@ import torch
 
 import torchtrim
 from bench.machine import save
-from torchtrim.certify.worth import costs_more, modelled
+from torchtrim.fixes.reading.facts import Facts
+from torchtrim.fixes.reading.source import Source
+from torchtrim.fixes.registry import matches
+from torchtrim.fixes.writing.edits import patch
+from torchtrim.loops.fix_worth import costs_more, modelled
 from torchtrim.observe.emulated import emulate
 from torchtrim.observe.probes import Probes
-from torchtrim.rewrite.edits import patch
-from torchtrim.rewrite.facts import Facts
-from torchtrim.rewrite.registry import matches
-from torchtrim.rewrite.source import Source
 
 SHARES = (0.001, 0.01, 0.1, 0.5, 0.9)
 SIZES = (128, 512, 1024)
 CLASSES = 32
-CURES = ("masked_cross_entropy", "masked_reduction")
+FIXES = ("masked_cross_entropy", "masked_reduction")
 ROUNDS = 3
 HOST_BOUND = 0.8
 FORMS = {
@@ -70,10 +70,10 @@ def inputs(share: float, size: int) -> tuple[Any, ...]:
     )
 
 
-def cured(before: str) -> str:
-    """The step after the cure, by the evidence of a run on the emulated device."""
+def fixed(before: str) -> str:
+    """The step after the fix, by the evidence of a run on the emulated device."""
     source = Source("worth_before.py", before)
-    match = next(one for one in matches(source) if one.cure.name in CURES)
+    match = next(one for one in matches(source) if one.fix.name in FIXES)
     probes = Probes([match.probe(0)])
     probes.install()
     try:
@@ -84,8 +84,8 @@ def cured(before: str) -> str:
             space["step"](*inputs(0.5, 16))
     finally:
         probes.remove()
-    fix = match.cure.fix(match, Facts(*probes.observed()))
-    return patch(source, [fix]).text
+    rewrite = match.fix.rewrite(match, Facts(*probes.observed()))
+    return patch(source, [rewrite]).text
 
 
 def step_of(text: str, path: str) -> Callable[..., None]:
@@ -126,7 +126,7 @@ def on_this_cpu(texts: tuple[str, str], share: float, size: int) -> tuple[float,
 def measure(form: str, share: float, size: int) -> dict[str, Any]:
     """One point: both forms modelled and here, what is chosen and whether that is right."""
     before = STEP.format(loss=FORMS[form])
-    after = cured(before)
+    after = fixed(before)
     one, other = recorded(before, share, size), recorded(after, share, size)
     was, now = modelled(one), modelled(other)
     assert was is not None
@@ -138,7 +138,7 @@ def measure(form: str, share: float, size: int) -> dict[str, Any]:
         "share": share,
         "size": size,
         "as_written_ms": round(was.step_ms, 4),
-        "cured_ms": round(now.step_ms, 4),
+        "fixed_ms": round(now.step_ms, 4),
         "busy_ms": [round(was.busy_ms, 4), round(now.busy_ms, 4)],
         "waits": [len(one.syncs), len(other.syncs)],
         "made": made,
@@ -159,12 +159,12 @@ def main() -> None:
     options = parser.parse_args()
     rows = [measure(*point) for point in itertools.product(FORMS, SHARES, SIZES)]
     print(
-        "form            share  size   as written       cured   choice      right  here, cured/written"
+        "form            share  size   as written       fixed   choice      right  here, fixed/written"
     )
     for row in rows:
         print(
             f"{row['form']:14} {row['share']:6} {row['size']:5} {row['as_written_ms']:9.4f} ms "
-            f"{row['cured_ms']:8.4f} ms   {'cure' if row['made'] else 'leave':6} "
+            f"{row['fixed_ms']:8.4f} ms   {'fix' if row['made'] else 'leave':6} "
             f"{_told(row):>10} {row['cpu_ratio']:8.2f}"
         )
     bound = [row for row in rows if not row["host_bound"]]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torchtrim import Profile, Script
 from torchtrim.api import optimize_report
-from torchtrim.certify.trial import Request
+from torchtrim.records.trial import Request
 from torchtrim.report.pictures import Picture, picture
 from torchtrim.units import format_bytes
 

@@ -2,10 +2,52 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 
 import pytest
+
+import draws
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--full", action="store_true", help="slow tests too, and all that others draw at random"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    draws.begin(full=config.getoption("--full"))
+    if config.getoption("hypothesis_seed", None) is None:
+        config.option.hypothesis_seed = str(draws.seed())
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    if draws.is_full():
+        return f"torchtrim: all tests, all draws; {draws.SEED_NAME}={draws.seed()}"
+    return f"torchtrim: without slow tests, few draws; again with {draws.SEED_NAME}={draws.seed()}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--full"):
+        return
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    config.hook.pytest_deselected(items=slow)
+    items[:] = [item for item in items if not item.get_closest_marker("slow")]
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def nothing_from_before() -> None:
+    """What was imported and made before is not seen by the garbage collector, neither by its scans nor by
+    its collections: a recording begins with both, and a process of all tests has two million objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -21,3 +63,11 @@ def no_work_space_is_left() -> Iterator[None]:
 def processes_are_not_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """For what counts bytes in a process of its own: the tables of coverage.py grow there too."""
     monkeypatch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)
+
+
+@pytest.fixture
+def without_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For what is about other techniques: where replay is cheaper or goes lower, plans would hold it."""
+    from torchtrim.techniques import base
+
+    monkeypatch.setattr(base, "_SERVING", (*base._SERVING, "replay"))

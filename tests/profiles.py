@@ -30,6 +30,7 @@ from torchtrim.records.profile import (
     Phase,
     Place,
     Profile,
+    SavedTensor,
     Storage,
     Sync,
     TensorUse,
@@ -75,12 +76,15 @@ class Step:
         self.places: list[Place] = []
         self.waits: list[LoaderWait] = []
         self.syncs: list[Sync] = []
+        self.saved: list[SavedTensor] = []
         self._running: list[int] = []
         self._clock = 0.0
 
-    def alive(self, kind: Kind, size: int, *, name: str = "", device: str = "") -> int:
+    def alive(
+        self, kind: Kind, size: int, *, name: str = "", device: str = "", pool: str = "device"
+    ) -> int:
         """A storage from before the step."""
-        return self._storage(size, kind, -1, name, device)
+        return self._storage(size, kind, -1, name, device, pool)
 
     def op(
         self,
@@ -97,11 +101,14 @@ class Step:
         path: str = SCRIPT,
         named: str = "",
         device: str = "",
+        pool: str = "device",
+        spread: float = 0.0,
+        random: bool = False,
     ) -> Made:
         """An operator. `makes` are the bytes of new storages; `line` 0 is no place."""
         index = len(self.operators)
         sizes = (makes,) if isinstance(makes, int) else makes
-        made = tuple(self._storage(size, kind, index, named, device) for size in sizes)
+        made = tuple(self._storage(size, kind, index, named, device, pool) for size in sizes)
         operator = Operator(
             name=name if "." in name else f"{name}.default",
             phase=phase,
@@ -116,6 +123,8 @@ class Step:
             start=self._clock,
             seconds=seconds,
             transient_bytes=sum(sizes) if transient is None else transient,
+            spread=spread,
+            random=random,
         )
         self.operators.append(operator)
         self._clock += seconds
@@ -133,10 +142,26 @@ class Step:
         for tensor in tensors:
             indices = tensor.storages if isinstance(tensor, Made) else (_use(tensor).storage,)
             for i in indices:
-                life = self.storages[i]
-                self.storages[i] = Storage(
-                    life.bytes, life.kind, life.birth, len(self.operators), life.device, life.name
-                )
+                self.storages[i] = replace(self.storages[i], death=len(self.operators))
+
+    def save(self, tensor: Tensor, saver: Made, asker: Made | None = None) -> None:
+        """Autograd saves a tensor for the gradient of `saver`; `asker` is the first to use it."""
+        saved = _use(tensor)
+        packed = saver.index if saved.storage in saver.storages else saver.index - 1
+        asked = -1 if asker is None else asker.index
+        self.saved.append(
+            SavedTensor(
+                saved.storage,
+                saved.dtype,
+                saved.shape,
+                saved.strides,
+                0,
+                packed,
+                asked,
+                int(asked >= 0),
+                saver.index,
+            )
+        )
 
     @contextmanager
     def module(self, path: str, type: str = "Module", *, graded: bool = True) -> Iterator[Running]:
@@ -203,14 +228,16 @@ class Step:
             labels=[],
             waits=self.waits,
             syncs=self.syncs,
+            saved=self.saved,
+            saved_known=bool(self.saved),
         )
         assert check(profile) is None
         peak = max(timeline(profile).high, default=0)
         return replace(profile, peak_bytes=peak, tracked_peak_bytes=peak)
 
-    def _storage(self, size: int, kind: Kind, birth: int, name: str, device: str) -> int:
+    def _storage(self, size: int, kind: Kind, birth: int, name: str, device: str, pool: str) -> int:
         where = device or ("cpu" if self.device == "cpu" else "cuda:0")
-        self.storages.append(Storage(size, kind, birth, _ALIVE, where, name))
+        self.storages.append(Storage(size, kind, birth, _ALIVE, where, name, pool))
         return len(self.storages) - 1
 
     def _place(self, path: str, line: int) -> int:
@@ -254,10 +281,13 @@ def training_step(blocks: int = 4, size: int = 1000, device: str = "cpu") -> Pro
     flow = step.backward("aten::mse_loss_backward", loss, inputs[-1], makes=size)
     gradients = []
     for i in reversed(range(blocks)):
-        step.backward("aten::mm", outputs[i], insides[i], flow)
+        through = step.backward("aten::mm", outputs[i], insides[i], flow)
+        step.save(insides[i], outputs[i], through)
+        step.save(weights[i], outputs[i], through)
+        step.free(insides[i], outputs[i])
         name = f"net.{i}.weight"
         gradients.append(_gradient(step, insides[i], inputs[i], size, name))
-        step.free(insides[i], outputs[i])
+        step.save(inputs[i], insides[i], gradients[-1])
     step.free(flow, loss)
     for weight, gradient in zip(reversed(weights), gradients, strict=True):
         step.op("aten::add_", weight, gradient, mutates=(weight,), phase="optimizer")
@@ -283,5 +313,4 @@ def _use(tensor: Tensor) -> TensorUse:
 
 
 def _until(life: Storage, count: int) -> Storage:
-    death = min(life.death, count)
-    return Storage(life.bytes, life.kind, life.birth, death, life.device, life.name)
+    return replace(life, death=min(life.death, count))

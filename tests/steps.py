@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from torchtrim import Profile, TrainStep
-from torchtrim.certify.fit import Fitting
-from torchtrim.certify.trial import Request, Trial
+from torchtrim.loops.optimize import Fitting
+from torchtrim.records.trial import Request, Trial
 
 
 class Block(nn.Module):

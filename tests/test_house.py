@@ -1,6 +1,7 @@
 """What holds for the code as a whole: sizes, discovery by file, documentation, what an import costs."""
 
 import ast
+import functools
 import inspect
 import re
 import statistics
@@ -15,6 +16,7 @@ import pytest
 
 import torchtrim
 from torchtrim.cli.main import torchtrim as command_line
+from torchtrim.fixes.registry import all_fixes
 from torchtrim.rules.registry import all_rules
 from torchtrim.techniques.base import names, technique
 
@@ -34,15 +36,30 @@ RUNS_WHAT_IT_READS = {
 }
 RUNS_THE_SCRIPT = "torchtrim.observe.sources"
 HEAVY = {"torch", "rich", "numpy", "jinja2"}
+BESIDE = ("torchtrim.memory.packing", "torchtrim.attention", "torchtrim.sync", "torchtrim.stream")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def parsed() -> Iterator[tuple[str, ast.Module]]:
+@functools.cache
+def parsed() -> tuple[tuple[str, ast.Module], ...]:
     """Every module of the package, and its dotted name."""
+    found = []
     for path in sorted(SOURCE.rglob("*.py")):
         parts = path.relative_to(SOURCE.parent).with_suffix("").parts
         name = ".".join(part for part in parts if part != "__init__")
-        yield name, ast.parse(path.read_text(encoding="utf-8"))
+        found.append((name, ast.parse(path.read_text(encoding="utf-8"))))
+    return tuple(found)
+
+
+@functools.cache
+def calls() -> tuple[tuple[str, str], ...]:
+    """Each call of the package: the module, and what it calls."""
+    return tuple(
+        (module, ast.unparse(node.func))
+        for module, tree in parsed()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+    )
 
 
 def functions() -> Iterator[tuple[str, Function]]:
@@ -131,14 +148,20 @@ def test_nothing_runs_what_it_reads() -> None:
     assert found == []
 
 
-def test_every_rule_technique_and_verb_is_found_by_its_file() -> None:
+def test_every_rule_fix_technique_and_verb_is_found_by_its_file() -> None:
     def files(room: str, defines: str) -> set[str]:
         paths = (SOURCE / room).glob("*.py")
         return {p.stem for p in paths if f"\n{defines}" in p.read_text(encoding="utf-8")}
 
+    def folders(room: str, defines: str) -> set[str]:
+        paths = (SOURCE / room).glob(f"*/{room.removesuffix('s')}.py")
+        return {p.parent.name for p in paths if f"\n{defines}" in p.read_text(encoding="utf-8")}
+
     verbs = command_line.list_commands(click.Context(command_line))
     assert {found.stem for found in all_rules()} == files("rules", "RULE = ")
-    assert set(names()) == files("techniques", "TECHNIQUE = ")
+    assert {found.name for found in all_fixes()} == files("fixes", "FIX")
+    techniques = "techniques", "TECHNIQUE = "
+    assert set(names()) == files(*techniques) | folders(*techniques)
     assert {verb.replace("-", "_") for verb in verbs} == files("cli", "def command(")
 
 
@@ -173,8 +196,33 @@ def test_help_needs_no_torch() -> None:
     assert not HEAVY & loaded
 
 
+def test_what_only_reads_needs_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("mask = scores > 0\nprint(mask.sum().item())\n")
+    (tmp_path / "buffers.csv").write_text("id,lower,upper,size\na,0,2,8\nb,1,3,8\n")
+    for words in (["explain", "TT101"], ["lint", "train.py"], ["pack", "buffers.csv"]):
+        loaded = loaded_after(
+            "import contextlib, os, runpy, sys\n"
+            f"os.chdir({str(tmp_path)!r})\n"
+            f"sys.argv = ['torchtrim', *{words}]\n"
+            "with contextlib.suppress(SystemExit):\n"
+            "    runpy.run_module('torchtrim', run_name='__main__')"
+        )
+        assert {"torchtrim.api", f"torchtrim.cli.{words[0]}"} <= loaded
+        assert "torch" not in loaded
+
+
 def test_rooms_that_work_on_records_need_no_torch() -> None:
-    rooms = ("errors", "units", "records", "memory", "rules", "planner", "report")
+    rooms = (
+        "errors",
+        "units",
+        "records",
+        "memory",
+        "rules",
+        "fixes",
+        "linter",
+        "planner",
+        "report",
+    )
     wanted = [name for name, _ in parsed() if ".".join(name.split(".")[1:2]) in rooms]
     techniques = (
         "from torchtrim.techniques.base import names, technique\nlist(map(technique, names()))"
@@ -207,3 +255,39 @@ def test_links_inside_the_documents_lead_somewhere() -> None:
         if "://" not in target and not (path.parent / target).exists()
     ]
     assert dead == []
+
+
+def calls_of(name: str) -> set[str]:
+    """The modules of the package that call a function or class of this name."""
+    return {module for module, called in calls() if called == name}
+
+
+def test_there_is_one_maker_of_plans() -> None:
+    assert calls_of("Plan") == {"torchtrim.planner.plans"}
+    makers = {module.rpartition(".")[0] for module in calls_of("made_plan")}
+    assert makers == {"torchtrim.planner"}
+
+
+def test_there_is_one_sum_of_bytes() -> None:
+    """Whoever adds up what is alive over time calls it; the others that run a sum over bytes are few."""
+    summing = {m.rpartition(".")[0] for m in calls_of("bytes_over_time")}
+    assert {"torchtrim.memory", "torchtrim.memory.network", "torchtrim.step"} <= summing
+    allowed = {
+        "torchtrim.memory.curve",
+        "torchtrim.memory.network.cut",
+        "torchtrim.observe.allocator",
+        "torchtrim.step.incremental",
+        "torchtrim.techniques.blocks",
+    }
+    assert {m for m in calls_of("accumulate") if not m.startswith(BESIDE)} <= allowed
+
+
+def test_there_is_one_simulator() -> None:
+    """Techniques, rules and the planner say what they change as edits, and none adds them up itself."""
+    simulating = calls_of("simulate") | calls_of("Simulation")
+    assert "torchtrim.planner.problem" in simulating
+    assert "torchtrim.rules.tt203_recomputable_activations" in simulating
+    for module, tree in parsed():
+        names_ = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+        if not module.startswith("torchtrim.step"):
+            assert names_.isdisjoint({"simulate", "Simulation", "Simulator"}), module

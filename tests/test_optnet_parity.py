@@ -4,8 +4,11 @@ The large ones run on one sample; of the published size the plan alone is looked
 runs it.
 """
 
+from collections.abc import Iterable
+
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from torch import Tensor, nn
 
 import torchtrim
@@ -14,6 +17,16 @@ from optnet_models import NETWORKS
 MIB = 2**20
 PUBLISHED = {"alexnet": 90.25, "vgg-A": 1960, "googlenet": 490, "resnet-110": 24}
 HEAVY = ("alexnet", "vgg-A", "googlenet")
+SLOW = (
+    *("alexnet", "vgg-A", "googlenet", "resnet-32", "resnet-56", "resnet-110"),
+    *("preresnet-32", "preresnet-56", "preresnet-110"),
+)
+"""Large or deep ones whose kind is here as a smaller network."""
+
+
+def each(names: Iterable[str], slow: Iterable[str] = SLOW) -> list[ParameterSet]:
+    """A test's parameters: networks by name."""
+    return [pytest.param(n, marks=pytest.mark.slow if n in slow else ()) for n in sorted(names)]
 
 
 def made(name: str, batch: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
@@ -39,7 +52,7 @@ def gradients(model: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor]:
     return [grad.clone() for grad in found if grad is not None]
 
 
-@pytest.mark.parametrize("name", sorted(NETWORKS))
+@pytest.mark.parametrize("name", each(NETWORKS))
 def test_results_are_equal_memory_is_less_and_undo_is_whole(name: str) -> None:
     batch = 1 if name in HEAVY else 3
     model, inputs = made(name, batch)
@@ -67,7 +80,7 @@ def test_results_are_equal_memory_is_less_and_undo_is_whole(name: str) -> None:
         assert all(torch.equal(*pair) for pair in zip(slopes, after, strict=True))
 
 
-@pytest.mark.parametrize("name", sorted(NETWORKS))
+@pytest.mark.parametrize("name", each(NETWORKS))
 def test_training_gives_every_gradient_in_less_memory(name: str) -> None:
     model, inputs = made(name, 1 if name in HEAVY else 3)
     model.train()
@@ -88,7 +101,7 @@ def test_training_gives_every_gradient_in_less_memory(name: str) -> None:
     assert all(map(torch.equal, gradients(model, inputs), wanted))
 
 
-@pytest.mark.parametrize("name", sorted(PUBLISHED))
+@pytest.mark.parametrize("name", each(PUBLISHED, {*SLOW} - {"googlenet"}))
 def test_the_published_size_is_planned_within_the_goal(name: str) -> None:
     """Nothing of that size is allocated: the batch is one sample, expanded."""
     model, sample = made(name, 1)

@@ -415,7 +415,7 @@ class Tracker(torch.nn.Module):
         self.frame += 1
         return self.memory[self.frame - 1]
 
-def stream(keep, frames=30):
+def stream(keep, frames=12):
     tracker = Tracker(keep)
     for frame in range(frames):
         tracker(torch.ones(256))

@@ -7,7 +7,7 @@ import random
 import torch
 import torch.nn.functional as F
 
-from bench.corpus.snippet import Body, snippet
+from bench.corpus.snippet import Body, Since, snippet
 from bench.corpus.sources import (
     BINS_HIGH,
     BINS_LOW,
@@ -16,6 +16,7 @@ from bench.corpus.sources import (
     ELEMENTWISE,
     EXPAND,
     FILL_PATH,
+    FILLED_POSITIONS,
     HOST_INDEX,
     INDEX_KERNEL,
     MASKED_FILL,
@@ -314,7 +315,7 @@ def confusion_of_all_pixels() -> Body:
     return body
 
 
-@snippet(7, READ, VALUE)
+@snippet(7, READ, VALUE, since=Since(version="2.15", waits=4, evidence=FILLED_POSITIONS))
 def best_cells_of_each_box() -> Body:
     cost, overlap = _rand(3, 12), _rand(3, 12)
 

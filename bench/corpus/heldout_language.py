@@ -7,12 +7,13 @@ import math
 import torch
 import torch.nn.functional as F
 
-from bench.corpus.snippet import Body, snippet
+from bench.corpus.snippet import Body, Since, snippet
 from bench.corpus.sources import (
     BINS_HIGH,
     BINS_LOW,
     COPY,
     ELEMENTWISE,
+    FILLED_POSITIONS,
     HOST_INDEX,
     INDEX,
     INDEX_KERNEL,
@@ -111,7 +112,9 @@ def tokens_below_the_best_removed() -> Body:
     return body
 
 
-@snippet(6, COPY, HOST_INDEX, VALUE)
+@snippet(
+    6, COPY, HOST_INDEX, VALUE, since=Since(version="2.15", waits=4, evidence=FILLED_POSITIONS)
+)
 def tokens_banned_in_each_row() -> Body:
     scores, ids = _rand(2, 10), torch.tensor([[1, 2, 1], [3, 4, 3]], device="cuda")
 

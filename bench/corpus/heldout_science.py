@@ -6,13 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from bench.corpus.snippet import Body, snippet
+from bench.corpus.snippet import Body, Since, snippet
 from bench.corpus.sources import (
     CHECK,
     COPY,
     ELEMENT,
     ELEMENTWISE,
     EXPAND,
+    FILLED_ELEMENT,
     HOST_SCALAR,
     INDEX,
     INDEX_KERNEL,
@@ -42,7 +43,7 @@ def _rand(*shape: int) -> torch.Tensor:
     return torch.rand(*shape, device="cuda")
 
 
-@snippet(2, READ, ELEMENT)
+@snippet(2, READ, ELEMENT, since=Since(version="2.15", waits=1, evidence=FILLED_ELEMENT))
 def queue_with_a_device_pointer() -> Body:
     queue, keys = _rand(4, 16), _rand(8, 4)
     pointer = torch.zeros(1, dtype=torch.long, device="cuda")

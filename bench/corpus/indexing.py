@@ -5,11 +5,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from bench.corpus.snippet import Body, snippet
+from bench.corpus.snippet import Body, Since, snippet
 from bench.corpus.sources import (
     COPY,
     ELEMENT,
     FILL,
+    FILLED_ELEMENT,
+    FILLED_POSITIONS,
     HOST_INDEX,
     INDEX_KERNEL,
     ON_DEVICE,
@@ -83,7 +85,7 @@ def index_add_and_copy() -> Body:
     return lambda: (x.index_add(0, rows, new), x.index_copy(0, rows, new))
 
 
-@snippet(1, VALUE)
+@snippet(1, VALUE, since=Since(version="2.15", waits=0, evidence=FILLED_POSITIONS))
 def number_assigned_at_positions() -> Body:
     x, rows = torch.randn(8, device="cuda"), torch.tensor([0, 2], device="cuda")
 
@@ -119,7 +121,7 @@ def device_scalar_filled_at_positions() -> Body:
     return lambda: x.index_fill_(0, rows, value)
 
 
-@snippet(1, ELEMENT, COPY)
+@snippet(1, ELEMENT, COPY, since=Since(version="2.15", waits=0, evidence=FILLED_ELEMENT))
 def number_assigned_to_an_element() -> Body:
     x = torch.randn(8, device="cuda")
 
@@ -136,7 +138,7 @@ def element_filled() -> Body:
     return lambda: x[0].fill_(3.0)
 
 
-@snippet(1, ELEMENT, COPY)
+@snippet(1, ELEMENT, COPY, since=Since(version="2.15", waits=0, evidence=FILLED_ELEMENT))
 def number_assigned_to_an_element_of_a_matrix() -> Body:
     x = torch.randn(8, 3, device="cuda")
 

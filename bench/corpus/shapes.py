@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from bench.corpus.snippet import Body, snippet
+from bench.corpus.snippet import Body, Since, snippet
 from bench.corpus.sources import (
     BINS_HIGH,
     BINS_LOW,
@@ -186,7 +186,16 @@ def isin_of_few() -> Body:
     return lambda: torch.isin(x, tested)
 
 
-@snippet(2, aten("Itertools.cpp", 70, "masked_select of each grid"), SELECTED)
+@snippet(
+    2,
+    aten("Itertools.cpp", 70, "masked_select of each grid"),
+    SELECTED,
+    since=Since(
+        version="2.14",
+        waits=0,
+        evidence=thread("pytorch/pytorch", 74324, "their number is known, so nonzero_static does"),
+    ),
+)
 def combinations() -> Body:
     x = torch.arange(4, device="cuda")
     return lambda: torch.combinations(x)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+
+import torch
 
 from torchtrim.sync.table.base import Evidence
 
@@ -29,8 +32,18 @@ Label = Evidence | Thread
 
 
 @dataclass(frozen=True, kw_only=True)
+class Since:
+    """From this version of torch on it waits `waits` times, and why."""
+
+    version: str
+    waits: int
+    evidence: Label
+
+
+@dataclass(frozen=True, kw_only=True)
 class Snippet:
-    """`setup` makes what is there before, and returns the body, which waits `waits` times.
+    """`setup` makes what is there before, and returns the body, which waits `waits` times with the torch
+    that is here, and `waits_before` times with torch 2.13.
 
     Where `exact` is False it waits at least so often. `repairs` names the snippet that this one is the
     repaired form of. The labels stand in `evidence`, whatever a tool says.
@@ -40,6 +53,7 @@ class Snippet:
     family: str
     setup: Setup
     waits: int
+    waits_before: int
     evidence: tuple[Label, ...]
     exact: bool
     repairs: str
@@ -49,19 +63,25 @@ SNIPPETS: dict[str, Snippet] = {}
 
 
 def snippet(
-    waits: int, *evidence: Label, exact: bool = True, repairs: Snippet | None = None
+    waits: int,
+    *evidence: Label,
+    exact: bool = True,
+    repairs: Snippet | None = None,
+    since: Since | None = None,
 ) -> Callable[[Setup], Snippet]:
     """Enter a function into the corpus: it prepares, and returns the body."""
 
     def enter(setup: Setup) -> Snippet:
         name = setup.__name__
         assert name not in SNIPPETS, name
+        changed = since is not None and _version(since.version) <= _version(torch.__version__)
         found = Snippet(
             name=name,
             family=setup.__module__.rpartition(".")[2],
             setup=setup,
-            waits=waits,
-            evidence=evidence,
+            waits=since.waits if since is not None and changed else waits,
+            waits_before=waits,
+            evidence=(*evidence, since.evidence) if since is not None else evidence,
             exact=exact,
             repairs=repairs.name if repairs else "",
         )
@@ -69,3 +89,7 @@ def snippet(
         return found
 
     return enter
+
+
+def _version(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))

@@ -23,6 +23,12 @@ def thread(repository: str, number: int, note: str) -> Thread:
     return Thread(repository=repository, number=number, note=note)
 
 
+def filled(number: int, note: str) -> Evidence:
+    """A line of torch 2.15 that fills what until then a moved or copied number was assigned to."""
+    path = "aten/src/ATen/TensorIndexing.h"
+    return Evidence(repository="pytorch/pytorch", ref="v2.15.0", path=path, line=number, note=note)
+
+
 # What waits.
 READ = aten("cuda/CUDAScalar.cu", 61, "memcpy_and_sync of one element")
 INDEX = line(
@@ -98,4 +104,6 @@ UNBIND = aten("TensorShape.cpp", 4367, "views, from the shape alone")
 SHAPE = line("c10/core/TensorImpl.h", 913, "sizes are on the host")
 PINNED_RESULT = aten("TensorConversions.cpp", 346, "the copy's result is pinned")
 CLIP = line("torch/nn/utils/clip_grad.py", 166, "the factor is clamped, not looked at")
+FILLED_ELEMENT = filled(501, "dst.fill_(src) with a Python number")
+FILLED_POSITIONS = filled(751, "index_fill_ with a Python number")
 SLICE_FILL = line("aten/src/ATen/TensorIndexing.h", 428, "filled with the number")

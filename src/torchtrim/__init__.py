@@ -10,16 +10,19 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from torchtrim.api import Fitted as Fitted
+    from torchtrim.api import FittedMemory as FittedMemory
     from torchtrim.api import apply as apply
-    from torchtrim.api import cure as cure
+    from torchtrim.api import count_memory as count_memory
     from torchtrim.api import diagnose as diagnose
     from torchtrim.api import estimate as estimate
     from torchtrim.api import fit as fit
+    from torchtrim.api import fix_source as fix_source
     from torchtrim.api import measure as measure
+    from torchtrim.api import optimize_memory as optimize_memory
     from torchtrim.api import plan as plan
     from torchtrim.api import record as record
+    from torchtrim.api import saving_by_batch as saving_by_batch
     from torchtrim.api import verify as verify
-    from torchtrim.certify.estimate import Estimate as Estimate
     from torchtrim.errors import ApplyFailed as ApplyFailed
     from torchtrim.errors import InfeasibleBudget as InfeasibleBudget
     from torchtrim.errors import ScriptFailed as ScriptFailed
@@ -27,13 +30,10 @@ if TYPE_CHECKING:
     from torchtrim.errors import UnreadableInput as UnreadableInput
     from torchtrim.errors import Unsupported as Unsupported
     from torchtrim.errors import UsageError as UsageError
-    from torchtrim.networks import FittedMemory as FittedMemory
-    from torchtrim.networks import count_memory as count_memory
-    from torchtrim.networks import optimize_memory as optimize_memory
-    from torchtrim.networks import saving_by_batch as saving_by_batch
+    from torchtrim.linter.files import lint as lint
+    from torchtrim.loops.estimate import Estimate as Estimate
     from torchtrim.observe.emulated import emulate as emulate
     from torchtrim.observe.growth import measure_growth as measure_growth
-    from torchtrim.observe.script import Script as Script
     from torchtrim.observe.trace import diagnose_traces as diagnose_traces
     from torchtrim.observe.workload import Inference as Inference
     from torchtrim.observe.workload import TrainStep as TrainStep
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from torchtrim.records.files import load_profile as load_profile
     from torchtrim.records.files import save_plan as save_plan
     from torchtrim.records.files import save_profile as save_profile
-    from torchtrim.rewrite.lint_files import lint as lint
+    from torchtrim.run.script import Script as Script
     from torchtrim.stream import StateStore as StateStore
     from torchtrim.stream import bound_caches as bound_caches
     from torchtrim.stream import bound_session as bound_session
@@ -58,17 +58,21 @@ if TYPE_CHECKING:
 _HOMES = {
     "torchtrim.api": (
         "Fitted",
+        "FittedMemory",
         "apply",
-        "cure",
+        "count_memory",
+        "fix_source",
         "diagnose",
         "estimate",
         "fit",
         "measure",
+        "optimize_memory",
         "plan",
         "record",
+        "saving_by_batch",
         "verify",
     ),
-    "torchtrim.certify.estimate": ("Estimate",),
+    "torchtrim.loops.estimate": ("Estimate",),
     "torchtrim.errors": (
         "ApplyFailed",
         "InfeasibleBudget",
@@ -78,18 +82,12 @@ _HOMES = {
         "Unsupported",
         "UsageError",
     ),
-    "torchtrim.networks": (
-        "FittedMemory",
-        "count_memory",
-        "optimize_memory",
-        "saving_by_batch",
-    ),
     "torchtrim.observe.emulated": ("emulate",),
     "torchtrim.observe.trace": ("diagnose_traces",),
-    "torchtrim.observe.script": ("Script",),
+    "torchtrim.run.script": ("Script",),
     "torchtrim.observe.workload": ("Inference", "TrainStep"),
     "torchtrim.observe.growth": ("measure_growth",),
-    "torchtrim.rewrite.lint_files": ("lint",),
+    "torchtrim.linter.files": ("lint",),
     "torchtrim.stream": (
         "StateStore",
         "bound_caches",

@@ -1,65 +1,138 @@
-"""The verbs, for Python. The command line calls these and renders what they return."""
+"""The verbs, for Python, live models included. Each calls the loop that tells its story.
+
+The command line finds all that it calls here too. Nothing is imported before it is wanted: what only reads
+a file needs no torch.
+"""
 
 from __future__ import annotations
 
-import os
-import platform
-from collections.abc import Callable, Sequence
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import msgspec
-import torch
+if TYPE_CHECKING:
+    from types import TracebackType
 
-from torchtrim import __version__
-from torchtrim.certify.calls import fit_calls, is_of_calls
-from torchtrim.certify.cured import cures_of, with_cures
-from torchtrim.certify.estimate import Estimate, memory_findings
-from torchtrim.certify.fit import Fit, Fitting, measured
-from torchtrim.certify.fixing import Fixing
-from torchtrim.certify.runs import Workload, run_trial
-from torchtrim.certify.settings import with_settings
-from torchtrim.certify.trial import Request, Trial
-from torchtrim.certify.verify import Contest, certify
-from torchtrim.errors import ApplyFailed, InfeasibleBudget, UsageError
-from torchtrim.memory.peak import holders
-from torchtrim.observe.one_call import Device, record_call
-from torchtrim.observe.script import Script, working_folder
-from torchtrim.observe.workload import Inference, TrainStep
-from torchtrim.records.certificate import Certificate
-from torchtrim.records.finding import Finding
-from torchtrim.records.fix import Cures
-from torchtrim.records.plan import MemoryKind, Plan
-from torchtrim.records.profile import Profile
-from torchtrim.records.report import Figures, FrontierPoint, PlanSummary, Report
-from torchtrim.rewrite.files import write_sources
-from torchtrim.rules.prices import priced
-from torchtrim.rules.registry import diagnose as find
-from torchtrim.rules.waits import waits_in
-from torchtrim.techniques.apply import Applied, apply_plan
-from torchtrim.techniques.fingerprint import fingerprint_of, sha256_of
-from torchtrim.units import parse_bytes
+    import torch
+
+    from torchtrim.loops.diagnose import diagnose_report as diagnose_report
+    from torchtrim.loops.estimate import Estimate as Estimate
+    from torchtrim.loops.estimate import estimate_report as estimate_report
+    from torchtrim.loops.export import perfetto_trace as perfetto_trace
+    from torchtrim.loops.fixed import fix_report as fix_report
+    from torchtrim.loops.fixed import with_fixes as with_fixes
+    from torchtrim.loops.lint import Checked as Checked
+    from torchtrim.loops.lint import lint_report as lint_report
+    from torchtrim.loops.network import Optimized
+    from torchtrim.loops.optimize import Fit
+    from torchtrim.loops.optimize import optimize_report as optimize_report
+    from torchtrim.loops.plan import export_report as export_report
+    from torchtrim.loops.plan import plan_report as plan_report
+    from torchtrim.loops.serve import optimize_calls_report as optimize_calls_report
+    from torchtrim.loops.stream import StreamRequest as StreamRequest
+    from torchtrim.loops.stream_report import check_report as check_report
+    from torchtrim.loops.stream_report import compared_report as compared_report
+    from torchtrim.loops.undo import Watch as Watch
+    from torchtrim.loops.undo import settle as settle
+    from torchtrim.loops.undo import undo as undo
+    from torchtrim.loops.verify import check_script as check_script
+    from torchtrim.loops.verify import verify_report as verify_report
+    from torchtrim.loops.verify import verify_scripts as verify_scripts
+    from torchtrim.memory.packing import Packing as Packing
+    from torchtrim.memory.packing import pack as pack
+    from torchtrim.memory.packing import why_invalid as why_invalid
+    from torchtrim.memory.peak import holders as holders
+    from torchtrim.observe.growth import measure_growth as measure_growth
+    from torchtrim.observe.one_call import Device as Device
+    from torchtrim.observe.trace import diagnose_traces as diagnose_traces
+    from torchtrim.records.certificate import Certificate
+    from torchtrim.records.finding import Equivalence, Finding
+    from torchtrim.records.fix import Fixes
+    from torchtrim.records.memory_table import MemoryTable
+    from torchtrim.records.plan import MemoryKind, Plan
+    from torchtrim.records.profile import Profile
+    from torchtrim.records.report import Figures
+    from torchtrim.records.report import Result as Result
+    from torchtrim.records.trial import Request as Request
+    from torchtrim.report.changes import compare as compare
+    from torchtrim.report.network_graph import NetworkPicture
+    from torchtrim.report.saving import SavingPicture
+    from torchtrim.rules.allow import Site as Site
+    from torchtrim.rules.allow import hold as hold
+    from torchtrim.rules.allow import near as near
+    from torchtrim.rules.allow import sites as sites
+    from torchtrim.rules.allow import updated as updated
+    from torchtrim.rules.registry import all_rules as all_rules
+    from torchtrim.rules.registry import explain as explain
+    from torchtrim.rules.registry import rule as rule
+    from torchtrim.rules.source import Source as Source
+    from torchtrim.run.planned_script import run_planned as run_planned
+    from torchtrim.run.script import Script as Script
+    from torchtrim.run.trials import Model, Workload
+    from torchtrim.run.warm import warm_up as warm_up
+    from torchtrim.sync.model.devices import DEVICES as DEVICES
+    from torchtrim.techniques.apply import Applied
+
+_HOMES = {
+    "torchtrim.loops.diagnose": ("diagnose_report",),
+    "torchtrim.loops.estimate": ("Estimate", "estimate_report"),
+    "torchtrim.loops.export": ("perfetto_trace",),
+    "torchtrim.loops.fixed": ("fix_report", "with_fixes"),
+    "torchtrim.loops.lint": ("Checked", "lint_report"),
+    "torchtrim.loops.optimize": ("optimize_report",),
+    "torchtrim.loops.plan": ("export_report", "plan_report"),
+    "torchtrim.loops.serve": ("optimize_calls_report",),
+    "torchtrim.loops.stream": ("StreamRequest",),
+    "torchtrim.loops.stream_report": ("check_report", "compared_report"),
+    "torchtrim.loops.undo": ("Watch", "settle", "undo"),
+    "torchtrim.loops.verify": ("check_script", "verify_report", "verify_scripts"),
+    "torchtrim.memory.packing": ("Packing", "pack", "why_invalid"),
+    "torchtrim.memory.packing.table": ("read_buffers", "write_offsets"),
+    "torchtrim.memory.peak": ("holders",),
+    "torchtrim.observe.growth": ("measure_growth",),
+    "torchtrim.observe.one_call": ("Device",),
+    "torchtrim.observe.trace": ("diagnose_traces",),
+    "torchtrim.observe.versions": ("untested_torch",),
+    "torchtrim.records.report": ("Result",),
+    "torchtrim.records.trial": ("Request",),
+    "torchtrim.report.changes": ("compare",),
+    "torchtrim.rules.allow": ("Site", "hold", "near", "sites", "updated"),
+    "torchtrim.rules.registry": ("all_rules", "explain", "rule"),
+    "torchtrim.rules.source": ("Source",),
+    "torchtrim.run.planned_script": ("run_planned",),
+    "torchtrim.run.script": ("Script",),
+    "torchtrim.run.warm": ("warm_up",),
+    "torchtrim.sync.model.devices": ("DEVICES",),
+    "torchtrim.techniques.base": ("technique_names", "technique_page"),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+_THERE = {
+    "read_buffers": "read",
+    "write_offsets": "write",
+    "technique_names": "names",
+    "untested_torch": "untested",
+    "technique_page": "page",
+}
 
 Progress = Callable[[str], None]
-Model = TrainStep | Inference
+Mode = Literal["inference", "training"]
 
 
-class Result(NamedTuple):
-    """What a verb gives: the report, and what was too large for it."""
-
-    report: Report
-    before: Profile | None = None
-    after: Profile | None = None
-    plan: Plan | None = None
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), _THERE.get(name, name))
 
 
 class Fitted:
     """A live model that was fitted into a budget. As a context manager it is reverted at the end."""
 
     def __init__(self, fit: Fit, applied: Applied) -> None:
-        self.original: Figures | None = fit.original.figures()
-        self.planned = fit.planned.figures() if fit.planned else None
+        from torchtrim.report.assemble import figures_of
+
+        self.original: Figures | None = figures_of(fit.original)
+        self.planned = figures_of(fit.planned) if fit.planned else None
         self.plan = fit.plan
         self.certificate = fit.certificate
         self._applied = applied
@@ -85,16 +158,18 @@ def _silent(_: str) -> None: ...
 
 def record(workload: Workload, *, warmup: int = 1, progress: Progress = _silent) -> Profile:
     """Record one step. Raises `ScriptFailed` if there was none."""
-    fitting = Fitting(workload, Request(steps=0, warmup=warmup), progress)
-    return fitting.planner(fitting.observe()).profile
+    from torchtrim.loops import diagnose
+
+    return diagnose.record(workload, warmup, progress)
 
 
 def diagnose(
     workload: Workload, *, select: Sequence[str] | None = None, progress: Progress = _silent
 ) -> tuple[Finding, ...]:
     """What is wasteful in a step, dearest first."""
-    profile = record(workload, progress=progress)
-    return with_settings(priced(profile, find(profile, select))[0], profile.project)
+    from torchtrim.loops.diagnose import findings_of
+
+    return findings_of(workload, select, progress)
 
 
 class Measured(NamedTuple):
@@ -118,16 +193,39 @@ def measure(
     `warmup`: calls before, which are not measured. `project`: the folder of the user's own source, by
     default the current one.
     """
+    from torchtrim.observe.one_call import record_call
+    from torchtrim.rules.waits import waits_in
+
     profile = record_call(function, warmup=warmup, device=device, project=project)
     return Measured(waits_in(profile), profile.peak_bytes, profile)
 
 
-def plan(workload: Workload, memory: str | int, *, progress: Progress = _silent) -> Plan:
+def growing_state(profile: Profile) -> Iterator[Finding]:
+    """What grows in a stream whose growth was measured."""
+    from torchtrim.rules.tt501_growing_state import check
+
+    yield from check(profile)
+
+
+def plan(
+    workload: Workload,
+    memory: str | int,
+    *,
+    allow: Equivalence = "BITWISE",
+    pins: Mapping[str, Sequence[str]] | None = None,
+    progress: Progress = _silent,
+) -> Plan:
     """A plan for a peak of `memory` (`"8GiB"`, `"60%"`, bytes), not yet tried.
 
-    Raises `InfeasibleBudget`.
+    `allow="ROUNDING"`: sums may be added up in another order. `pins`: patterns of places by what holds
+    there: `{"keep": ["*.attn"], "recompute": ["*.mlp"]}`. Raises `InfeasibleBudget`.
     """
-    chosen = plan_report(workload, memory, Request(), progress=progress).plan
+    from torchtrim.loops.plan import plan_report
+    from torchtrim.records.trial import Request
+
+    chosen = plan_report(
+        workload, memory, Request(), allow=allow, pins=pins, progress=progress
+    ).plan
     assert chosen is not None
     return chosen
 
@@ -138,38 +236,38 @@ def fit(
     *,
     steps: int = 3,
     memory_kind: MemoryKind = "allocated",
+    allow: Equivalence = "BITWISE",
+    pins: Mapping[str, Sequence[str]] | None = None,
     progress: Progress = _silent,
 ) -> Fitted:
     """Plan, measure, correct and verify; then leave the plan applied to the live model.
 
-    Raises `InfeasibleBudget`, and `ApplyFailed` if the planned step does not equal the original.
+    `allow="ROUNDING"`: sums may be added up in another order. `pins`: patterns of places by what holds
+    there: `{"keep": ["*.attn"], "recompute": ["*.mlp"]}`. Raises `InfeasibleBudget`, and
+    `ApplyFailed` if the planned step does not equal the original.
     """
-    found = Fitting(workload, Request(steps=steps), progress).fit(memory, memory_kind)
-    if found.certificate is not None and found.certificate.verdict == "NOT EQUAL":
-        raise ApplyFailed(
-            f"the planned step does not equal the original: {found.certificate.reason}. "
-            "The model is as it was."
-        )
-    name = type(workload.model).__name__
-    return Fitted(found, apply_plan(found.plan, {name: workload.model}))
+    from torchtrim.loops.optimize import fit_model
+
+    return Fitted(*fit_model(workload, memory, steps, memory_kind, allow, pins, progress))
 
 
-def apply(plan: Plan, *roots: torch.nn.Module) -> Applied:
-    """Apply a plan to live roots. Raises `ApplyFailed` if it was made for others."""
-    named = {type(root).__name__: root for root in roots}
-    for name, root in named.items():
-        if plan.fingerprint.get(name, fingerprint_of(root)) != fingerprint_of(root):
-            raise ApplyFailed(f"the plan was made for another {name}. Plan again for this one.")
-    return apply_plan(plan, named)
+def apply(plan: Plan, *roots: torch.nn.Module | torch.optim.Optimizer) -> Applied:
+    """Apply a plan to live roots and optimizers. Raises `ApplyFailed` if it was made for others."""
+    from torchtrim.techniques.apply import apply_to_its_own
+
+    return apply_to_its_own(plan, roots)
 
 
 def verify(
     workload: Workload, plan: Plan, *, steps: int = 3, progress: Progress = _silent
 ) -> Certificate:
     """Whether the planned workload equals the original."""
-    certificate = verify_report(workload, plan, Request(steps=steps), progress=progress)
-    assert certificate.report.certificate is not None
-    return certificate.report.certificate
+    from torchtrim.loops.verify import verify_report
+    from torchtrim.records.trial import Request
+
+    found = verify_report(workload, plan, Request(steps=steps), progress=progress)
+    assert found.report.certificate is not None
+    return found.report.certificate
 
 
 def estimate(
@@ -185,268 +283,137 @@ def estimate(
     estimate for, such as `"h100"`; or `"emulated"` for any. Raises `UsageError` for what is no workload,
     and `Unsupported` for an operator of which nobody knows what it gives.
     """
+    from torchtrim.loops.estimate import Estimate
+
     return Estimate(workload, device=device, progress=progress)
 
 
-def estimate_report(
-    script: Script,
-    request: Request,
-    *,
-    fits: str | None = None,
-    max_batch: str | None = None,
-    progress: Progress = _silent,
-) -> Result:
-    """`estimate` of a script with its figures, and the largest batch of its loaders that fits."""
-    budget = parse_bytes(fits) if fits is not None else None
-    found = Estimate(script, device=script.device, request=request, progress=progress)
-    facts = found.facts
-    if max_batch is not None:
-        facts = msgspec.structs.replace(facts, growth=(found.grown("batch", max_batch),))
-    figures = found.trial.figures()
-    report = msgspec.structs.replace(
-        _report("estimate", script, found.trial),
-        original=msgspec.structs.replace(
-            figures, step_seconds=0.0, spread_seconds=0.0, rss_bytes=None
-        ),
-        findings=memory_findings(found.profile),
-        waiting=None,
-        steps=0,
-        budget_bytes=budget,
-        memory_kind="reserved" if found.reserved_bytes else "allocated",
-        estimated=facts,
-    )
-    return Result(report, found.profile)
-
-
-def diagnose_report(
-    workload: Workload, request: Request, *, progress: Progress = _silent
-) -> Result:
-    """`diagnose` with its figures."""
-    trial = Fitting(workload, request, progress).observe()
-    return Result(_report("diagnose", workload, trial), trial.profile)
-
-
-def plan_report(
-    workload: Workload,
-    memory: str | int,
-    request: Request,
-    *,
-    memory_kind: MemoryKind = "allocated",
-    frontier: bool = False,
-    progress: Progress = _silent,
-) -> Result:
-    """`plan` with its figures and, if asked, what other budgets would cost."""
-    fitting = Fitting(workload, request, progress)
-    trial = fitting.observe()
-    planner = fitting.planner(trial)
-    whole = measured(trial, memory_kind)
-    budget = parse_bytes(memory, whole=whole)
-    bias = whole - planner.simulated_original
-    chosen = planner.plan(budget, bias=bias, memory_kind=memory_kind)
-    points: tuple[FrontierPoint, ...] = planner.frontier(bias=bias) if frontier else ()
-    report = msgspec.structs.replace(
-        _report("plan", workload, trial),
-        budget_bytes=budget,
-        memory_kind=memory_kind,
-        plan=PlanSummary(techniques=chosen.techniques, predicted=chosen.predicted),
-        frontier=points,
-    )
-    return Result(report, trial.profile, None, chosen)
-
-
-def optimize_report(
-    workload: Workload,
-    memory: str | int,
-    request: Request,
-    *,
-    memory_kind: MemoryKind = "allocated",
-    cures: bool = False,
-    progress: Progress = _silent,
-) -> Result:
-    """The whole loop. Where nothing fits, the report says the smallest budget that would.
-
-    With `cures`, a script's waits are cured too, as a diff beside the plan.
-    """
-    fitting = Fitting(workload, request, progress)
-    try:
-        found = fitting.fit(memory, memory_kind)
-    except InfeasibleBudget as error:
-        assert fitting.original is not None
-        return Result(_infeasible(workload, fitting.original, memory, memory_kind, error))
-    result = _fitted(workload, found, memory_kind)
-    if cures and isinstance(workload, Script):
-        fixed = Fixing(workload, request, progress).fix(found.original)
-        cured = with_cures(result.report, cures_of(fixed, workload.project))
-        result = result._replace(report=cured)
-    return result
-
-
-def optimize_calls_report(
-    script: Script,
-    memory: str | int | None,
-    request: Request,
-    *,
-    memory_kind: MemoryKind = "allocated",
-    progress: Progress = _silent,
-) -> Result:
-    """The loop for a script that only runs its models; without `memory` in as little as can be."""
-    fitting = Fitting(script, msgspec.structs.replace(request, infers=True), progress)
-    try:
-        found = fit_calls(fitting, script, memory, memory_kind)
-    except InfeasibleBudget as error:
-        assert fitting.original is not None
-        return Result(_infeasible(script, fitting.original, memory or 0, memory_kind, error))
-    result = _fitted(script, found, memory_kind)
-    if memory is None:
-        return result._replace(report=msgspec.structs.replace(result.report, budget_bytes=None))
-    return result
-
-
-def verify_report(
-    workload: Workload, plan: Plan, request: Request, *, progress: Progress = _silent
-) -> Result:
-    """`verify` of a plan, with its figures. Raises `ApplyFailed` for a plan of another script."""
-    check_script(plan, workload)
-    infers = is_of_calls(plan) and isinstance(workload, Script)
-    fitting = Fitting(workload, msgspec.structs.replace(request, infers=infers), progress)
-    original = fitting.observe()
-    planned = fitting.run_planned(plan)
-    certificate = fitting.verify(original, plan, planned)
-    report = msgspec.structs.replace(
-        _report("verify", workload, original),
-        planned=planned.figures(),
-        budget_bytes=plan.budget_bytes,
-        memory_kind=plan.memory_kind,
-        plan=PlanSummary(techniques=plan.techniques, predicted=plan.predicted),
-        certificate=certificate,
-    )
-    return Result(report, original.profile, planned.profile, plan)
-
-
-def verify_scripts(
-    one: Script, other: Script, request: Request, *, progress: Progress = _silent
-) -> Result:
-    """Whether two scripts compute the same, step by step."""
-
-    def run(script: Script) -> Trial:
-        with working_folder() as folder:
-            return run_trial(script, request, folder, progress)
-
-    original, again, planned = run(one), run(one), run(other)
-    contest = Contest(one, other, request, request)
-    certificate = certify(contest, original, again, planned, progress)
-    report = msgspec.structs.replace(
-        _report("verify", one, original),
-        planned=planned.figures() if planned.profile else None,
-        certificate=certificate,
-    )
-    return Result(report, original.profile, planned.profile)
-
-
-def cure_report(
-    script: Script,
-    request: Request,
-    *,
-    unsafe: bool = False,
-    write: bool = False,
-    progress: Progress = _silent,
-) -> Result:
-    """The cures of the waits in a script's own source, each proved.
-
-    With `write` they are in the files afterwards, else only in the report's diff. `unsafe`: make also
-    those that rest on what no run has shown.
-    """
-    fixed = Fixing(script, request, progress, unsafe=unsafe).fix()
-    if write:
-        write_sources(fixed.texts, fixed.before, script.project)
-    cures = cures_of(fixed, script.project, written=write and bool(fixed.texts))
-    report = msgspec.structs.replace(
-        _report("optimize", script, fixed.original),
-        planned=fixed.planned.figures() if fixed.planned else None,
-        certificate=cures.certificate,
-    )
-    after = fixed.planned.profile if fixed.planned else None
-    return Result(with_cures(report, cures), fixed.original.profile, after)
-
-
-def cure(
+def fix_source(
     script: Script, *, unsafe: bool = False, write: bool = False, progress: Progress = _silent
-) -> Cures:
-    """Cure the waits in a script's own source, and prove each cure. With `write`, into the files."""
-    result = cure_report(script, Request(), unsafe=unsafe, write=write, progress=progress)
-    assert result.report.cures is not None
-    return result.report.cures
+) -> Fixes:
+    """Fix the host-device syncs in a script's own source, and prove each fix. With `write`, in the files."""
+    from torchtrim.loops.fixed import fix_report
+    from torchtrim.records.trial import Request
+
+    result = fix_report(script, Request(), unsafe=unsafe, write=write, progress=progress)
+    assert result.report.fixes is not None
+    return result.report.fixes
 
 
-def check_script(plan: Plan, workload: Workload) -> None:
-    """Raises `ApplyFailed` for a plan that was made for another script."""
-    path = workload.path if isinstance(workload, Script) else None
-    if path is None or not plan.script_sha256:
-        return
-    if not path.is_file():
-        raise UsageError(f"there is no script {path}.")
-    if sha256_of(path) != plan.script_sha256:
-        raise ApplyFailed(
-            f"the plan was made for {plan.script}, and {path.name} is another script or has changed "
-            "since. Plan again; or, if you know that it still fits, delete `script_sha256` from the plan."
+class FittedMemory(Fitted):
+    """A live model whose calls, or whose training, go by a plan of their memory.
+
+    `before` and `after`: bytes by what they are for. `notes` say what could not be planned, and why.
+    `original`, `planned` and `certificate` are None where it was not verified.
+    """
+
+    def __init__(self, optimized: Optimized) -> None:
+        if optimized.fit is not None:
+            super().__init__(optimized.fit, optimized.applied)
+        else:
+            self.original = self.planned = self.certificate = None
+            self._applied = optimized.applied
+        self.plan = optimized.plan
+        self.before = optimized.before
+        self.after = optimized.after
+        self.notes = optimized.notes
+        self._program = optimized.program
+
+    def graph(self) -> NetworkPicture:
+        """The network's picture: who shares memory with whom. Raises `Unsupported` where there is none."""
+        from torchtrim.errors import Unsupported
+        from torchtrim.report.network_graph import NetworkPicture
+        from torchtrim.techniques.network.picture import graph_record
+
+        if self._program is None and not self.notes:
+            raise Unsupported(
+                "in training no operator's results share memory by a plan: autograd gives it back. Draw "
+                "the network with mode='inference', or the step's memory with torchtrim.record."
+            )
+        if self._program is None:
+            raise Unsupported(f"there is no graph of the whole to draw: {'; '.join(self.notes)}.")
+        return NetworkPicture(graph_record(self.plan.script, self._program))
+
+
+def count_memory(model: torch.nn.Module, inputs: Any, mode: Mode = "inference") -> MemoryTable:
+    """Bytes of a model and of one call of it without gradients, each storage once.
+
+    `inputs`: a tensor, a tuple of arguments, or a dict of named ones. `mode="training"`: of one forward and
+    backward, at its peak. Nothing is computed, except for a model whose control flow depends on values.
+    """
+    if _checked(mode) == "training":
+        from torchtrim.loops.training import table_of_training
+
+        return table_of_training(model, inputs)
+    from torchtrim.loops.network import table_of_calls
+
+    return table_of_calls(model, inputs)
+
+
+def optimize_memory(
+    model: torch.nn.Module,
+    inputs: Any,
+    mode: Mode = "inference",
+    *,
+    inplace: bool = True,
+    reuse_buffers: bool = True,
+    remove_grad_params: bool = True,
+    split_batch: int = 1,
+    memory: str | int | None = None,
+    verify: bool = True,
+    progress: Progress = _silent,
+) -> FittedMemory:
+    """Make a live model's calls, or its training, need less memory, and prove that they compute the same.
+
+    `inputs`: a tensor, a tuple of arguments, or a dict of named ones; the plan for others is made when
+    they come. `inplace`: operators overwrite what no one looks at again. `verify=False` runs nothing.
+
+    Inference: `reuse_buffers`: results lie in one arena. `remove_grad_params`: gradients go to disk until it
+    is reverted. `split_batch`: in how many parts of the batch the first layers run. While it is applied,
+    calls in eval mode run without gradients; in training mode, or where an input wants gradients, the
+    original runs.
+
+    Training: what forward saves is computed again in backward, as much of it as `memory` (`"60%"`, bytes)
+    demands, or all that lowers the peak; the other options have no say, since autograd reuses memory itself.
+    For a step with a loss and an optimizer take `torchtrim.fit`.
+
+    Raises `UsageError`, `InfeasibleBudget`, and `ApplyFailed` where it would not compute the same; the model
+    then is as it was.
+    """
+    if _checked(mode) == "training":
+        from torchtrim.loops import training
+
+        optimized = training.optimize_step(
+            model,
+            inputs,
+            memory,
+            inplace=inplace,
+            split_batch=split_batch,
+            verify=verify,
+            progress=progress,
         )
+        return FittedMemory(optimized)
+    from torchtrim.loops import network
+    from torchtrim.planner.calls import CallOptions
+
+    options = CallOptions(inplace, reuse_buffers, remove_grad_params, split_batch)
+    found = network.optimize(model, inputs, memory, options, verify=verify, progress=progress)
+    return FittedMemory(found)
 
 
-def _report(verb: str, workload: Workload, trial: Trial) -> Report:
-    profile = trial.profile
-    findings, waiting = priced(profile, find(profile)) if profile is not None else ((), None)
-    findings = with_settings(findings, profile.project) if profile is not None else findings
-    return Report(
-        torchtrim=__version__,
-        torch=str(torch.__version__),
-        verb=verb,
-        device=trial.device,
-        script=workload.target if isinstance(workload, Script) else type(workload.model).__name__,
-        project=str(workload.project) if isinstance(workload, Script) else str(Path.cwd()),
-        machine=_machine(trial.device),
-        steps=len(trial.timed),
-        original=trial.figures() if profile is not None else None,
-        findings=findings,
-        waiting=waiting,
-        holders=holders(profile) if profile is not None else (),
-        notes=trial.notes,
-    )
+def saving_by_batch(
+    model: torch.nn.Module, inputs: Any, batches: Sequence[int] = (1, 4, 16, 64, 128)
+) -> SavingPicture:
+    """What `optimize_memory` would save of a call, by the size of the batch. Nothing is computed."""
+    from torchtrim.loops.network import savings_by_batch
+    from torchtrim.report.saving import SavingPicture
+
+    return SavingPicture(type(model).__name__, savings_by_batch(model, inputs, batches))
 
 
-def _fitted(workload: Workload, found: Fit, memory_kind: MemoryKind) -> Result:
-    report = msgspec.structs.replace(
-        _report("optimize", workload, found.original),
-        planned=found.planned.figures() if found.planned else None,
-        budget_bytes=found.budget_bytes,
-        memory_kind=memory_kind,
-        plan=PlanSummary(techniques=found.plan.techniques, predicted=found.plan.predicted),
-        certificate=found.certificate,
-        notes=(*found.original.notes, *found.notes),
-    )
-    after = found.planned.profile if found.planned else None
-    return Result(report, found.original.profile, after, found.plan)
+def _checked(mode: str) -> str:
+    if mode not in ("inference", "training"):
+        from torchtrim.errors import UsageError
 
-
-def _infeasible(
-    workload: Workload,
-    original: Trial,
-    memory: str | int,
-    kind: MemoryKind,
-    error: InfeasibleBudget,
-) -> Report:
-    return msgspec.structs.replace(
-        _report("optimize", workload, original),
-        budget_bytes=parse_bytes(memory, whole=measured(original, kind)),
-        smallest_bytes=error.smallest_bytes,
-        memory_kind=kind,
-        notes=(str(error), *original.notes),
-    )
-
-
-def _machine(device: str) -> str:
-    """The processor, its threads and, where it was used, the GPU."""
-    facts = [platform.system(), platform.machine(), f"{os.cpu_count()} cores"]
-    facts.append(f"{torch.get_num_threads()} torch threads")
-    if device.startswith("cuda") and torch.cuda.is_available():
-        facts.append(torch.cuda.get_device_name(device))
-    return ", ".join(facts)
+        raise UsageError(f"mode={mode!r}: it is 'inference' or 'training'.")
+    return mode

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchtrim.records.certificate import Certificate
+    from torchtrim.records.lever import Lever
+    from torchtrim.records.plan import Plan
+
 
 class TorchtrimError(Exception):
     """Root of all errors that torchtrim raises for people; `exit_code` is what the command line ends with."""
@@ -33,7 +40,12 @@ class ScriptFailed(TorchtrimError):
 
 
 class InfeasibleBudget(TorchtrimError):
-    """No plan fits the budget. `smallest_bytes` is the smallest that would; `set_by` names what sets it."""
+    """No plan fits the budget. `smallest_bytes` is the smallest that would; `set_by` names what sets it.
+
+    `plan` is the one that needs so much, measured, and `certificate` says whether it computes the same; it
+    has no techniques where none lowers the peak, and then there is no certificate. `levers` are what each
+    technique alone would reach. They are there where the workload was run planned. The model is as it was.
+    """
 
     exit_code = 1
 
@@ -41,7 +53,30 @@ class InfeasibleBudget(TorchtrimError):
         super().__init__(message)
         self.smallest_bytes = smallest_bytes
         self.set_by = set_by
+        self.plan: Plan | None = None
+        self.certificate: Certificate | None = None
+        self.levers: tuple[Lever, ...] = ()
 
 
 class ApplyFailed(TorchtrimError):
     """A plan could not be applied. The model is as it was."""
+
+
+class ExportFailed(TorchtrimError):
+    """A plan that cannot be written as plain PyTorch. Nothing was written."""
+
+    exit_code = 1
+
+
+class PlannedStepFailed(ScriptFailed, ApplyFailed):
+    """A step failed with a plan applied. `place`: where the plan had changed what failed, empty if unknown.
+
+    The model is as it was.
+    """
+
+    def __init__(
+        self, message: str, *, place: str = "", learnt: str = "", traceback: str = ""
+    ) -> None:
+        super().__init__(message, learnt=learnt, traceback=traceback)
+        self.place = place
+        self.plan: Plan | None = None

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 
 if TYPE_CHECKING:
-    from torchtrim.api import Measured
-    from torchtrim.observe.one_call import Device
+    from torchtrim.api import Device, Measured
     from torchtrim.records.baseline import Level
 
 FILE_NAME = "torchtrim-baseline.json"
@@ -178,9 +177,8 @@ def _amount(name: str, mark: pytest.Mark) -> int | None:
 
 def _judge_growth(item: pytest.Function, limits: Limits) -> None:
     """Call a test that streams once, and hold what its frames add to the limit."""
+    from torchtrim.api import growing_state, measure_growth
     from torchtrim.errors import TorchtrimError
-    from torchtrim.observe.growth import measure_growth
-    from torchtrim.rules.tt501_growing_state import check
     from torchtrim.units import format_bytes
 
     root = item.config.rootpath
@@ -190,7 +188,9 @@ def _judge_growth(item: pytest.Function, limits: Limits) -> None:
         _fail(str(error))
     assert limits.max_growth is not None
     if stream.growth_bytes > limits.max_growth:
-        lines = [f"  {_place(one.path, one.line, root)}  {one.message}" for one in check(profile)]
+        lines = [
+            f"  {_place(one.path, one.line, root)}  {one.message}" for one in growing_state(profile)
+        ]
         item.stash[_SECTION] = "\n".join(["what grows:", *lines])
         grew, most = format_bytes(stream.growth_bytes), format_bytes(limits.max_growth)
         _fail(f"{grew} a frame ({stream.frame}), max_growth={most}")
@@ -322,7 +322,7 @@ def _share(text: str) -> float:
 
 def section(measured: Measured, root: Path) -> str:
     """Each wait and the holders of the peak, a line each, for people."""
-    from torchtrim.memory.peak import holders
+    from torchtrim.api import holders
     from torchtrim.report.safe import clean
     from torchtrim.units import format_bytes
 
@@ -341,7 +341,7 @@ def _wait(wait: tuple[str, int, str, str, int], root: Path) -> str:
 
 
 def _place(path: str, line: int, root: Path) -> str:
-    from torchtrim.rules.allow import near
+    from torchtrim.api import near
 
     return f"{near(path, str(root))}:{line}" if path else ""
 

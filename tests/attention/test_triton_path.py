@@ -12,6 +12,7 @@ from torchtrim.attention import paths
 from torchtrim.errors import UsageError
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 def test_the_kernels_equal_the_reference_in_the_interpreter() -> None:
     done = subprocess.run(

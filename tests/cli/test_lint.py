@@ -49,7 +49,7 @@ def test_findings_exit_1_and_none_exits_0(run) -> None:
     assert run(".", "--select", "TT103")[0] == 0
 
 
-def test_the_full_form_shows_source_and_cure(run) -> None:
+def test_the_full_form_shows_source_and_fix(run) -> None:
     _, out, _ = run("model.py")
     assert "     5 >     x[m.nonzero(as_tuple=True)] = 0" in out
     assert "+    x[m != 0] = 0" in out
@@ -59,14 +59,18 @@ def test_a_diff_changes_nothing_and_can_be_applied(run, tmp_path: Path) -> None:
     code, out, err = run(".", "--diff", "--unsafe-fixes", "--select", "TT102")
     assert code == 1
     assert (tmp_path / "model.py").read_text() == WAITS
-    assert "1 would be cured" in err
+    assert "1 would be fixed" in err
     subprocess.run(["git", "apply", "-"], input=out.encode(), cwd=tmp_path, check=True)
     assert "x[m != 0] = 0" in (tmp_path / "model.py").read_text()
 
 
 def test_fixing_writes_and_reports_what_is_left(run, tmp_path: Path) -> None:
     code, out, err = run(".", "--unsafe-fixes", "--select", "TT102", "--format", "concise")
-    assert (code, out, err) == (0, "", "nothing found, 1 cured\n")
+    assert (code, out) == (0, "")
+    summary, written = err.splitlines()
+    assert summary == "nothing found, 1 fixed"
+    assert written.startswith("source written: model.py. Undo: ")
+    assert written.endswith("undo model.py")
     assert "x[m != 0] = 0" in (tmp_path / "model.py").read_text()
     assert run(".", "--fix", "--select", "TT102")[0] == 0
 

@@ -18,7 +18,7 @@ from torchtrim.cli.output import command_for, show
 REPORT = msgspec.structs.replace(samples.DIAGNOSE, project="/home/ana/segmenter")
 BEGINS = {
     "text": "5 findings",
-    "json": '{\n  "schema_version": 1',
+    "json": '{\n  "schema_version": 2',
     "sarif": '{\n  "$schema"',
     "github": "::warning file=models/encoder.py,line=43",
     "markdown": "## torchtrim: 5 findings",

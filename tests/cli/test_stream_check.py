@@ -10,7 +10,7 @@ import pytest
 
 from torchtrim.cli.main import main
 
-SCRIPT = str(Path(__file__).parent.parent / "certify" / "scripts" / "streams.py")
+SCRIPT = str(Path(__file__).parent.parent / "scripts" / "streams.py")
 pytestmark = pytest.mark.usefixtures("processes_are_not_traced")
 
 
@@ -32,7 +32,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
 def test_what_grows_is_exit_1(run, tmp_path: Path) -> None:
     code, out, err = run("stream-check", SCRIPT, "--frames", "30", "--", "all")
     assert (code, err) == (1, "")
-    assert out.startswith("GROWS  ")
+    assert out.startswith("Grows: ")
     assert "over the limit" in out
     assert "explain TT501" in out
     assert out.count("\n") <= 24

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,10 @@ import msgspec
 import pytest
 
 from torchtrim.cli.main import main
+from torchtrim.records.files import load_plan
 from torchtrim.records.report import Report
 
-SCRIPTS = Path(__file__).parent.parent / "certify" / "scripts"
+SCRIPTS = Path(__file__).parent.parent / "scripts"
 PLAIN, FAULTS = str(SCRIPTS / "plain.py"), str(SCRIPTS / "faults.py")
 QUICK = ("--steps", "1")
 
@@ -62,11 +64,39 @@ def test_a_budget_that_nothing_fits(run) -> None:
     code, out, _ = run("optimize", PLAIN, "--memory", "1%", "--json", *QUICK)
     report = json.loads(out)
     assert code == 1
-    assert report["smallest_bytes"] > report["budget_bytes"]
-    assert report["planned"] is None
+    assert report["floor_bytes"] > report["budget_bytes"]
+    assert report["planned"]["peak_bytes"] == report["floor_bytes"]
+    assert report["certificate"]["verdict"] == "BITWISE"
+    assert sum(part["bytes"] for part in report["peak_parts"]) > 0
+    assert {lever["source"] for lever in report["levers"]} >= {"measured"}
+    assert run(*shlex.split(report["next"])[1:])[0] == 0
     code, _, err = run("plan", PLAIN, "--memory", "1%", *QUICK)
     assert code == 1
     assert "no plan brings the peak" in err
+
+
+def test_where_nothing_helps_it_says_so_and_what_to_look_at(run, tmp_path: Path) -> None:
+    (tmp_path / "one.py").write_text(
+        "import torch\n"
+        "model = torch.nn.Linear(512, 512)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "for _ in range(9):\n"
+        "    optimizer.zero_grad()\n"
+        "    model(torch.ones(4, 512)).sum().backward()\n"
+        "    optimizer.step()\n"
+    )
+    code, out, _ = run("optimize", "one.py", "--memory", "60%", *QUICK)
+    assert code == 1
+    assert "Does not fit" in out
+    assert "nothing that is allowed lowers the peak" in " ".join(out.split())
+    page = tmp_path / "torchtrim-out/one"
+    report = msgspec.json.decode((page / "report.json").read_bytes(), type=Report)
+    assert report.original is not None
+    assert report.floor_bytes == report.original.peak_bytes
+    assert report.plan is not None
+    assert report.plan.techniques == ()
+    assert "What is in the way" in (page / "report.html").read_text()
+    assert run(*shlex.split(report.next)[1:])[0] == 0
 
 
 def test_plan_with_its_frontier(run) -> None:
@@ -78,6 +108,44 @@ def test_plan_with_its_frontier(run) -> None:
     assert peaks[-1] < peaks[0]
     assert report["planned"] is None
     assert report["plan"]["predicted"]["peak_bytes"] <= report["budget_bytes"]
+
+
+def test_what_is_pinned_in_a_plan_holds_and_stays(run, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.toml"
+    mine.write_text('[pins]\nkeep = ["*.1"]\nrecompute = ["*.mlp"]\n')
+    words = ("plan", PLAIN, "--memory", "100%", "--plan", "mine.toml", *QUICK)
+    code, _, err = run(*words)
+    assert code == 2
+    assert "recompute = ['*.mlp'] under [pins] matches nothing" in err
+    mine.write_text('[pins]\nkeep = ["*.1"]\nrecompute = ["*[4:8]"]\n')
+    code, out, _ = run(*words)
+    assert code == 0
+    assert "pinned: nothing changes at Sequential.1; recompute at Sequential[4:8]" in " ".join(
+        out.split()
+    )
+    plan = load_plan(mine)
+    assert plan.pins == {"keep": ("*.1",), "recompute": ("*[4:8]",)}
+    assert [one.where for one in plan.techniques if one.name == "recompute"] == [
+        ("Sequential[4:8]",)
+    ]
+    mine.write_text('[pins]\nkeep = "*.1"\n')
+    code, _, err = run(*words)
+    assert (code, mine.read_text()) == (2, '[pins]\nkeep = "*.1"\n')
+    assert "mine.toml has no readable [pins]: Expected `array`, got `str` - at `$[...]`" in err
+
+
+def test_a_plan_is_exported(run, tmp_path: Path) -> None:
+    code, out, _ = run("plan", PLAIN, "--memory", "90%", "--export", "python", "--json", *QUICK)
+    report = json.loads(out)
+    assert code == 0
+    assert report["certificate"]["verdict"] == "BITWISE"
+    assert report["planned"]["peak_bytes"] <= report["budget_bytes"]
+    text = (tmp_path / "torchtrim-out/plain/planned.py").read_text()
+    assert "BITWISE over" in text
+    assert all(repr(where) in text for where in report["plan"]["techniques"][0]["where"])
+    words = ("plan", PLAIN, "--memory", "90%", "--export", "python", "--out", "other", "--frontier")
+    assert run(*words)[0] == 2
+    assert not (tmp_path / "other").exists()
 
 
 def test_diagnose_and_its_limits(run, tmp_path: Path) -> None:
@@ -181,6 +249,41 @@ def test_settings_from_pyproject(run, tmp_path: Path) -> None:
     code, _, err = run("plan", PLAIN)
     assert code == 2
     assert "memori" in err
+
+
+@pytest.mark.parametrize(("error", "code"), [("KeyboardInterrupt", 130), ("ValueError('no')", 1)])
+def test_run_shows_an_exception_as_python_does(run, tmp_path: Path, error: str, code: int) -> None:
+    script = tmp_path / "ends.py"
+    script.write_text(f"def work():\n    raise {error}\n\n\nwork()\n")
+    python = subprocess.run([sys.executable, str(script)], capture_output=True, check=False)
+    assert run("run", str(script)) == (code, "", python.stderr.decode())
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("tool = 5", "'tool' to 5 where a table belongs"),
+        ("tool.torchtrim = []", "'torchtrim' to [] where a table belongs"),
+        ("[tool.torchtrim]\nmemory = {a = 1}", "takes a text or a number"),
+        ("[tool.torchtrim]\nsteps = true", "takes a text or a number"),
+        ("[tool.torchtrim]\nsteps = 'x'", "'x' is not a valid integer"),
+        ("[tool.torchtrim]\nmemory = 7\x1d", "cannot read"),
+        ("[tool.torchtrim]\nstep = 7", "which is no setting"),
+    ],
+)
+def test_settings_that_cannot_be_meant(run, tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "pyproject.toml").write_text(text)
+    code, _, err = run("plan", PLAIN, "--memory", "60%")
+    assert code == 2
+    assert says in err
+
+
+def test_a_folder_that_takes_no_files_is_refused_before_the_run(run, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    code, _, err = run("diagnose", PLAIN, "--out", "taken/here", "--timeout", "1")
+    assert code == 2
+    assert "cannot write into taken/here" in err
+    assert {one.name for one in tmp_path.iterdir()} == {"taken"}
 
 
 def test_explain_and_doctor(run) -> None:

@@ -20,6 +20,8 @@ RULES = ROOT / "docs/rules"
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RUN = [path for path in DOCUMENTS if RULES not in path.parents and list(blocks(path))]
 SLOW = bool(os.environ.get("TORCHTRIM_SLOW"))
+ALWAYS = ("README.md", "pack-buffers.md", "lint.md")
+"""Documents of which `make test` runs the blocks too: what a newcomer tries, and what takes no time."""
 WHY_NOT = {
     "make demo": "sets up an environment of its own",
     "def test_a_step_waits_for_nothing": "a fragment; docs/gate.md has a whole one",
@@ -111,7 +113,11 @@ def skipped(block: Block) -> bool:
     return bool("skip" in block.options or (slow and not SLOW) or (known and known != "slow"))
 
 
-@pytest.mark.parametrize("document", RUN, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "document",
+    [pytest.param(p, marks=() if p.name in ALWAYS else pytest.mark.slow) for p in RUN],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
 def test_the_blocks_of_a_document_run(document: Path, tmp_path: Path) -> None:
     folder(tmp_path, document)
     for block in blocks(document):

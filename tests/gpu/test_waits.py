@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
+from bench.corpus import Snippet, snippets
+from bench.syncs import is_counted
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from torchtrim.observe.one_call import record_call
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from bench.corpus import Snippet, snippets
-from bench.syncs import is_counted
 
 pytestmark = [
     pytest.mark.gpu,

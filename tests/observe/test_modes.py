@@ -21,12 +21,22 @@ class Counts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+_FLAGS = (
+    "_is_in_torch_dispatch_mode",
+    "_is_in_non_infra_torch_dispatch_mode",
+    "_is_in_any_mode_without_ignore_compile_internals",
+)
+
+
 def flags() -> tuple[bool, ...]:
-    return (
-        _python_dispatch._is_in_torch_dispatch_mode,
-        _python_dispatch._is_in_non_infra_torch_dispatch_mode,
-        _python_dispatch._is_in_any_mode_without_ignore_compile_internals,
-    )
+    return tuple(getattr(_python_dispatch, name) for name in _FLAGS)
+
+
+@pytest.fixture(autouse=True)
+def no_mode_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's flags are of the whole process, and other tests may have left them."""
+    for name in _FLAGS:
+        monkeypatch.setattr(_python_dispatch, name, False)
 
 
 Step = Callable[[Counts, Counts], Any]

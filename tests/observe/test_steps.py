@@ -5,6 +5,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import draws
 from torchtrim.observe.steps import Steps
 
 Segments = list[tuple[int, ...]]
@@ -90,7 +91,7 @@ SEGMENT = st.lists(st.integers(0, 2), min_size=1, max_size=3).map(tuple)
 
 
 @given(st.lists(SEGMENT, min_size=1, max_size=9), st.integers(0, 1))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=draws.count(300), deadline=None)
 def test_after_learning_the_steps_are_exactly_one_period_apart(cycle: Segments, idle: int) -> None:
     segments = cycle * 40
     optimizers = len({optimizer for segment in cycle for optimizer in segment})

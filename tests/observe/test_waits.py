@@ -1,4 +1,4 @@
-"""What waits for the device and what races with it: traps, and three bugs of the past with their cures."""
+"""What waits for the device and what races with it: traps, and three bugs of the past with their fixes."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def by_asking_the_stream(host: Tensor) -> None:
         pass
 
 
-CURES: dict[str, tuple[Callable[[Tensor], Any], dict[str, int]]] = {
+FIXES: dict[str, tuple[Callable[[Tensor], Any], dict[str, int]]] = {
     "an event": (by_event, {"event-synchronize": 1}),
     "an event that was asked": (by_asking, {}),
     "a stream that was asked": (by_asking_the_stream, {}),
@@ -121,13 +121,13 @@ CURES: dict[str, tuple[Callable[[Tensor], Any], dict[str, int]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CURES)
+@pytest.mark.parametrize("name", FIXES)
 def test_what_makes_a_read_safe(name: str) -> None:
-    cure, expected = CURES[name]
+    fix, expected = FIXES[name]
 
     def call() -> None:
         host = late()
-        cure(host)
+        fix(host)
         host.sum()
 
     assert rows(call) == expected
@@ -290,8 +290,8 @@ def predictions_to_host(outputs: list[Tensor], *, late: bool) -> list[Any]:
 def test_lightning_11288() -> None:
     """Predictions were zeros: they were moved to the CPU with `non_blocking=True`, then read."""
     assert rows(lambda: predictions_to_host([made(), made()], late=True)) == {"async-read": 2}
-    cured = rows(lambda: predictions_to_host([made(), made()], late=False))
-    assert cured == {"copy-to-host": 2}
+    fixed = rows(lambda: predictions_to_host([made(), made()], late=False))
+    assert fixed == {"copy-to-host": 2}
 
 
 def safe_divide(numerator: Tensor, denominator: Tensor, *, late: bool) -> Tensor:

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profiles import training_step
+from profiles import Step, training_step
 from torchtrim.errors import UnreadableInput, UsageError
 from torchtrim.records import Plan, Prediction, Profile, Technique, files
+from torchtrim.records.comparison import load_report_or_profile
 from torchtrim.records.files import (
     load_plan,
     load_profile,
@@ -99,7 +100,7 @@ def test_random_damage_never_crashes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "says"),
     [
-        ("schema_version", 2, "schema_version 2"),
+        ("schema_version", 3, "schema_version 3"),
         ("peak_bytes", -1, "peak_bytes"),
         ("peak_bytes", 2**80, "peak_bytes"),
         ("peak_bytes", "many", "peak_bytes"),
@@ -115,6 +116,40 @@ def test_the_field_is_named(tmp_path: Path, field: str, value: object, says: str
     path.write_bytes(msgspec.json.encode(tree) if value != 2**80 else _huge(tree))
     with pytest.raises(UnreadableInput, match=says):
         load_profile(path)
+
+
+def test_a_profile_of_an_older_version_is_refused_with_how_to_make_it_again(
+    tmp_path: Path,
+) -> None:
+    tree = msgspec.to_builtins(profile()) | {"schema_version": 1}
+    for name in ("saved", "saved_known", "rank", "world", "recorded_steps"):
+        del tree[name]
+    path = tmp_path / "p.json"
+    for old in (tree, {name: value for name, value in tree.items() if name != "schema_version"}):
+        path.write_bytes(msgspec.json.encode(old))
+        for read in (load_profile, load_report_or_profile):
+            with pytest.raises(
+                UnreadableInput, match=r"older torchtrim.*torchtrim diagnose SCRIPT"
+            ):
+                read(path)
+
+
+def test_a_report_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    path.write_bytes(b'{"verb": "diagnose", "schema_version": 3}')
+    with pytest.raises(UnreadableInput, match="schema_version 3, and this torchtrim reads 2"):
+        load_report_or_profile(path)
+
+
+def test_only_what_lies_on_the_device_counts() -> None:
+    step = Step("cuda:0")
+    weight = step.alive("parameter", 100)
+    host = step.alive("input", 70, device="cpu", pool="pinned")
+    out = step.op("aten::mul", weight, host, makes=40)
+    step.op("aten::_to_copy", out, makes=40, device="cpu", pool="host")
+    made = step.profile()
+    assert [(s.bytes, s.counted) for s in made.storages] == [(100, 100), (70, 0), (40, 40), (40, 0)]
+    assert made.peak_bytes == 140 + 40  # the last operator's transient is what the test says it is
 
 
 def _huge(tree: dict[str, object]) -> bytes:
@@ -133,6 +168,11 @@ def _huge(tree: dict[str, object]) -> bytes:
         ("calls", 0, 0, 10**6),
         ("calls", 0, 2, 10**6),
         ("modules", 0, 2, 5),
+        ("saved", 0, 0, 10**6),
+        ("saved", 0, 3, [1, 1]),
+        ("saved", 0, 5, 10**6),
+        ("saved", 0, 6, 10**6),
+        ("saved", 0, 8, 10**6),
     ],
 )
 def test_wild_indices_are_refused(

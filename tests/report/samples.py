@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from torchtrim.records import Certificate, Cure, Difference, Figures, Finding, Profile, Report
+from report.missed import lever, missed
+from torchtrim.records import Certificate, Difference, Figures, Finding, Profile, Report, Suggestion
 from torchtrim.records.estimate import Estimated, Growth, ModuleBytes
-from torchtrim.records.fix import Cures, FixRecord
+from torchtrim.records.fix import Fixes, FixRecord
+from torchtrim.records.lever import Part
 from torchtrim.records.plan import Prediction, Technique
 from torchtrim.records.profile import Module, Operator, Place, Storage, TensorUse
 from torchtrim.records.report import FrontierPoint, Holder, PlanSummary, Stream, Waiting, WaitSet
@@ -53,7 +55,9 @@ FINDINGS = (
         "the input of relu is kept although its output is enough for the backward pass",
         price_bytes=74 * MIB,
         count_per_step=12,
-        cure=Cure(kind="code", equivalence="BITWISE", diff=DIFF, reason="relu can work in place"),
+        fix=Suggestion(
+            kind="code", equivalence="BITWISE", diff=DIFF, reason="relu can work in place"
+        ),
     ),
     finding(
         "TT202",
@@ -61,9 +65,9 @@ FINDINGS = (
         "logits of the whole batch are alive twice in the loss",
         path=SCRIPT,
         price_bytes=51 * MIB,
-        cure=Cure(kind="config", equivalence="ROUNDING", reason="chunked_loss"),
+        fix=Suggestion(kind="config", equivalence="ROUNDING", reason="chunked_loss"),
     ),
-    finding("TT204", 90, "loss history keeps every graph", path=SCRIPT, price_bytes=12 * MIB),
+    finding("TT299", 90, "loss history keeps every graph", path=SCRIPT, price_bytes=12 * MIB),
     finding(
         "TT101",
         97,
@@ -79,7 +83,7 @@ FINDINGS = (
         "the step waits for its loader, which has no workers",
         path=SCRIPT,
         price_ms=41.0,
-        cure=Cure(kind="refused", reason="the dataset is not safe to fork"),
+        fix=Suggestion(kind="refused", reason="the dataset is not safe to fork"),
     ),
 )
 
@@ -243,7 +247,7 @@ STREAM = Report(
             31,
             "Records `session.frames` grows by 1 entries and 2.09 KiB a frame",
             price_bytes=2138,
-            cure=Cure(kind="advice", reason='`bound_caches(model, {"frames": window(n)})`'),
+            fix=Suggestion(kind="advice", reason='`bound_caches(model, {"frames": window(n)})`'),
         ),
     ),
     notes=("a frame is a call of Tracker; 60 frames",),
@@ -273,44 +277,44 @@ BOUNDED = msgspec.structs.replace(
     ),
 )
 
-CURED = msgspec.structs.replace(
+FIXED = msgspec.structs.replace(
     DIAGNOSE,
     verb="optimize",
     certificate=BITWISE,
-    cures=Cures(
-        fixes=(
+    fixes=Fixes(
+        places=(
             FixRecord(
-                cure="masked_fill",
+                name="masked_fill",
                 path=MODEL,
                 line=43,
-                state="made",
+                state="applied",
                 equivalence="BITWISE",
-                waits_before=3,
-                waits_after=0,
+                syncs_before=3,
+                syncs_after=0,
                 diff=DIFF,
             ),
             FixRecord(
-                cure="distinct_count",
+                name="distinct_count",
                 path=SCRIPT,
                 line=97,
                 state="refused",
                 equivalence="ROUNDING",
-                waits_before=1,
+                syncs_before=1,
                 reason="no run has shown that `labels` is a tensor of integers",
             ),
             FixRecord(
-                cure="masked_sum",
+                name="masked_sum",
                 path=SCRIPT,
                 line=99,
-                state="taken back",
+                state="reverted",
                 equivalence="ROUNDING",
-                waits_before=1,
-                waits_after=0,
-                reason="the device alone is busy for 12.4 ms with the cures, and the step took 11.9 ms",
+                syncs_before=1,
+                syncs_after=0,
+                reason="the device alone is busy for 12.4 ms with the fixes, and the step took 11.9 ms",
             ),
         ),
-        waits_before=4,
-        waits_after=1,
+        syncs_before=4,
+        syncs_after=1,
         diff=DIFF,
         certificate=BITWISE,
     ),
@@ -353,6 +357,8 @@ ESTIMATE = msgspec.structs.replace(
     ),
 )
 
+MISSED = missed(OPTIMIZE)
+
 HOSTILE_REPORT = msgspec.structs.replace(
     OPTIMIZE,
     stream=Stream(
@@ -364,10 +370,10 @@ HOSTILE_REPORT = msgspec.structs.replace(
         frame_seconds=0.1,
         bounded=(HOSTILE, HOSTILE),
     ),
-    cures=Cures(
-        fixes=(
+    fixes=Fixes(
+        places=(
             FixRecord(
-                cure=HOSTILE,
+                name=HOSTILE,
                 path=HOSTILE,
                 line=1,
                 state="refused",
@@ -376,8 +382,8 @@ HOSTILE_REPORT = msgspec.structs.replace(
                 reason=f"`{HOSTILE}`",
             ),
         ),
-        waits_before=1,
-        waits_after=1,
+        syncs_before=1,
+        syncs_after=1,
         diff=HOSTILE * 9,
     ),
     estimated=Estimated(
@@ -399,7 +405,7 @@ HOSTILE_REPORT = msgspec.structs.replace(
             ),
         ),
     ),
-    waiting=msgspec.structs.replace(CURED.waiting, device=HOSTILE, bound=HOSTILE),
+    waiting=msgspec.structs.replace(FIXED.waiting, device=HOSTILE, bound=HOSTILE),
     script=HOSTILE + "/train.py",
     device=HOSTILE,
     findings=tuple(
@@ -407,7 +413,7 @@ HOSTILE_REPORT = msgspec.structs.replace(
             f,
             path="/" + "long/" * 60 + HOSTILE,
             message=HOSTILE * 20,
-            cure=Cure(kind="code", diff=HOSTILE * 200, reason=HOSTILE),
+            fix=Suggestion(kind="code", diff=HOSTILE * 200, reason=HOSTILE),
         )
         for f in FINDINGS
     ),
@@ -425,10 +431,14 @@ HOSTILE_REPORT = msgspec.structs.replace(
         first_difference=Difference(module=HOSTILE, op=HOSTILE, path=HOSTILE, line=1),
     ),
     notes=(HOSTILE,) * 3,
+    floor_bytes=1,
+    peak_parts=(Part(what=HOSTILE, bytes=1),),
+    levers=(lever(HOSTILE, 1, 1.0, needs=HOSTILE),),
 )
 
 ALL = {
     "optimize": OPTIMIZE,
+    "missed": MISSED,
     "diagnose": DIAGNOSE,
     "plan": PLANNING,
     "verify": VERIFY,
@@ -436,7 +446,7 @@ ALL = {
     "undecided": UNDECIDED,
     "stream": STREAM,
     "bounded stream": BOUNDED,
-    "cured": CURED,
+    "fixed": FIXED,
     "estimate": ESTIMATE,
     "hostile": HOSTILE_REPORT,
 }

@@ -11,12 +11,12 @@ import pytest
 from report import samples
 from report.browser import Tab, browser, opened
 from torchtrim.api import Result, diagnose_report
-from torchtrim.certify.stream_reports import check_report
-from torchtrim.certify.streams import StreamRequest
-from torchtrim.certify.trial import Request
 from torchtrim.cli.output import write_files
-from torchtrim.observe.script import Script
+from torchtrim.loops.stream import StreamRequest
+from torchtrim.loops.stream_report import check_report
+from torchtrim.records.trial import Request
 from torchtrim.report import html
+from torchtrim.run.script import Script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = {
@@ -27,12 +27,18 @@ SMALL = {
     "vit": ("--batch-size", "2"),
 }
 NOT_TRAINED = {"endless_video"}
-DEVICES = ("emulated", "cpu")
+QUICK = {("gan", "emulated"), ("segmentation", "emulated"), ("resnet", "cpu"), ("vit", "cpu")}
+PAGES = [
+    pytest.param(name, device, marks=() if (name, device) in QUICK else pytest.mark.slow)
+    for name in SMALL
+    for device in ("emulated", "cpu")
+]
+"""Of `make test` most examples, each on one device; all on both are slow."""
 MEASURED = ("time", "memory", "holders", "timeline-section", "operators", "machine")
 PARTS = {
     "stream": ("stream", "findings", "notes", "machine"),
     "bounded stream": ("stream", "certificate", "notes", "machine"),
-    "cured": (*MEASURED, "cures", "findings", "certificate"),
+    "fixed": (*MEASURED, "fixes", "findings", "certificate"),
     "estimate": (*MEASURED, "estimate"),
     "plan": (*MEASURED, "plan", "frontier"),
 }
@@ -90,8 +96,7 @@ def check(tab: Tab, page: Path, width: int, dark: bool, sections: tuple[str, ...
         assert tab.evaluate("document.querySelector('#timeline canvas').width") > 0
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(("name", "device"), PAGES)
 def test_the_page_of_an_example(tmp_path: Path, tab: Tab, name: str, device: str) -> None:
     page = page_of(tmp_path, name, device)
     assert page.stat().st_size < 500_000
@@ -121,7 +126,7 @@ def test_a_page_with_every_section(sample: Path, tab: Tab, width: int, dark: boo
 
 
 def test_a_hostile_page_runs_nothing(tmp_path: Path, tab: Tab) -> None:
-    check(tab, write(tmp_path, "hostile"), 360, True, (*WHOLE, "cures", "stream", "estimate"))
+    check(tab, write(tmp_path, "hostile"), 360, True, (*WHOLE, "fixes", "stream", "estimate"))
 
 
 def test_the_page_reads_without_script(sample: Path, tab: Tab) -> None:

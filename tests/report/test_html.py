@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from report import samples
-from torchtrim.records import Cure, Report
+from torchtrim.records import Report, Suggestion
 from torchtrim.records.profile import Storage
 from torchtrim.report import html
 from torchtrim.report.pictures import picture
@@ -98,7 +98,7 @@ def test_the_other_verbs_and_verdicts() -> None:
     assert "Every compared bit is equal." in texts["verify"]
     assert "gradient of model.encoder.layers.3 at models/encoder.py:43" in texts["not equal"]
     assert "do not use it" in texts["not equal"]
-    assert "UNDECIDED, BUDGET MISSED" in texts["undecided"]
+    assert "and it is over the budget" in texts["undecided"]
     assert "Over the budget of 247 MiB" in texts["undecided"]
 
 
@@ -209,8 +209,8 @@ def test_the_report_can_be_saved_from_the_page() -> None:
 
 def test_a_huge_report_is_capped_and_says_so() -> None:
     worst = "&'\"<😀" * 2000
-    cure = Cure(kind="code", diff="\n".join([worst] * 80), reason=worst)
-    finding = msgspec.structs.replace(samples.FINDINGS[0], message=worst, cure=cure)
+    fix = Suggestion(kind="code", diff="\n".join([worst] * 80), reason=worst)
+    finding = msgspec.structs.replace(samples.FINDINGS[0], message=worst, fix=fix)
     holder = msgspec.structs.replace(samples.HOLDERS[0], module=worst, why=worst)
     report = msgspec.structs.replace(
         samples.OPTIMIZE,

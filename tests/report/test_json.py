@@ -20,7 +20,7 @@ def test_it_reads_back_as_the_same_report(name: str) -> None:
 
 def test_the_key_facts_stand_where_people_script_against_them() -> None:
     data = msgspec.json.decode(json.render(samples.OPTIMIZE))
-    assert data["schema_version"] == 1
+    assert data["schema_version"] == 2
     assert data["original"]["peak_bytes"] == 412 * samples.MIB
     assert data["planned"]["peak_bytes"] == 236 * samples.MIB
     assert data["budget_bytes"] == 247 * samples.MIB

@@ -15,6 +15,7 @@ from report import samples
 from report.test_html import Page
 from torchtrim.records import Report
 from torchtrim.report import cell, estimates, facts, github, html, json, markdown, sarif, terminal
+from torchtrim.report.headline import headline
 from torchtrim.units import format_bytes
 
 
@@ -55,7 +56,7 @@ def plain(text: str) -> str:
 
 def said(report: Report) -> list[str]:
     """What every form must say of a report."""
-    head = facts.headline(report)
+    head = headline(report)
     lines = [head.word, *head.parts]
     lines += [finding.code for finding in report.findings[:3]]
     lines += [facts.price(finding) for finding in report.findings[:3]]
@@ -67,12 +68,12 @@ def said(report: Report) -> list[str]:
 
 
 def newer(report: Report) -> list[str]:
-    """What every form must say of cures, estimates, waits and streams."""
+    """What every form must say of fixes, estimates, waits and streams."""
     told = [*estimates.estimate_lines(report)]
     told += [line.partition(", device busy")[0] for line in facts.waiting_lines(report)]
-    if report.cures:
-        told.append(facts.cure_lines(report)[0])
-        told += [f"{fix.state}: {fix.cure} at " for fix in report.cures.fixes]
+    if report.fixes:
+        told.append(facts.fix_lines(report)[0])
+        told += [f"{fix.state}: {fix.name} at " for fix in report.fixes.places]
     stream = report.stream
     if stream is not None:
         told.append(f"{format_bytes(stream.growth_bytes)} a frame")
@@ -82,9 +83,9 @@ def newer(report: Report) -> list[str]:
 
 
 @pytest.mark.parametrize("form", ["page", "markdown", "notebook"])
-def test_why_a_cure_was_not_worth_it_is_told_in_full(form: str) -> None:
-    text = plain(FORMS[form](samples.CURED))
-    told = [fix.reason for fix in samples.CURED.cures.fixes if fix.reason]
+def test_why_a_fix_was_not_worth_it_is_told_in_full(form: str) -> None:
+    text = plain(FORMS[form](samples.FIXED))
+    told = [fix.reason for fix in samples.FIXED.fixes.places if fix.reason]
     assert len(told) == 2
     assert [reason for reason in told if plain(reason).strip() not in text] == []
 
@@ -102,16 +103,18 @@ def test_json_has_the_figures_behind_the_words(name: str) -> None:
     report = REPORTS[name]
     data = msgspec.json.decode(json.render(report))
     assert msgspec.convert(data, Report) == report
-    if report.cures:
-        assert data["cures"]["waits_after"] == report.cures.waits_after
-        assert f"{data['cures']['waits_before']} -> {data['cures']['waits_after']}" in str(
-            facts.headline(report).parts
+    if report.fixes:
+        assert data["fixes"]["syncs_after"] == report.fixes.syncs_after
+        assert (
+            f"{data['fixes']['syncs_before']} -> {data['fixes']['syncs_after']}"
+            in headline(report).word
         )
     if report.stream:
-        assert format_bytes(data["stream"]["growth_bytes"]) in str(facts.headline(report).parts)
+        assert format_bytes(data["stream"]["growth_bytes"]) in headline(report).word
     if report.original and report.memory_kind == "allocated":
         peak = format_bytes(data["original"]["peak_bytes"])
-        assert peak in " ".join(facts.headline(report).parts)
+        found = headline(report)
+        assert peak in " ".join((found.word, *found.parts))
 
 
 def strings(value: object) -> Iterator[str]:
@@ -154,7 +157,7 @@ def test_a_hostile_name_starts_no_command_of_github() -> None:
 def test_the_raw_page_escapes_what_is_hostile() -> None:
     page = html.render(samples.HOSTILE_REPORT, samples.profile(412, name=samples.HOSTILE), None)
     assert "<script>alert" not in page
-    for section in ("stream", "estimate", "cures"):
+    for section in ("stream", "estimate", "fixes"):
         assert f'id="{section}"' in page
 
 

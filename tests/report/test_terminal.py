@@ -79,14 +79,14 @@ def test_counts_come_first_and_the_rest_is_counted() -> None:
 
 def test_diagnose_speaks_of_no_plan() -> None:
     text = printed(samples.DIAGNOSE)
-    assert text.startswith("5 findings  peak 412 MiB, step 612 ms +- 10.0 ms\n")
+    assert text.startswith("5 findings: peak 412 MiB\n  step 612 ms +- 10.0 ms\n")
     assert "predicted" not in text
     assert "certificate" not in text
 
 
 def test_a_program_without_findings_is_called_clean() -> None:
     clean = msgspec.structs.replace(samples.DIAGNOSE, findings=())
-    assert printed(clean).startswith("CLEAN  peak 412 MiB")
+    assert printed(clean).startswith("No findings: peak 412 MiB")
 
 
 def test_plan_marks_its_figures_as_predicted() -> None:
@@ -98,7 +98,7 @@ def test_plan_marks_its_figures_as_predicted() -> None:
 
 def test_verify_gives_the_certificate_alone() -> None:
     text = printed(samples.VERIFY)
-    assert text.startswith("BITWISE  every compared bit is equal\n")
+    assert text.startswith("Verified: results identical bit for bit\n")
     assert "8 buffers" in " ".join(text.split())
 
 
@@ -110,7 +110,9 @@ def test_not_equal_names_the_first_place() -> None:
 
 def test_undecided_over_budget_says_both_and_no_change_is_a_result() -> None:
     text = " ".join(printed(samples.UNDECIDED).split())
-    assert text.startswith("UNDECIDED, BUDGET MISSED")
+    assert text.startswith(
+        "UNDECIDED: the original does not equal itself, and it is over the budget"
+    )
     assert "missed by 4.00 MiB" in text
     assert "no significant change, +1 % +- 6 %" in text
     assert "noise 3.4e-06" in text
@@ -149,7 +151,7 @@ def test_no_color_keeps_the_words(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_terminal_gets_colour_and_blocks() -> None:
     text = printed(samples.OPTIMIZE, terminal_like=True)
-    assert "\x1b[1;32mBITWISE" in text
+    assert "\x1b[1;32mFits: " in text
     assert "█" in text
 
 
@@ -183,11 +185,13 @@ def test_a_place_keeps_the_name_of_its_file() -> None:
     assert "  segmentation.py:43  " in text
 
 
-def test_nothing_to_cure_is_said_only_where_cures_were_all_that_was_asked_for() -> None:
-    nothing = msgspec.structs.replace(samples.CURED.cures, fixes=(), waits_before=0, diff="")
-    cured = msgspec.structs.replace(samples.CURED, cures=nothing)
-    assert "none: no wait of the script's own source" in printed(cured)
-    assert "none: no wait" not in printed(msgspec.structs.replace(cured, plan=samples.PLAN))
+def test_nothing_to_fix_is_said_only_where_fixes_were_all_that_was_asked_for() -> None:
+    nothing = msgspec.structs.replace(samples.FIXED.fixes, places=(), syncs_before=0, diff="")
+    fixed = msgspec.structs.replace(samples.FIXED, fixes=nothing)
+    assert "none: no host-device sync of the script's own source" in printed(fixed)
+    assert "none: no host-device sync" not in printed(
+        msgspec.structs.replace(fixed, plan=samples.PLAN)
+    )
 
 
 def test_wide_characters_are_measured_in_cells() -> None:

@@ -3,6 +3,7 @@
 import pytest
 
 from profiles import Step, use
+from torchtrim.records.finding import Finding
 from torchtrim.records.profile import Profile
 from torchtrim.rules.prices import priced
 from torchtrim.rules.registry import diagnose
@@ -43,7 +44,7 @@ def test_alone_the_wait_moves_and_together_it_goes() -> None:
     assert waiting.sets[0].findings == (0, 1)
     assert waiting.sets[0].saves_ms == pytest.approx(waiting.all_saves_ms)
     assert {finding.source for finding in findings} == {"modelled"}
-    assert any("0 ms expected" in finding.message for finding in findings)
+    assert any("no gain expected" in finding.message for finding in findings)
 
 
 def test_where_no_device_is_named_it_is_an_a100() -> None:
@@ -59,6 +60,23 @@ def test_sets_name_findings_in_their_new_order() -> None:
     assert waiting is not None
     for chosen in waiting.sets:
         assert all(findings[number].code == "TT101" for number in chosen.findings)
+
+
+def test_a_loader_at_a_fifth_of_the_step_comes_before_waits_of_microseconds() -> None:
+    profile = two_reads("emulated h100")
+    loader = Finding(
+        code="TT301",
+        path="train.py",
+        line=9,
+        end_line=9,
+        message="the step waits for its loader",
+        count_per_step=1,
+        price_ms=220 * profile.step_seconds,
+    )
+    findings, waiting = priced(profile, (*diagnose(profile, ["TT1"]), loader))
+    assert findings[0] == loader
+    assert waiting is not None
+    assert waiting.sets[0].findings == (1, 2)
 
 
 def test_a_wait_for_next_to_nothing_is_said_to_be_little() -> None:

@@ -69,10 +69,10 @@ def test_a_read_by_the_optimizer_has_its_own_advice() -> None:
     step.sync("item", step.op("aten::_local_scalar_dense", state, phase="optimizer", line=1))
     step.sync("item", step.op("aten::_local_scalar_dense", state, line=2))
     first, second = check(step.profile())
-    assert first.cure is not None
-    assert second.cure is not None
-    assert "fused=True" in first.cure.reason
-    assert "fused=True" not in second.cure.reason
+    assert first.fix is not None
+    assert second.fix is not None
+    assert "fused=True" in first.fix.reason
+    assert "fused=True" not in second.fix.reason
 
 
 def test_a_wait_in_backward_is_at_the_line_of_its_forward() -> None:

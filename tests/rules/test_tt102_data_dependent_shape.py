@@ -12,8 +12,8 @@ def test_a_mask_waits_in_forward_and_again_in_backward() -> None:
     (finding,) = check(step.profile())
     assert (finding.code, finding.line, finding.count_per_step) == ("TT102", 9, 2)
     assert "index, index_put in backward" in finding.message
-    assert finding.cure is not None
-    assert "torch.where" in finding.cure.reason
+    assert finding.fix is not None
+    assert "torch.where" in finding.fix.reason
 
 
 def test_a_step_without_waits_has_no_finding() -> None:

@@ -8,5 +8,5 @@ def test_an_upload_is_found_at_its_line() -> None:
     step.sync("upload", step.op("aten::_to_copy", batch, makes=400, line=4))
     (finding,) = check(step.profile())
     assert (finding.code, finding.line, finding.count_per_step) == ("TT103", 4, 1)
-    assert finding.cure is not None
-    assert "non_blocking" in finding.cure.reason
+    assert finding.fix is not None
+    assert "non_blocking" in finding.fix.reason

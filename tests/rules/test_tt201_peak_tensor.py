@@ -71,8 +71,8 @@ def test_a_reference_that_is_still_held_is_to_be_deleted() -> None:
         step.op("aten::addmm", makes=1000)
     step.op("aten::mm", makes=1, phase="backward")
     (finding,) = check(step.profile())
-    assert finding.cure is not None
-    assert finding.cure.reason.startswith("del ")
+    assert finding.fix is not None
+    assert finding.fix.reason.startswith("del ")
 
 
 def test_a_chain_of_equal_blocks_has_no_owner() -> None:

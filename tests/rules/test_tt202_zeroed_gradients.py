@@ -92,15 +92,15 @@ def test_zeroed_and_used_outside_forward_and_peak_is_left_out() -> None:
 
 def test_equal_but_for_the_sign_of_zeros_where_backward_reaches_all() -> None:
     (finding,) = check(step_that_zeroes(before_forward=True).profile())
-    assert finding.cure is not None
-    assert finding.cure.equivalence == "ROUNDING"
+    assert finding.fix is not None
+    assert finding.fix.equivalence == "ROUNDING"
 
 
 def test_another_function_where_backward_misses_a_parameter() -> None:
     (finding,) = check(step_that_zeroes(before_forward=True, reached=1).profile())
-    assert finding.cure is not None
-    assert finding.cure.equivalence == "SEMANTIC"
-    assert "1 gradient got nothing" in finding.cure.reason
+    assert finding.fix is not None
+    assert finding.fix.equivalence == "SEMANTIC"
+    assert "1 gradient got nothing" in finding.fix.reason
 
 
 @pytest.mark.parametrize(("peak_at", "count"), [(0, 1), (1, 1), (2, 0)])

@@ -32,22 +32,22 @@ def test_the_price_is_the_time_waited() -> None:
 @pytest.mark.parametrize(("waited", "workers"), [(0.4, 1), (0.5, 1), (0.75, 3), (0.999, 8)])
 def test_without_workers_as_many_as_the_computing_hides(waited: float, workers: int) -> None:
     (finding,) = found(waited)
-    assert finding.cure is not None
-    assert f"num_workers={workers}," in finding.cure.reason
+    assert finding.fix is not None
+    assert f"num_workers={workers}," in finding.fix.reason
 
 
 def test_with_workers_more_or_cheaper_samples() -> None:
     (finding,) = found(0.5, workers=2)
-    assert finding.cure is not None
-    assert "more than num_workers=2" in finding.cure.reason
-    assert "cheaper" in finding.cure.reason
+    assert finding.fix is not None
+    assert "more than num_workers=2" in finding.fix.reason
+    assert "cheaper" in finding.fix.reason
 
 
 @pytest.mark.parametrize(("device", "pinned"), [("cpu", False), ("cuda:0", True)])
 def test_pinned_memory_is_for_a_device(device: str, pinned: bool) -> None:
     (finding,) = found(0.5, device=device)
-    assert finding.cure is not None
-    assert ("pin_memory" in finding.cure.reason) is pinned
+    assert finding.fix is not None
+    assert ("pin_memory" in finding.fix.reason) is pinned
 
 
 def test_a_step_that_took_no_time() -> None:

@@ -56,8 +56,8 @@ def test_slow_forms_are_found_and_known(name: str) -> None:
         assert finding.line > 0
         assert finding.price_ms is not None
         assert finding.price_ms > 0
-        assert finding.cure is not None
-        assert "relative_attention replaces 1 of 1 modules" in finding.cure.reason
+        assert finding.fix is not None
+        assert "relative_attention replaces 1 of 1 modules" in finding.fix.reason
 
 
 @pytest.mark.parametrize("kind", PLAIN)
@@ -171,9 +171,9 @@ def test_a_module_with_more_than_tables_gets_advice() -> None:
 
     profile = recorded(Net(Cosine()), (4, 49))
     (finding,) = check(profile)
-    assert finding.cure is not None
-    assert finding.cure.reason.startswith("call torchtrim.attention.relative_attention")
-    assert "advise(4, 2, tokens=49)" in finding.cure.reason
+    assert finding.fix is not None
+    assert finding.fix.reason.startswith("call torchtrim.attention.relative_attention")
+    assert "advise(4, 2, tokens=49)" in finding.fix.reason
 
 
 def test_layers_that_share_a_bias_are_one_finding() -> None:

@@ -52,11 +52,11 @@ def test_no_line_is_the_script() -> None:
         ({"kind": "tensor", "name": "state"}, "torchtrim.StateStore", None),
     ],
 )
-def test_each_kind_has_a_cure(given: dict[str, object], words: str, equivalence: str) -> None:
-    cure = found(**given).cure
-    assert cure is not None
-    assert words in cure.reason
-    assert (cure.kind, cure.equivalence) == ("advice", equivalence)
+def test_each_kind_has_a_fix(given: dict[str, object], words: str, equivalence: str) -> None:
+    fix = found(**given).fix
+    assert fix is not None
+    assert words in fix.reason
+    assert (fix.kind, fix.equivalence) == ("advice", equivalence)
 
 
 def test_a_profile_of_a_step_has_none() -> None:

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import draws
 from torchtrim.errors import Unsupported, UsageError
 from torchtrim.stream.kv import SinkWindow, sink_cache, window_mask
 
@@ -21,7 +22,7 @@ def sees(tokens: int, sinks: int, window: int) -> torch.Tensor:
     return (row <= own) & ((row < sinks) | (row > own - window))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=draws.count(60), deadline=None)
 @given(st.lists(st.integers(1, 9), max_size=20), st.integers(0, 3), st.integers(1, 7))
 def test_rows_are_those_that_a_token_sees(chunks: list[int], sinks: int, window: int) -> None:
     layer, given_so_far = SinkWindow(sinks, window), 0

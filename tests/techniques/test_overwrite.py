@@ -12,11 +12,12 @@ from torch import nn
 import torchtrim
 from torchtrim.errors import ApplyFailed
 from torchtrim.observe.workload import TrainStep
-from torchtrim.planner.budget import Planner
-from torchtrim.planner.overwritten import overwritten
-from torchtrim.planner.simulate import Simulator
+from torchtrim.planner.planner import Planner
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile
+from torchtrim.step.from_profile import step_of as read_step
+from torchtrim.step.overwrite import overwritten
+from torchtrim.step.simulate import simulate
 from torchtrim.techniques.overwrite import TECHNIQUE, TYPES
 
 MAKE: dict[str, Callable[[], nn.Module]] = {
@@ -67,17 +68,17 @@ def test_every_type_has_its_case() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(TYPES))
-def test_every_bit_agrees_and_what_was_foretold_is_measured(name: str) -> None:
+def test_every_bit_agrees_and_what_was_predicted_is_measured(name: str) -> None:
     model = net(name)
     twin = copy.deepcopy(model)
     profile = profile_of(model)
-    places = [option.where for option in TECHNIQUE.options(profile)]
+    options = TECHNIQUE.options(read_step(profile))
+    places = [option.where for option in options]
     assert places == ["Sequential.2", "Sequential.3.act", "Sequential.4.act"]
-    operators = [i for option in TECHNIQUE.options(profile) for i in option.overwriting]
-    foretold = Simulator(overwritten(profile, operators)).run(()).peak_bytes
+    tasks = [span.first for option in options for span in option.spans]
+    predicted = simulate(overwritten(read_step(profile), tasks)).peak_bytes
     handle = TECHNIQUE.apply({"Sequential": model}, technique(*places))
-    seen = Simulator(profile_of(model)).run(()).peak_bytes
-    assert foretold == seen
+    assert predicted == simulate(read_step(profile_of(model))).peak_bytes
     for _ in range(2):
         x = torch.randn(4, 3, 24, 24)
         for one in (model, twin):
@@ -90,11 +91,12 @@ def test_every_bit_agrees_and_what_was_foretold_is_measured(name: str) -> None:
     assert not any(getattr(module, "inplace", False) for module in model.modules())
 
 
+@pytest.mark.usefixtures("without_replay")
 def test_it_lowers_the_floor_and_the_proof_holds() -> None:
     step = step_of(net("ReLU"))
     profile = torchtrim.record(step)
     floors = [
-        Planner(profile, step_seconds=1.0, fingerprint={}, leave_out=left).floor.outcome.peak_bytes
+        Planner(profile, step_seconds=1.0, fingerprint={}, exclude=left).floor.outcome.peak_bytes
         for left in ((), ("overwrite",))
     ]
     assert floors[0] <= floors[1]
@@ -130,7 +132,7 @@ def test_what_is_needed_again_is_not_overwritten(kind: str) -> None:
         model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
         model[0].register_forward_hook(lambda module, given, made: None)
     step = TrainStep(model, squares, torch.optim.SGD(model.parameters(), 0.1), torch.randn(4, 8))
-    assert TECHNIQUE.options(torchtrim.record(step)) == []
+    assert TECHNIQUE.options(read_step(torchtrim.record(step))) == []
 
 
 @pytest.mark.parametrize("where", ["Sequential.0", "Sequential.9", "Other.2"])

@@ -23,9 +23,10 @@ from positions import (
 from steps import fitting, squared, train_step, trial
 from torchtrim.attention import known
 from torchtrim.errors import ApplyFailed
-from torchtrim.planner.simulate import Simulator
 from torchtrim.records.plan import Plan, Prediction, Technique
 from torchtrim.rules.positions import written_positions
+from torchtrim.step.from_profile import step_of
+from torchtrim.step.simulate import simulate
 from torchtrim.techniques.relative_attention import TECHNIQUE
 
 
@@ -128,10 +129,11 @@ def test_it_saves_more_than_the_planner_predicts() -> None:
     found = fitting(train_step(model, ids), steps=3)
     original = found.observe()
     assert original.profile is not None
-    options = TECHNIQUE.options(original.profile)
+    step = step_of(original.profile)
+    options = TECHNIQUE.options(step)
     assert [one.where for one in options] == [f"Net.attn.{i}" for i in range(4)]
-    simulator = Simulator(original.profile)
-    predicted = simulator.run(()).peak_bytes - simulator.run(options).peak_bytes
+    edits = [edit for one in options if (edit := TECHNIQUE.edits(step, one)) is not None]
+    predicted = simulate(step).peak_bytes - simulate(step, edits).peak_bytes
     plan = plan_for(*(one.where for one in options))
     measured = found.run_planned(plan)
     assert 1_000_000 < predicted < original.peak_bytes - measured.peak_bytes
@@ -140,7 +142,7 @@ def test_it_saves_more_than_the_planner_predicts() -> None:
 
 def test_where_probabilities_are_dropped_it_is_not_offered_and_refused() -> None:
     model, ids = Net(RPEAttention(dropout=0.1)), tokens((2, 65))
-    assert not TECHNIQUE.options(trial(train_step(model, ids))[1])
+    assert not TECHNIQUE.options(step_of(trial(train_step(model, ids))[1]))
     with pytest.raises(ApplyFailed, match="other random numbers"):
         TECHNIQUE.apply({"Net": model}, planned("Net.attn"))
     TECHNIQUE.apply({"Net": model.eval()}, planned("Net.attn"))
@@ -208,7 +210,7 @@ def test_a_t5_stack_is_replaced_as_a_whole() -> None:
     handle.revert()
     assert torch.equal(model(ids), expected)
     profile = trial(train_step(model, ids))[1]
-    (option,) = TECHNIQUE.options(profile)
+    (option,) = TECHNIQUE.options(step_of(profile))
     assert option.where == "T5Stack.block.0.SelfAttention"
     assert len(option.spans) == 3
     assert all(one.last <= other.first for one, other in pairwise(option.spans))

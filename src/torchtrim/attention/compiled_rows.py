@@ -15,9 +15,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from torchtrim.caches import compiler
+
 F = TypeVar("F", bound=Callable[..., Any])
-jit: Callable[[F], F] = import_module("numba").njit(
-    cache=True, nogil=True, fastmath={"reassoc", "contract", "nsz"}, error_model="numpy"
+jit: Callable[[F], F] = compiler(
+    nogil=True, fastmath={"reassoc", "contract", "nsz"}, error_model="numpy"
 )
 inlined: Callable[[F], F] = import_module("numba").njit(
     nogil=True,

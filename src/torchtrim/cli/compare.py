@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from torchtrim.cli.options import chosen_form
+from torchtrim.cli.output import said_of, show_comparison
 from torchtrim.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -41,11 +41,9 @@ class Limit:
 
     def passed(self, comparison: Comparison) -> Iterator[str]:
         """What is worse by more than the limit, or as much. A change within its spread is not."""
-        from torchtrim.report.compare_text import difference
-
         for change in comparison.changes:
             if change.judged == "more" and self._is_dear(change):
-                yield f"{change.name} {difference(change)}, --fail-on {self.text}"
+                yield f"{change.name} {said_of(change)}, --fail-on {self.text}"
         for found in comparison.findings:
             by_time = self.ms is not None and (found.finding.price_ms or 0) >= self.ms
             by_size = self.bytes is not None and (found.finding.price_bytes or 0) >= self.bytes
@@ -84,25 +82,12 @@ def command(before: Path, after: Path, fail_on: str | None, as_json: bool, form:
     """
     import msgspec
 
+    from torchtrim.api import compare
     from torchtrim.records.comparison import load_report_or_profile
-    from torchtrim.report.changes import compare
 
     limit = Limit.of(fail_on) if fail_on is not None else None
     one, other = load_report_or_profile(before), load_report_or_profile(after)
     found = compare(one, other, str(before), str(after))
     over = tuple(limit.passed(found)) if limit is not None else ()
-    _show(msgspec.structs.replace(found, over=over), form)
+    show_comparison(msgspec.structs.replace(found, over=over), form)
     raise click.exceptions.Exit(1 if over else 0)
-
-
-def _show(comparison: Comparison, form: str) -> None:
-    from torchtrim.report import compare_text, json
-
-    if form == "json":
-        sys.stdout.buffer.write(json.render(comparison))
-    elif form == "markdown":
-        sys.stdout.buffer.write(compare_text.markdown(comparison).encode())
-    else:
-        from rich.console import Console
-
-        compare_text.render(comparison, Console())

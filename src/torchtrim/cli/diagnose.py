@@ -34,10 +34,11 @@ def command(**options: Any) -> None:
 
     script = script_of(options)
     gate = Gate(options, script.project)
+    folder = folder_for(options)
     with progress() as tell:
         result = diagnose_report(script, request_of(options), progress=tell)
     judged = gate.judge(result)
-    paths = write_files(judged.result, folder_for(options))
+    paths = write_files(judged.result, folder)
     click.echo(judged.said, nl=False, err=options["form"] != "text")
     show(judged.result, form=options["form"], next_command=_next(options, judged), paths=paths)
     raise click.exceptions.Exit(1 if judged.over else 0)

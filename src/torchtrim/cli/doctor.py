@@ -25,10 +25,14 @@ def command(as_json: bool) -> None:
 def _facts() -> dict[str, Any]:
     import torch
 
+    from torchtrim.api import untested_torch
+
     facts: dict[str, Any] = {
         name: importlib.metadata.version(name)
         for name in ("torchtrim", "torch", "click", "rich", "msgspec")
     }
+    if warning := untested_torch(facts["torch"]):
+        facts["warning"] = warning
     facts["python"] = platform.python_version()
     facts["system"] = f"{platform.system()} {platform.machine()}"
     cuda = torch.cuda.is_available()

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from torchtrim.cli.options import estimates_script, script_of, writes
-from torchtrim.cli.output import command_for, folder_for, progress, show, write_files
+from torchtrim.cli.output import command_for, folder_for, is_over, progress, show, write_files
 
 
 @click.command()
@@ -25,9 +25,9 @@ def command(**options: Any) -> None:
     The script runs, and its operators do not: results have their shapes and no memory. Nothing is saved.
     With --device h100 and the like it is for that GPU, with what the caching allocator reserves.
     """
-    from torchtrim.api import estimate_report
-    from torchtrim.certify.trial import Request
+    from torchtrim.api import Request, estimate_report
 
+    folder = folder_for(options)
     with progress() as tell:
         result = estimate_report(
             script_of(options),
@@ -36,10 +36,8 @@ def command(**options: Any) -> None:
             max_batch=options["max_batch"],
             progress=tell,
         )
-    paths = write_files(result, folder_for(options))
+    paths = write_files(result, folder)
     budget = options["fits"] or "60%"
     following = command_for(options, "plan", "--memory", budget)
     show(result, form=options["form"], next_command=following, paths=paths)
-    from torchtrim.report.facts import over_budget
-
-    raise click.exceptions.Exit(1 if over_budget(result.report) > 0 else 0)
+    raise click.exceptions.Exit(1 if is_over(result.report) else 0)

@@ -1,4 +1,4 @@
-"""`torchtrim explain`: a rule's page."""
+"""`torchtrim explain`: the page of a rule or a technique."""
 
 from __future__ import annotations
 
@@ -12,9 +12,18 @@ import click
 @click.argument("code", required=False)
 @click.option("--json", "as_json", is_flag=True, help="As JSON, on stdout.")
 def command(code: str | None, as_json: bool) -> None:
-    """Show the page of a rule, such as TT201; without a code, list all rules."""
-    from torchtrim.rules.registry import all_rules, explain, rule
+    """Show the page of a rule, such as TT201, or of a technique, such as recompute.
 
+    Without a code, list all rules.
+    """
+    from torchtrim.api import all_rules, explain, rule, technique_names, technique_page
+
+    if code is not None and code.lower() in technique_names():
+        page = technique_page(code.lower())
+        _show(page) if not as_json else click.echo(
+            json.dumps([{"name": code.lower(), "page": page}])
+        )
+        return
     chosen = list(all_rules()) if code is None else [rule(code.upper())]
     if as_json:
         facts = ("code", "name", "summary", "page")

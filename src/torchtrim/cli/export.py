@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from torchtrim.cli.output import cleaned
+
 
 @click.command()
 @click.argument("profile", type=click.Path(path_type=Path))
@@ -20,21 +22,8 @@ import click
 @click.option("--no-source", is_flag=True, help="No paths and lines in it.")
 def command(profile: Path, perfetto_path: Path, no_source: bool) -> None:
     """Write PROFILE, a profile.json, as a trace: operators, modules, waits, memory, findings."""
-    import msgspec
+    from torchtrim.api import perfetto_trace
+    from torchtrim.records.files import write_atomically
 
-    from torchtrim.records.files import load_profile, write_atomically
-    from torchtrim.report import perfetto
-    from torchtrim.report.safe import clean, scrubbed
-    from torchtrim.rules.prices import priced
-    from torchtrim.rules.registry import diagnose
-
-    loaded = load_profile(profile)
-    findings, waiting = priced(loaded, diagnose(loaded))
-    if no_source:
-        findings = tuple(
-            msgspec.structs.replace(f, message=scrubbed(f.message, (loaded.script, f.path)))
-            for f in findings
-        )
-    trace = perfetto.render(loaded, findings, waiting, source=not no_source)
-    write_atomically(perfetto_path, trace)
-    click.echo(f"wrote {clean(str(perfetto_path))}: open it in https://ui.perfetto.dev")
+    write_atomically(perfetto_path, perfetto_trace(profile, source=not no_source))
+    click.echo(f"wrote {cleaned(str(perfetto_path))}: open it in https://ui.perfetto.dev")

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchtrim.cli.output import gate_text
 from torchtrim.errors import UsageError
 from torchtrim.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from torchtrim.api import Result
+    from torchtrim.api import Result, Site
+    from torchtrim.records.allow import Over
     from torchtrim.records.finding import Finding
     from torchtrim.records.report import Report
-    from torchtrim.report.gate import Over
-    from torchtrim.rules.allow import Site
 
 WAITS = ("TT101", "TT102", "TT103", "TT104")
 _MILLISECONDS = re.compile(r"\s*(\d+(?:\.\d+)?)\s*ms\s*")
@@ -61,7 +60,7 @@ class Limits:
         return (self.syncs is not None and finding.code in WAITS) or self._is_dear(finding)
 
     def _waits(self, counted: Sequence[Finding]) -> Over | None:
-        from torchtrim.report.gate import Over
+        from torchtrim.records.allow import Over
 
         waits = tuple(found for found in counted if found.code in WAITS)
         count = sum(found.count_per_step for found in waits)
@@ -71,7 +70,7 @@ class Limits:
         return Over(limit=f"{waiting}, --max-syncs {self.syncs}", findings=waits)
 
     def _dear(self, counted: Sequence[Finding]) -> Over | None:
-        from torchtrim.report.gate import Over
+        from torchtrim.records.allow import Over
 
         dear = tuple(found for found in counted if self._is_dear(found))
         count = f"{len(dear)} finding{'' if len(dear) == 1 else 's'}"
@@ -82,7 +81,7 @@ class Limits:
         return by_time or (self.bytes is not None and (finding.price_bytes or 0) >= self.bytes)
 
     def _high(self, peak: int) -> Over | None:
-        from torchtrim.report.gate import Over
+        from torchtrim.records.allow import Over
 
         if self.peak is None or peak <= self.peak:
             return None
@@ -119,8 +118,7 @@ class Gate:
         """Hold a result to the limits; first write the allow-list where that is asked."""
         import msgspec
 
-        from torchtrim.report import gate
-        from torchtrim.rules.allow import hold, sites
+        from torchtrim.api import hold, sites
 
         report = result.report
         found, seen = sites(report.findings, report.project), self._seen(result)
@@ -130,12 +128,12 @@ class Gate:
         over = self.limits.over(report, outcome.counted)
         notes = (*report.notes, *(f"over the limit: {passed.limit}" for passed in over))
         report = msgspec.structs.replace(report, allowed=outcome.allowed, notes=notes)
-        said = gate.render(report, over, self.path.name, sys.stdout.encoding)
+        said = gate_text(report, over, self.path.name)
         return Judged(result=result._replace(report=report), over=over, said=said)
 
     def _seen(self, result: Result) -> frozenset[str]:
         """Paths that the script ran or that are gone: entries of others are another script's."""
-        from torchtrim.rules.allow import near
+        from torchtrim.api import near
 
         project = result.report.project
         places = result.before.places if result.before is not None else ()
@@ -144,8 +142,8 @@ class Gate:
         return frozenset(ran | gone | {near(f.path, project) for f in result.report.findings})
 
     def _update(self, found: Sequence[Site], seen: frozenset[str]) -> None:
+        from torchtrim.api import updated
         from torchtrim.records.allow import save_allow
-        from torchtrim.rules.allow import updated
 
         self._entries = updated(self._entries, found, seen, self.limits.accepts)
         save_allow(self._entries, self.path)

@@ -17,7 +17,7 @@ import click
 from torchtrim import __version__
 from torchtrim.errors import ScriptFailed, TorchtrimError, UsageError
 
-_SERVING = ("limits", "main", "options", "output")
+_SERVING = ("limits", "main", "options", "output", "sources")
 _SETTINGS = ("memory", "memory_kind", "steps", "warmup", "timeout", "device", "out")
 
 
@@ -65,7 +65,7 @@ def main() -> None:
         error.show()
         code = error.exit_code
     except (click.Abort, KeyboardInterrupt):
-        _say("interrupted; nothing was left behind")
+        _say("interrupted")
         code = 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -73,7 +73,16 @@ def main() -> None:
     except TorchtrimError as error:
         _show(error)
         code = error.exit_code
+    finally:
+        _say_writes()
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _say_writes() -> None:
+    """Say what was written into source, whatever came afterwards."""
+    sources = sys.modules.get("torchtrim.cli.sources")
+    if sources is not None and (said := sources.said_of_writes()):
+        _say(said)
 
 
 def _terminated(number: int, _frame: object) -> None:
@@ -92,10 +101,10 @@ def _show(error: TorchtrimError) -> None:
 
 
 def _say(text: str) -> None:
-    from torchtrim.report.safe import clean
+    from torchtrim.cli.output import cleaned
 
     with contextlib.suppress(BrokenPipeError):
-        print("\n".join(map(clean, text.splitlines())), file=sys.stderr)
+        print("\n".join(map(cleaned, text.splitlines())), file=sys.stderr)
 
 
 def _settings(folder: Path) -> dict[str, Any]:
@@ -109,9 +118,17 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 def _read_settings(path: Path) -> dict[str, Any]:
     try:
-        table = tomllib.loads(path.read_text()).get("tool", {}).get("torchtrim", {})
-    except (OSError, ValueError) as error:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"cannot read {path}: {error}.") from None
+    table = tables
+    for name in ("tool", "torchtrim"):
+        table = table.get(name, {})
+        if not isinstance(table, dict):
+            raise UsageError(
+                f"{path} sets {name!r} to {table!r} where a table belongs. Write [tool.torchtrim], and "
+                'under it lines such as memory = "60%".'
+            )
     settings = {name.replace("-", "_"): value for name, value in table.items()}
     unknown = sorted(set(settings) - set(_SETTINGS))
     if unknown:
@@ -119,4 +136,10 @@ def _read_settings(path: Path) -> dict[str, Any]:
             f"{path} sets {unknown[0]!r} under [tool.torchtrim], which is no setting; there are "
             f"{', '.join(_SETTINGS)}."
         )
-    return settings
+    for name, value in settings.items():
+        if isinstance(value, bool | dict | list):
+            raise UsageError(
+                f"{path} sets {name!r} to {value!r} under [tool.torchtrim]; it takes a text or a number, as "
+                f"--{name.replace('_', '-')} does."
+            )
+    return {name: str(value) for name, value in settings.items()}

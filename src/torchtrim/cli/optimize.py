@@ -3,27 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from msgspec.structs import replace
 
-from torchtrim.cli.options import fits, request_of, runs_script, script_of, writes
-from torchtrim.cli.output import command_for, folder_for, progress, show, write_files
+from torchtrim.cli.options import fits, pins, request_of, runs_script, script_of, writes
+from torchtrim.cli.output import (
+    command_for,
+    folder_for,
+    pins_in,
+    plan_in,
+    progress,
+    show,
+    write_diff,
+    write_files,
+)
+from torchtrim.cli.sources import watch
 from torchtrim.errors import UsageError
+from torchtrim.records.profile import is_emulated
 
 if TYPE_CHECKING:
     from torchtrim.api import Result
+    from torchtrim.records.report import Report
 
 _NO_FIXES = (
-    "--fix and --unsafe-fixes cure the waits of a training loop, and --mode inference plans the calls of a "
+    "--fix and --unsafe-fixes fix the syncs of a training loop, and --mode inference plans the calls of a "
     "model. Run torchtrim twice."
+)
+
+_NO_PINS = (
+    "{} has [pins], which are about training, and --mode inference would write over it. Give --out another "
+    "folder."
 )
 
 
 @click.command()
 @runs_script
 @fits(required=False)
+@pins
 @writes
 @click.option(
     "--mode",
@@ -31,31 +51,35 @@ _NO_FIXES = (
     default="training",
     help="inference: SCRIPT only runs a model, and its calls are planned.",
 )
-@click.option("--fix", is_flag=True, help="Write the cures of waits into the source.")
+@click.option("--fix", is_flag=True, help="Write the fixes of host-device syncs into the source.")
 @click.option(
     "--unsafe-fixes",
     is_flag=True,
-    help="Also cures that rest on what no run has shown, or may differ otherwise.",
+    help="Also fixes that rest on what no run has shown, or may differ otherwise.",
 )
 def command(**options: Any) -> None:
-    """Cure what makes SCRIPT wait and fit it into a budget: diagnose, plan, run, verify, report.
+    """Fix the host-device syncs of SCRIPT and fit it into a budget: diagnose, plan, run, verify, report.
 
-    Without --memory only waits are cured; with --mode inference the least memory is looked for. Exit
+    Without --memory only syncs are fixed; with --mode inference the least memory is looked for. Exit
     code 1 if the budget is missed or the planned script is not equal. Arguments of the script come
     after `--`.
     """
+    folder = folder_for(options)
+    plan = plan_in(options, folder)
     with progress() as tell:
-        result = _optimized(options, tell)
-    paths = write_files(result, folder_for(options))
-    show(result, form=options["form"], next_command=_next(options, result, paths), paths=paths)
+        result = _optimized(options, folder, plan, tell)
+    following = _next(options, result, plan)
+    result = result._replace(report=replace(result.report, next=following))
+    paths = write_files(result, folder, plan)
+    show(result, form=options["form"], next_command=following, paths=paths)
     report = result.report
-    unequal = report.certificate is not None and report.certificate.verdict == "NOT EQUAL"
-    raise click.exceptions.Exit(1 if report.smallest_bytes is not None or unequal else 0)
+    raise click.exceptions.Exit(1 if report.floor_bytes is not None or _unequal(report) else 0)
 
 
-def _optimized(options: dict[str, Any], tell: Callable[[str], None]) -> Result:
-    from torchtrim.api import cure_report, optimize_calls_report, optimize_report
-    from torchtrim.certify.cured import with_cures
+def _optimized(
+    options: dict[str, Any], folder: Path, plan: Path, tell: Callable[[str], None]
+) -> Result:
+    from torchtrim.api import fix_report, optimize_calls_report, optimize_report, with_fixes
 
     script, request = script_of(options), request_of(options)
     write, unsafe = options["fix"], options["unsafe_fixes"]
@@ -63,37 +87,66 @@ def _optimized(options: dict[str, Any], tell: Callable[[str], None]) -> Result:
     if options["mode"] == "inference":
         if write or unsafe:
             raise UsageError(_NO_FIXES)
+        if pins_in(plan):
+            raise UsageError(_NO_PINS.format(plan))
         return optimize_calls_report(
             script, options["memory"], request, memory_kind=kind, progress=tell
         )
-    cured = None
+    fixed = None
     if options["memory"] is None or write or unsafe:
-        cured = cure_report(script, request, unsafe=unsafe, write=write, progress=tell)
+        watch(script.path or Path.cwd())
+        fixed = fix_report(
+            script,
+            request,
+            unsafe=unsafe,
+            write=write,
+            ready=partial(write_diff, folder),
+            progress=tell,
+        )
     if options["memory"] is None:
-        assert cured is not None
-        return cured
+        assert fixed is not None
+        return fixed
     fitted = optimize_report(
         script,
         options["memory"],
         request,
         memory_kind=kind,
-        cures=cured is None,
+        allow=options["allow"],
+        pins=pins_in(plan),
+        fixes=fixed is None,
         progress=tell,
     )
-    if cured is None or cured.report.cures is None:
+    if fixed is None or fixed.report.fixes is None:
         return fitted
-    return fitted._replace(report=with_cures(fitted.report, cured.report.cures))
+    return fitted._replace(report=with_fixes(fitted.report, fixed.report.fixes))
 
 
-def _next(options: dict[str, Any], result: Result, paths: dict[str, Path]) -> str:
+def _unequal(report: Report) -> bool:
+    return report.certificate is not None and report.certificate.verdict == "NOT EQUAL"
+
+
+def _next_of_missed(options: dict[str, Any], report: Report, run: str) -> str:
+    """Run with the plan that needs least; where it runs here only as it was observed, aim at what it needs.
+
+    Where there is no such plan, look at what takes the memory.
+    """
+    if report.plan is None or not report.plan.techniques or _unequal(report):
+        return command_for(options, "diagnose")
+    if not is_emulated(report.device):
+        return run
+    allow = () if options["allow"] == "BITWISE" else ("--allow", options["allow"].lower())
+    return command_for(options, "optimize", *allow, "--memory", str(report.floor_bytes))
+
+
+def _next(options: dict[str, Any], result: Result, plan: Path) -> str:
     report = result.report
-    if report.smallest_bytes is not None:
-        mode = ("--mode", "inference") if options["mode"] == "inference" else ()
-        return command_for(options, "optimize", *mode, "--memory", str(report.smallest_bytes))
-    cures = report.cures
-    if cures is not None and cures.diff and not cures.written:
+    run = command_for(options, "run", "--plan", str(plan))
+    if report.floor_bytes is not None:
+        return _next_of_missed(options, report, run)
+    fixes = report.fixes
+    if fixes is not None and fixes.diff and not fixes.written:
         budget = ("--memory", options["memory"]) if options["memory"] is not None else ()
         return command_for(options, "optimize", *budget, "--fix")
-    if "plan" in paths:
-        return command_for(options, "run", "--plan", str(paths["plan"]))
+    if result.plan is not None:
+        return run
     return command_for(options, "optimize", "--memory", "60%")

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
+from torchtrim.api import DEVICES
+from torchtrim.cli.sources import put_right
 from torchtrim.errors import UsageError
-from torchtrim.sync.model.devices import DEVICES
 
 if TYPE_CHECKING:
-    from torchtrim.certify.trial import Request
-    from torchtrim.observe.script import Script
+    from torchtrim.api import Request, Script
 
 FORMATS = ("text", "json", "sarif", "github", "markdown")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -74,8 +75,23 @@ _SHOWN = (
 )
 
 
+def _warmed_up(function: F) -> F:
+    """The verb; a process for the script imports torch while this one does."""
+
+    @functools.wraps(function)
+    def call(**options: Any) -> Any:
+        from torchtrim.api import warm_up
+
+        path = None if options["module"] else Path(options["script"]).resolve()
+        warm_up(path, options.get("device", "cpu"))
+        return function(**options)
+
+    return cast(F, call)
+
+
 def runs_script(function: F) -> F:
     """The script, its arguments, and how its steps are run."""
+    function = _warmed_up(function)
     for decorate in reversed((*_WHAT_RUNS, *_STEPS, _TIMEOUT, _DEVICE, *_SHOWN)):
         function = decorate(function)
     return function
@@ -83,6 +99,7 @@ def runs_script(function: F) -> F:
 
 def estimates_script(function: F) -> F:
     """The script, its arguments, and the device that it is estimated for."""
+    function = _warmed_up(function)
     for decorate in reversed((*_WHAT_RUNS, _TIMEOUT, _DEVICE, *_SHOWN)):
         function = decorate(function)
     return function
@@ -90,6 +107,7 @@ def estimates_script(function: F) -> F:
 
 def runs_stream(function: F) -> F:
     """The script, its arguments, and how its frames are run: on the CPU."""
+    function = _warmed_up(function)
     for decorate in reversed((*_WHAT_RUNS, _TIMEOUT, *_SHOWN)):
         function = decorate(function)
     return function
@@ -108,6 +126,16 @@ def counts_frames(function: F) -> F:
     )(function)
 
 
+def _allowed(_: click.Context, __: click.Parameter, value: str) -> str:
+    """The equivalence that a plan must have. Raises `UsageError` for a word that is none."""
+    if value not in ("bitwise", "rounding"):
+        raise UsageError(
+            f"--allow {value}: it is bitwise, where every bit stays, or rounding, where sums may be added up "
+            "in another order. No technique of this torchtrim makes another function of a step."
+        )
+    return value.upper()
+
+
 def fits(*, required: bool = True) -> Callable[[F], F]:
     """The budget."""
 
@@ -118,6 +146,13 @@ def fits(*, required: bool = True) -> Callable[[F], F]:
             default="allocated",
             help="What the budget is on.",
         )(function)
+        function = click.option(
+            "--allow",
+            default="bitwise",
+            callback=_allowed,
+            metavar="WHAT",
+            help="What a plan may change: bitwise, nothing at all; rounding, the order of additions.",
+        )(function)
         return click.option(
             "--memory",
             required=required,
@@ -126,6 +161,17 @@ def fits(*, required: bool = True) -> Callable[[F], F]:
         )(function)
 
     return decorate
+
+
+def pins(function: F) -> F:
+    """The plan in which a person pins places."""
+    return click.option(
+        "--plan",
+        "pinned",
+        type=click.Path(path_type=Path, exists=True, dir_okay=False),
+        metavar="FILE",
+        help="A plan whose [pins] hold; it is written again. By default the one among the files, if there.",
+    )(function)
 
 
 def writes(function: F) -> F:
@@ -144,20 +190,22 @@ def writes(function: F) -> F:
 
 
 def script_of(options: dict[str, Any]) -> Script:
-    """The script that the options name."""
-    from torchtrim.observe.script import Script
+    """The script that the options name; a write of its source that was killed is put right."""
+    from torchtrim.api import Script
 
-    return Script(
+    script = Script(
         options["script"],
         tuple(options["args"]),
         options["module"],
         options.get("device", "cpu"),
         options["timeout"],
     )
+    put_right(script.path or Path.cwd())
+    return script
 
 
 def request_of(options: dict[str, Any]) -> Request:
     """The request that the options make."""
-    from torchtrim.certify.trial import Request
+    from torchtrim.api import Request
 
     return Request(steps=options["steps"], warmup=options["warmup"])

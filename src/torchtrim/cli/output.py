@@ -3,42 +3,143 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchtrim.errors import UsageError
+
 if TYPE_CHECKING:
-    from torchtrim.api import Result
+    from torchtrim.api import Packing, Result
+    from torchtrim.records.allow import Over
+    from torchtrim.records.comparison import Change, Comparison
     from torchtrim.records.report import Report
+    from torchtrim.records.trace import TraceReport
+
+PLAN = "plan.toml"
+
+
+_DIGITS = re.compile(r"\d+")
+
+
+class _Log:
+    """A line with the time for each run that begins, and one whenever nothing was said for long.
+
+    Work that is over at once says nothing.
+    """
+
+    quiet_seconds, most_silent_seconds = 2.0, 20.0
+
+    def __init__(self) -> None:
+        self._begun = self._said = time.monotonic()
+        self._text = self._key = ""
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> _Log:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def tell(self, text: str) -> None:
+        """Note what is done now; it is said if it is another run than before."""
+        key = text.partition(": ")[0] if ": " in text else _DIGITS.sub("", text)
+        with self._lock:
+            self._text = text
+            if key != self._key and time.monotonic() - self._begun >= self.quiet_seconds:
+                self._key = key
+                self._say()
+
+    def _watch(self) -> None:
+        while not self._over.wait(self.most_silent_seconds / 20):
+            with self._lock:
+                if time.monotonic() - self._said >= self.most_silent_seconds:
+                    self._say()
+
+    def _say(self) -> None:
+        self._said = time.monotonic()
+        seconds = self._said - self._begun
+        line = f"{time.strftime('%H:%M:%S')} {seconds:5.0f} s  {cleaned(self._text or 'at work')}"
+        with suppress(OSError, ValueError):
+            print(line, file=sys.stderr, flush=True)
 
 
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """Tells of long work on stderr, where that is a terminal."""
+    """Tells of long work on stderr: on a terminal in one line that changes, else line by line."""
     from rich.console import Console
 
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield lambda _: None
+        with _Log() as log:
+            yield log.tell
         return
     with console.status("") as status:
         yield lambda text: status.update(text)
 
 
 def folder_for(options: dict[str, Any]) -> Path:
-    """The folder for a verb's files; it is made."""
+    """The folder for a verb's files, which is there only once something is written.
+
+    Raises `UsageError` if it does not take files, so that nobody waits for a run that cannot be kept.
+    """
     stem = Path(options["script"]).stem if not options["module"] else options["script"]
     folder: Path = options["out"] or Path("torchtrim-out") / stem
-    folder.mkdir(parents=True, exist_ok=True)
+    made = [one for one in (folder, *folder.parents) if not one.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"?")
+    except OSError as error:
+        raise UsageError(
+            f"cannot write into {folder}: {error.strerror or error}. Name another folder with --out."
+        ) from None
+    finally:
+        for one in made:
+            with suppress(OSError):
+                one.rmdir()
     return folder
 
 
-def write_files(result: Result, folder: Path) -> dict[str, Path]:
+def plan_in(options: dict[str, Any], folder: Path) -> Path:
+    """Where the plan of a verb that plans goes, and where a person's pins are, if there."""
+    named: Path | None = options["pinned"]
+    return named or folder / PLAN
+
+
+def pins_in(plan: Path) -> dict[str, tuple[str, ...]]:
+    """What a person pinned in a plan that may be there."""
+    from torchtrim.records.files import load_pins
+
+    return load_pins(plan) if plan.exists() else {}
+
+
+def write_diff(folder: Path, diff: str) -> Path:
+    """Write the diff of fixes; its path."""
+    from torchtrim.records.files import write_atomically
+
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "fixes.diff"
+    write_atomically(path, diff.encode())
+    return path
+
+
+def write_files(result: Result, folder: Path, plan: Path | None = None) -> dict[str, Path]:
     """Write the page, the report, the plan and the profile; their paths by what they are.
+
+    `plan`: where the plan goes, by default into the folder.
 
     `--no-source` of the running verb is about the page.
     """
@@ -47,18 +148,21 @@ def write_files(result: Result, folder: Path) -> dict[str, Path]:
     from torchtrim.records.files import save_plan, save_profile, write_atomically
     from torchtrim.report import html, json
 
+    folder.mkdir(parents=True, exist_ok=True)
     paths = {"page": folder / "report.html", "report": folder / "report.json"}
     context = click.get_current_context(silent=True)
     source = context is None or not context.params.get("no_source")
     page = html.render(result.report, result.before, result.after, source=source)
     write_atomically(paths["page"], page.encode())
     write_atomically(paths["report"], json.render(result.report))
-    if result.report.cures is not None and result.report.cures.diff:
-        paths["diff"] = folder / "cures.diff"
-        write_atomically(paths["diff"], result.report.cures.diff.encode())
+    if result.report.fixes is not None and result.report.fixes.diff:
+        paths["diff"] = write_diff(folder, result.report.fixes.diff)
     if result.plan is not None:
-        paths["plan"] = folder / "plan.toml"
+        paths["plan"] = plan or folder / PLAN
         save_plan(result.plan, paths["plan"])
+    if result.exported:
+        paths["exported"] = folder / "planned.py"
+        write_atomically(paths["exported"], result.exported.encode())
     if result.before is not None:
         paths["profile"] = folder / "profile.json"
         save_profile(result.before, paths["profile"])
@@ -76,13 +180,17 @@ def show(
 
     from torchtrim.report import terminal
 
-    shown = {name: path for name, path in (paths or {}).items() if name in ("page", "plan", "diff")}
+    shown = {
+        name: path
+        for name, path in (paths or {}).items()
+        if name in ("page", "plan", "exported", "diff")
+    }
     terminal.render(result.report, Console(), next_command=next_command, paths=shown)
 
 
 def _rendered(report: Report, form: str) -> bytes:
+    from torchtrim.api import Source
     from torchtrim.report import github, json, markdown, sarif
-    from torchtrim.rules.source import Source
 
     if form == "json":
         return json.render(report) + b"\n"
@@ -91,6 +199,92 @@ def _rendered(report: Report, form: str) -> bytes:
         return sarif.render(report, root=root, line_text=Source(report.project).line).encode()
     render = github.render if form == "github" else markdown.render
     return render(report, root=root).encode()
+
+
+def show_comparison(comparison: Comparison, form: str) -> None:
+    """Print a comparison as text, JSON or Markdown."""
+    from torchtrim.report import compare_text, json
+
+    if form == "json":
+        sys.stdout.buffer.write(json.render(comparison))
+    elif form == "markdown":
+        sys.stdout.buffer.write(compare_text.markdown(comparison).encode())
+    else:
+        from rich.console import Console
+
+        compare_text.render(comparison, Console())
+
+
+def said_of(change: Change) -> str:
+    """By how much a figure changed, in words."""
+    from torchtrim.report.compare_text import difference
+
+    return difference(change)
+
+
+def show_trace(report: TraceReport, top: int, next_command: str | None) -> None:
+    """Print what a trace says."""
+    from rich.console import Console
+
+    from torchtrim.report import trace_text
+
+    trace_text.render(report, Console(), top=top, next_command=next_command)
+
+
+def drawn_arena(
+    buffers: Sequence[Any], packing: Packing, title: str, capacity: int | None
+) -> bytes:
+    """The picture of a packing, as SVG."""
+    from torchtrim.report import arena
+
+    return arena.render(buffers, packing, title=title, capacity=capacity).encode()
+
+
+def gate_text(report: Report, over: Sequence[Over], allow_list: str) -> str:
+    """What a gate says on the terminal."""
+    from torchtrim.report import gate
+
+    return gate.render(report, over, allow_list, sys.stdout.encoding)
+
+
+def rendered_lint(report: Report, form: str) -> str:
+    """What lint found, in one of its formats."""
+    from torchtrim.api import Source
+    from torchtrim.report import github, json, lint_text, sarif
+
+    encoding = sys.stdout.encoding or "utf-8"
+    if form == "json":
+        return json.render(report).decode()
+    if form == "sarif":
+        return sarif.render(report, line_text=Source(report.project).line)
+    if form == "github":
+        return github.render(report)
+    return (
+        lint_text.concise(report, encoding)
+        if form == "concise"
+        else lint_text.full(report, encoding)
+    )
+
+
+def lint_marks(report: Report) -> list[str]:
+    """What each finding of lint is marked with: whether it has a cure, and of which kind."""
+    from torchtrim.report.lint_text import mark
+
+    return [mark(found) for found in report.findings]
+
+
+def is_over(report: Report) -> bool:
+    """Whether the report's figures are over its budget."""
+    from torchtrim.report.facts import over_budget
+
+    return over_budget(report) > 0
+
+
+def cleaned(text: str, encoding: str = "utf-8") -> str:
+    """Text from outside, without what a terminal would obey."""
+    from torchtrim.report.safe import clean
+
+    return clean(text, encoding)
 
 
 def _root(project: str) -> str:

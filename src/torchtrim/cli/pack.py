@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from torchtrim.cli.output import progress
+from torchtrim.cli.output import drawn_arena, progress
 from torchtrim.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
-    from torchtrim.memory.packing import Packing
+    from torchtrim.api import Packing
 
 
 @click.command()
@@ -57,8 +57,8 @@ def command(
     FILE has comma-separated values with the columns id, lower, upper and size: a buffer of that many bytes
     is alive from lower until just before upper.
     """
+    from torchtrim.api import pack, read_buffers, why_invalid, write_offsets
     from torchtrim.errors import UsageError
-    from torchtrim.memory.packing import pack, table, why_invalid
     from torchtrim.records.files import write_atomically
 
     limit = None if capacity is None else parse_bytes(capacity)
@@ -66,7 +66,7 @@ def command(
         raise UsageError(
             "--json and --out - would both stand on stdout. Give --out a file, or leave one of them."
         )
-    read = table.read(file)
+    read = read_buffers(file)
     begin = time.perf_counter()
     with progress() as tell:
         tell(f"packing {len(read.buffers)} buffers")
@@ -75,14 +75,11 @@ def command(
     reason = why_invalid(read.buffers, packing.offsets, alignment=alignment)
     assert reason is None, reason
     if svg is not None:
-        from torchtrim.report import arena
-
-        drawn = arena.render(read.buffers, packing, title=file.name, capacity=limit)
-        write_atomically(svg, drawn.encode())
+        write_atomically(svg, drawn_arena(read.buffers, packing, file.name, limit))
     if out == Path("-"):
-        sys.stdout.buffer.write(table.write(read, packing.offsets))
+        sys.stdout.buffer.write(write_offsets(read, packing.offsets))
     elif out is not None:
-        write_atomically(out, table.write(read, packing.offsets))
+        write_atomically(out, write_offsets(read, packing.offsets))
     if as_json:
         print(json.dumps(_figures(packing, took)))
     elif out != Path("-"):

@@ -2,35 +2,68 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from torchtrim.cli.options import fits, request_of, runs_script, script_of, writes
-from torchtrim.cli.output import command_for, folder_for, progress, show, write_files
+from torchtrim.cli.options import fits, pins, request_of, runs_script, script_of, writes
+from torchtrim.cli.output import (
+    command_for,
+    folder_for,
+    pins_in,
+    plan_in,
+    progress,
+    show,
+    write_files,
+)
+from torchtrim.errors import UsageError
+
+if TYPE_CHECKING:
+    from torchtrim.api import Result
 
 
 @click.command()
 @runs_script
 @fits()
+@pins
 @writes
+@click.option(
+    "--export",
+    type=click.Choice(["python"]),
+    help="Also run and verify the plan as plain PyTorch, and write that: planned.py, with apply(model).",
+)
 @click.option("--frontier", is_flag=True, help="Also what other budgets would cost.")
 def command(**options: Any) -> None:
     """Write a plan with which SCRIPT is predicted to stay within a budget.
 
+    With --export the plan is tried, and corrected by what it needs.
+
     Exit code 1 if there is none.
     """
-    from torchtrim.api import plan_report
-
+    folder = folder_for(options)
+    plan = plan_in(options, folder)
     with progress() as tell:
-        result = plan_report(
-            script_of(options),
-            options["memory"],
-            request_of(options),
-            memory_kind=options["memory_kind"],
-            frontier=options["frontier"],
-            progress=tell,
-        )
-    paths = write_files(result, folder_for(options))
+        result = _planned(options, plan, tell)
+    paths = write_files(result, folder, plan)
     following = command_for(options, "verify", "--plan", str(paths["plan"]))
     show(result, form=options["form"], next_command=following, paths=paths)
+
+
+def _planned(options: dict[str, Any], plan: Path, tell: Callable[[str], None]) -> Result:
+    from torchtrim.api import export_report, plan_report
+
+    if options["export"] and options["frontier"]:
+        raise UsageError("--frontier tries nothing, and --export does. Run torchtrim twice.")
+    report = functools.partial(plan_report, frontier=options["frontier"])
+    return (export_report if options["export"] else report)(
+        script_of(options),
+        options["memory"],
+        request_of(options),
+        memory_kind=options["memory_kind"],
+        allow=options["allow"],
+        pins=pins_in(plan),
+        progress=tell,
+    )

@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from torchtrim.cli.sources import put_right
+
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": True})
 @click.option("--plan", "plan_path", type=click.Path(path_type=Path), help="The plan to apply.")
@@ -18,13 +20,12 @@ def command(**options: Any) -> None:
 
     The exit code is the script's own. Arguments of the script come after `--`.
     """
-    from torchtrim.api import check_script
-    from torchtrim.certify.apply_inside import run_planned
-    from torchtrim.observe.script import Script
+    from torchtrim.api import Script, check_script, run_planned
     from torchtrim.records.files import load_plan
 
     script = Script(options["script"], tuple(options["args"]), options["module"])
     script.check()
+    put_right(script.path or Path.cwd())
     plan = load_plan(options["plan_path"]) if options["plan_path"] is not None else None
     if plan is not None:
         check_script(plan, script)

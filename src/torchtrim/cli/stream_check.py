@@ -36,16 +36,15 @@ def command(**options: Any) -> None:
 
     Runs on the CPU, until so many frames are done or the script ends. Exit code 1 if it grows.
     """
-    from torchtrim.api import Result
-    from torchtrim.certify.stream_reports import check_report
-    from torchtrim.certify.streams import StreamRequest
+    from torchtrim.api import StreamRequest, check_report
 
     most = parse_bytes(options["max_growth"], zero=True)
     script = script_of(options)
     request = StreamRequest(options["frames"], options["frames_of"])
+    folder = folder_for(options)
     with progress() as tell:
-        result = Result(*check_report(script, request, most, tell))
-    paths = write_files(result, folder_for(options))
+        result = check_report(script, request, most, tell)
+    paths = write_files(result, folder)
     stream = result.report.stream
     assert stream is not None
     grows = stream.growth_bytes > most
@@ -54,8 +53,8 @@ def command(**options: Any) -> None:
 
 
 def _next(options: dict[str, Any], result: Result, grows: bool) -> str | None:
-    """How to see the cure work where an adapter has one, else where cures are told."""
+    """How to see the fix work where an adapter has one, else where the fixes are explained."""
     if not grows or result.before is None:
         return None
-    cured = {"bound_session", "bound_state"}.intersection(g.adapter for g in result.before.growths)
-    return command_for(options, "verify", "--stream") if cured else own_command("explain", "TT501")
+    fixed = {"bound_session", "bound_state"}.intersection(g.adapter for g in result.before.growths)
+    return command_for(options, "verify", "--stream") if fixed else own_command("explain", "TT501")

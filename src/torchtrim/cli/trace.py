@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from torchtrim.cli.output import progress
+from torchtrim.cli.output import progress, show_trace
 
 if TYPE_CHECKING:
     from torchtrim.records.trace import TraceReport
@@ -30,7 +30,7 @@ def command(
     paths: tuple[Path, ...], as_json: bool, max_syncs: int | None, source: Path | None, top: int
 ) -> None:
     """Find every wait in a trace of torch.profiler: a file, a log folder, or one file a rank."""
-    from torchtrim.observe.trace import diagnose_traces
+    from torchtrim.api import diagnose_traces
 
     with progress() as tell:
         report = diagnose_traces(paths, source=source, progress=tell)
@@ -39,17 +39,9 @@ def command(
 
         sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
     else:
-        _show(report, top, _next(report, paths, source))
+        show_trace(report, top, _next(report, paths, source))
     most = max(rank.waits for rank in (report, *report.ranks))
     raise click.exceptions.Exit(1 if max_syncs is not None and most > max_syncs else 0)
-
-
-def _show(report: TraceReport, top: int, following: str | None) -> None:
-    from rich.console import Console
-
-    from torchtrim.report import trace_text
-
-    trace_text.render(report, Console(), top=top, next_command=following)
 
 
 def _next(report: TraceReport, paths: tuple[Path, ...], source: Path | None) -> str | None:

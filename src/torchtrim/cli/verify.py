@@ -29,9 +29,10 @@ def command(**options: Any) -> None:
     torchtrim knows of its models, and compared frame by frame with the same stream without bounds.
     Exit code 1 if they are not equal.
     """
+    folder = folder_for(options)
     with progress() as tell:
         result = _verify(options, tell)
-    paths = write_files(result, folder_for(options))
+    paths = write_files(result, folder)
     following = None
     if options["plan_path"] is not None and not options["stream"]:
         following = command_for(options, "run", "--plan", str(options["plan_path"]))
@@ -63,9 +64,7 @@ def _verify(options: dict[str, Any], tell: Any) -> Any:
 
 
 def _verify_stream(options: dict[str, Any], tell: Any) -> Any:
-    from torchtrim.api import Result, check_script
-    from torchtrim.certify.stream_reports import compared_report
-    from torchtrim.certify.streams import StreamRequest
+    from torchtrim.api import StreamRequest, check_script, compared_report
     from torchtrim.records.files import load_plan
 
     script = script_of(options)
@@ -73,4 +72,4 @@ def _verify_stream(options: dict[str, Any], tell: Any) -> Any:
     if plan is not None:
         check_script(plan, script)
     request = StreamRequest(options["frames"], options["frames_of"], plan)
-    return Result(*compared_report(script, request, tell))
+    return compared_report(script, request, tell)

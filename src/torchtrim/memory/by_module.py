@@ -19,7 +19,7 @@ def by_module(profile: Profile, at: int | None = None) -> dict[str, int]:
     modules = module_paths(profile)
     found: Counter[str] = Counter()
     for index in alive(profile, at):
-        found[owner(profile, index, modules)] += profile.storages[index].bytes
+        found[owner(profile, index, modules)] += profile.storages[index].counted
     if at >= 0:
         found[profile.module_of(at)] += workspace(profile, at)
     return {path: size for path, size in found.most_common() if size}
@@ -28,5 +28,5 @@ def by_module(profile: Profile, at: int | None = None) -> dict[str, int]:
 def most_of(profile: Profile, kind: str) -> int:
     """The most bytes of a kind that are alive at once."""
     samples = kinds_over_time(profile, points=max(len(profile.operators), 1))
-    before = sum(s.bytes for s in profile.storages if s.kind == kind and s.birth < 0)
+    before = sum(s.counted for s in profile.storages if s.kind == kind and s.birth < 0)
     return max((sample.by_kind[kind] for sample in samples), default=before)

@@ -42,7 +42,7 @@ def _groups(profile: Profile, at: int) -> list[Holder]:
     single = (
         _holder(profile, i, owner(profile, i, modules), why[i])
         for i in indices
-        if profile.storages[i].bytes
+        if profile.storages[i].counted
     )
     return _sum_by(single, lambda h: (h.kind, h.module, h.path, h.line, h.why))
 
@@ -50,9 +50,9 @@ def _groups(profile: Profile, at: int) -> list[Holder]:
 def _holder(profile: Profile, index: int, module: str, why: str) -> Holder:
     storage = profile.storages[index]
     if storage.kind in _BY_MODULE:
-        return _entry(storage.bytes, storage.kind, top_levels(module), None, why)
+        return _entry(storage.counted, storage.kind, top_levels(module), None, why)
     place = profile.place_of(storage.birth) if storage.birth >= 0 else None
-    return _entry(storage.bytes, storage.kind, module, place, why)
+    return _entry(storage.counted, storage.kind, module, place, why)
 
 
 def _scratch(profile: Profile, at: int) -> list[Holder]:

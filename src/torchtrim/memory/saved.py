@@ -28,7 +28,7 @@ def saved_by_module(profile: Profile, at: int | None = None) -> dict[str, int]:
     totals: Counter[str] = Counter()
     for index in saved_storages(profile, at):
         storage = profile.storages[index]
-        totals[profile.module_of(storage.birth)] += storage.bytes
+        totals[profile.module_of(storage.birth)] += storage.counted
     return dict(totals.most_common())
 
 
@@ -45,7 +45,7 @@ def released_by_recompute(
     for call in calls:
         inside = saved[bisect_left(births, call.first) : bisect_left(births, call.last)]
         stays = {*call.inputs, *call.outputs}
-        released.append(sum(profile.storages[i].bytes for i in inside if i not in stays))
+        released.append(sum(profile.storages[i].counted for i in inside if i not in stays))
     return released
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Iterable
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
+from torchtrim.memory.curve import bytes_over_time
 from torchtrim.records.profile import KINDS, Profile, Storage
 from torchtrim.records.remembered import remembered
 
@@ -78,7 +79,7 @@ def by_kind(profile: Profile, operator: int) -> dict[str, int]:
     """
     kinds: dict[str, int] = dict.fromkeys(KINDS, 0)
     for index in alive(profile, operator):
-        kinds[profile.storages[index].kind] += profile.storages[index].bytes
+        kinds[profile.storages[index].kind] += profile.storages[index].counted
     kinds[WORKSPACE] = workspace(profile, operator)
     return kinds
 
@@ -106,13 +107,7 @@ def kinds_over_time(profile: Profile, points: int = 400) -> list[Sample]:
 
 def _alive(count: int, storages: Iterable[Storage], late: int = 0) -> list[int]:
     """Bytes alive at each of `count` operators, each storage from `late` after its birth."""
-    change = [0] * (count + 1)
-    for storage in storages:
-        first, last = max(storage.birth + late, 0), min(storage.death, count)
-        if first < last:
-            change[first] += storage.bytes
-            change[last] -= storage.bytes
-    return list(accumulate(change))[:count]
+    return bytes_over_time(count, ((s.counted, s.birth + late, s.death) for s in storages))
 
 
 def _highest_of_each_stretch(high: list[int], points: int) -> list[int]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import gc
 import itertools
 import os
 import sys
@@ -19,12 +18,12 @@ from torch._C._autograd import (
     DeviceType,
     _disable_profiler,
     _enable_profiler,
-    _profiler_enabled,
 )
 from torch._C._profiler import RecordScope
 from torch.autograd import profiler as autograd_profiler
 
 from torchtrim.observe.dry.run import current as current_dry
+from torchtrim.observe.profilers import is_taken
 from torchtrim.observe.recorder import MARK, profiler_range
 from torchtrim.records.profile import is_emulated
 
@@ -74,7 +73,7 @@ class CpuAllocator:
 
     def start(self) -> None:
         """Begin, unless the script runs a profiler of its own."""
-        if _profiler_enabled() or _profiler_prepared():
+        if is_taken():
             return
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         profiler: Any = autograd_profiler.profile(profile_memory=True, record_shapes=True)
@@ -131,20 +130,6 @@ class CpuAllocator:
 def own() -> Any:
     """A range around what torchtrim itself does: its memory is not the script's."""
     return profiler_range(_OWN)
-
-
-def _profiler_prepared() -> bool:
-    """Whether a profiler of the script's waits to be started. To start another would crash it."""
-    waits = torch.profiler.ProfilerAction.WARMUP
-    return any(
-        isinstance(thing, torch.profiler.profile) and thing.current_action is waits
-        for thing in gc.get_referrers(torch.profiler.profile)
-    ) or any(
-        isinstance(thing, autograd_profiler.profile)
-        and thing.entered
-        and thing.kineto_results is None
-        for thing in gc.get_referrers(autograd_profiler.profile)
-    )
 
 
 def _without(memory: list[tuple[int, int]], own: list[tuple[int, int]]) -> list[tuple[int, int]]:

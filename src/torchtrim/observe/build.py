@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from msgspec.structs import replace
@@ -13,7 +14,8 @@ from torchtrim.memory.timeline import timeline
 from torchtrim.observe.allocator import Watched, rss_bytes
 from torchtrim.observe.modules import Modules
 from torchtrim.observe.places import Spot, line_of
-from torchtrim.observe.recorder import RawOperator, Recorder, Use
+from torchtrim.observe.recorder import RawOperator, Recorder
+from torchtrim.observe.saved import Use, saved_tensors, type_name
 from torchtrim.observe.storages import Life
 from torchtrim.records.profile import (
     Call,
@@ -55,6 +57,8 @@ def build(
         for op, transient in zip(recorder.operators, transients, strict=True)
     ]
     tracked = recorder.storages.peak_bytes
+    births = [life.birth for life in recorder.storages.lives]
+    rank, world = _rank_and_world()
     profile = Profile(
         torchtrim=__version__,
         torch=str(torch.__version__),
@@ -74,6 +78,10 @@ def build(
         labels=recorder.labels,
         waits=list(waits),
         syncs=_syncs(recorder, operators, places, setting.device),
+        saved=saved_tensors(recorder.saved, recorder.makers, operators, births),
+        saved_known=True,
+        rank=rank,
+        world=world,
     )
     if not recorder.workspaces or is_emulated(setting.device):
         return profile
@@ -126,20 +134,14 @@ class _Places:
         return known
 
 
-_DTYPES: dict[torch.dtype, str] = {}
-
-
 def _tensor(use: Use) -> TensorUse:
     number, dtype, shape, strides = use
-    name = _DTYPES.get(dtype)
-    if name is None:
-        name = _DTYPES[dtype] = str(dtype).removeprefix("torch.")
-    return TensorUse(number, name, tuple(shape), strides)
+    return TensorUse(number, type_name(dtype), tuple(shape), strides)
 
 
 def _operator(op: RawOperator, places: _Places, transient: int, start_ns: int) -> Operator:
     return Operator(
-        name=op.func.name() if "." in op.func.name() else f"{op.func.name()}.default",
+        name=name_of(op.func),
         phase=op.phase,
         module=op.module,
         place=places.number(op.spot),
@@ -152,7 +154,36 @@ def _operator(op: RawOperator, places: _Places, transient: int, start_ns: int) -
         start=max(op.start_ns - start_ns, 0) / 1e9,
         seconds=(op.end_ns - op.start_ns) / 1e9,
         transient_bytes=transient,
+        random=_is_random(op.func),
     )
+
+
+def name_of(func: Any) -> str:
+    """An operator's name with its overload: `aten::add.Tensor`."""
+    name: str = func.name()
+    return name if "." in name else f"{name}.default"
+
+
+_RANDOM: dict[Any, bool] = {}
+
+
+def _is_random(func: Any) -> bool:
+    """Whether an operator draws random numbers: it is tagged so, or takes a generator."""
+    known = _RANDOM.get(func)
+    if known is None:
+        schema = getattr(func, "_schema", None)
+        known = _RANDOM[func] = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) or (
+            schema is not None and any("Generator" in str(a.type) for a in schema.arguments)
+        )
+    return known
+
+
+def _rank_and_world() -> tuple[int, int]:
+    """This process's number, and how many there are, where processes of torch work together."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return 0, 1
+    return distributed.get_rank(), distributed.get_world_size()
 
 
 def _transients(recorder: Recorder, watched: Watched) -> list[int]:
@@ -179,12 +210,13 @@ def _storages(recorder: Recorder, operators: list[Operator]) -> list[Storage]:
     last = len(operators)
     return [
         Storage(
-            bytes=recorder.storages.counted_bytes(life),
+            bytes=life.bytes,
             kind=_kind(life, operators, readers[number]),
             birth=min(life.birth, last - 1),
             death=life.death if life.death >= 0 else last,
             device=life.device,
             name=life.name,
+            pool=life.pool,
         )
         for number, life in enumerate(lives)
     ]

@@ -208,7 +208,7 @@ class Growing(Listener):
         numbers = set(held)
         held.clear()
         gc.collect()
-        alive = {id(container) for container in containers()}
+        alive = set(map(id, gc.get_objects()))
         for number in numbers - alive:
             self._suspects.pop(number, None)
             self._before.pop(number, None)

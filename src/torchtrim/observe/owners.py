@@ -23,7 +23,7 @@ _LEAVES = (
 _MOST_VISITED = 400_000
 _MOST_ELEMENTS = 256
 _SEQUENCES: tuple[Any, ...] = (list, tuple, set, frozenset, deque)
-_OWN = ("torchtrim.api", "torchtrim.certify", "torchtrim.cli", "torchtrim.observe")
+_OWN = tuple(f"torchtrim.{room}" for room in ("api", "cli", "loops", "observe", "run", "verifier"))
 _PARTS_OF_MODULES = ("_modules", "_parameters", "_buffers")
 
 

@@ -34,13 +34,13 @@ from torchtrim.observe.modes import (
     tensors_among,
 )
 from torchtrim.observe.places import ENGINE, Places, Spot, is_in_function, line_of
+from torchtrim.observe.saved import SavedTensors, Use
 from torchtrim.observe.storages import PLAIN, Storages, parts_of, reachable_tensors
 from torchtrim.observe.waiting import NOTHING, Asking, Origin, Ran, waiting_here
 from torchtrim.observe.waits import RawSync
 from torchtrim.records.profile import Phase
 
 MARK = "torchtrim::operator"
-Use = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
 Cause = tuple[Phase, int, Spot | None, Spot | None, int]
 
 _SCALARS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
@@ -112,14 +112,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     operator in a profiler range, so that a profiler that runs at the same time can cut the allocator's
     events at operators (`observe.allocator`); `raised` are the numbers of the ranges that have no
     operator, since it raised. `workspaces`: in a dry run, what each operator's kernel would need beside
-    its results. Bytes are counted on `device`, on all where it is empty.
+    its results. Bytes are counted on `device`, on all where it is empty. `saves`: read what autograd saved.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, places: Places, *, mark_operators: bool = False, device: str = "") -> None:
+    def __init__(
+        self, places: Places, *, mark_operators: bool = False, device: str = "", saves: bool = True
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.storages = Storages(device)
+        self._emulation = current()
+        self.storages = Storages(device, self._is_pinned)
         self.operators: list[RawOperator] = []
         self.calls: list[RawCall] = []
         self.labels: list[str] = []
@@ -131,18 +134,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.start_ns = 0
         self.end_ns = 0
         self._places = places
+        self._saves = saves
         self._mark = profiler_range(MARK) if mark_operators else None
         self._pid = os.getpid()
         self._thread = threading.get_ident()
         self._lock = threading.Lock()
         self._sequence = 0
-        self._makers: dict[int, int] = {}
+        self.makers: dict[int, int] = {}
+        self.saved = SavedTensors(self.storages)
         self._open_labels: list[int] = []
         self._known: dict[int, _Known] = {}
         self._undo = contextlib.ExitStack()
         self.waits: list[RawWait] = []
         self.workspaces: list[int] = []
-        self._emulation = current()
         self._dry = current_dry()
         self._call = self._emulation.accelerator.call if self._emulation is not None else _plainly
         self._waiting = waiting_here(self._emulation, self._waited)
@@ -162,6 +166,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if scan:
             self.track(reachable_tensors())
         self._watch_resizes()
+        if self._saves:
+            self._watch_engine()
         if self._waiting is not None:
             self._waiting.watch(self._undo)
         self._sequence = _get_sequence_nr()
@@ -190,6 +196,31 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
         self._undo.callback(setattr, torch.UntypedStorage, "resize_", original)
+
+    def _is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor of the host lies in pinned memory."""
+        if self._emulation is not None:
+            return self._emulation.tags.is_pinned(tensor)
+        with torch._C._DisableTorchDispatch():
+            return tensor.is_pinned()
+
+    def _watch_engine(self) -> None:
+        """What autograd saved is read when backward begins."""
+        original = torch.autograd.graph._engine_run_backward
+
+        def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            here = threading.get_ident() == self._thread and os.getpid() == self._pid
+            if not here:
+                return original(outputs, *args, **kwargs)
+            self.saved.run_starts(outputs, len(self.operators))
+            try:
+                return original(outputs, *args, **kwargs)
+            finally:
+                self.saved.run_ends()
+
+        for owner in (torch.autograd, torch.autograd.graph):
+            owner._engine_run_backward = run  # type: ignore[attr-defined]
+            self._undo.callback(setattr, owner, "_engine_run_backward", original)
 
     def _waited(self, sync: RawSync) -> None:
         """Take a wait down, with the line that asked for it where it is no operator."""
@@ -264,6 +295,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
             )
             self._own_nodes(index)
+            if node is not None:
+                self.saved.ran(node._sequence_nr(), index, inputs)
         waiting, asking = self._waiting, known.asking
         if waiting is not None and (asking.rows or asking.copies or waiting.listens(node)):
             ran = Ran(index, func, args, kwargs, result, known.written)
@@ -294,7 +327,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if node is None:
             spot, caller = self._places.find(frame)
             return self.phase, self.module, spot, caller, -1
-        forward = self._makers.get(node._sequence_nr(), -1)
+        forward = self.makers.get(node._sequence_nr(), -1)
         of = self.operators[forward] if forward >= 0 else None
         asked = frame is not None and frame.f_code is not ENGINE
         spot, caller = self._places.find(frame) if asked else (None, None)
@@ -327,7 +360,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         sequence = _get_sequence_nr()
         if sequence != self._sequence and threading.get_ident() == self._thread:
             for number in range(self._sequence, sequence):
-                self._makers[number] = index
+                self.makers[number] = index
             self._sequence = sequence
 
     def _uses(self, values: Iterable[Any], birth: int, kind: str = "") -> list[Use]:

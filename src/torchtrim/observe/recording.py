@@ -7,15 +7,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from msgspec.structs import replace
 from torch import nn
 from torch.autograd.profiler import record_function
 
 from torchtrim.observe.allocator import NOTHING, Allocator
 from torchtrim.observe.build import Setting, build
 from torchtrim.observe.modules import Modules
+from torchtrim.observe.optimizers import OptimizerSteps, parameters_of
 from torchtrim.observe.places import Places
 from torchtrim.observe.recorder import RawCall, Recorder
-from torchtrim.observe.storages import parts_of
+from torchtrim.observe.spent import Spent
+from torchtrim.observe.storages import parts_of, storage_bytes
 from torchtrim.observe.watch import Listener
 from torchtrim.records.profile import LoaderWait, Phase, Profile, is_emulated
 
@@ -39,22 +42,36 @@ class Recording(Listener):
         self.recorder = Recorder(
             places,
             mark_operators=allocator is not None and allocator.cuts_at_marks,
-            device=_counted(setting.device),
+            device=counted_device(setting.device),
         )
         self._modules = modules
         self._setting = setting
         self._allocator = allocator
         self.alive_bytes = 0
+        self._ours_bytes = 0
         self._watched = NOTHING
         self._waits: list[LoaderWait] = []
         self._stack: list[_Running] = []
         self._phases: list[Phase] = []
+        self._optimizer_steps = OptimizerSteps(self._storages, lambda: len(self.recorder.operators))
         self.running = False
 
-    def begin(self, optimizers: Sequence[torch.optim.Optimizer], *, scan: bool = True) -> None:
-        """Start with what is alive now. `scan`: find it through the garbage collector, garbage gone."""
+    def begin(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        scan: bool = True,
+        ours: Sequence[Any] = (),
+    ) -> None:
+        """Start with what is alive now. `scan`: find it through the garbage collector, garbage gone.
+
+        `ours`: storages that torchtrim itself keeps, which count nowhere.
+        """
         if scan:
             gc.collect()
+        for storage in ours:
+            self.recorder.storages.exclude(storage)
+        self._ours_bytes = storage_bytes(ours, counted_device(self._setting.device))
         self.recorder.track(tensor for _, _, tensor in self._modules.named_tensors())
         self.recorder.track(p for optimizer in optimizers for p in parameters_of(optimizer))
         self.recorder.track(tensor for _, tensor in _states(optimizers))
@@ -65,12 +82,14 @@ class Recording(Listener):
             self._allocator.start()
         self.recorder.start(scan=scan)
         self._name(optimizers)
+        self._optimizer_steps.begin(optimizers)
         self.running = True
 
     def pause(self) -> None:
         """Stop now; `end` makes the profile of what was recorded until here."""
         if self.running:
             self.running = False
+            self._optimizer_steps.stop()
             self.recorder.stop()
             if self._allocator is not None:
                 self._watched = self._allocator.stop()
@@ -90,9 +109,10 @@ class Recording(Listener):
         known = sum(
             life.bytes for life in storages.lives if life.birth < 0 and storages.counts(life)
         )
-        baseline = known if watched.before is None else watched.before
+        baseline = known if watched.before is None else watched.before - self._ours_bytes
         self.alive_bytes = baseline + watched.end
-        return build(self.recorder, self._modules, self._waits, watched, baseline, self._setting)
+        profile = build(self.recorder, self._modules, self._waits, watched, baseline, self._setting)
+        return replace(profile, optimizer_steps=self._optimizer_steps.named(optimizers))
 
     def module_starts(self, module: nn.Module, args: Any, kwargs: Any, depth: int) -> None:
         recorder = self.recorder
@@ -117,6 +137,8 @@ class Recording(Listener):
         graded = torch.is_grad_enabled()
         if running.depth == 0 and not graded:
             recorder.phase = running.phase
+        elif running.depth == 0:
+            recorder.saved.read(tensors_in(output))
         if running.depth >= 0 and number >= 0:
             last = len(recorder.operators)
             outputs = self._storages(output, "")
@@ -133,10 +155,22 @@ class Recording(Listener):
     def optimizer_starts(self, optimizer: torch.optim.Optimizer) -> None:
         self._phase_starts("optimizer")
         self._name_made((optimizer,))
+        self._optimizer_steps.starts()
 
     def optimizer_ends(self, optimizer: torch.optim.Optimizer) -> None:
         self._phase_ends()
         self._name_made((optimizer,))
+        self._optimizer_steps.ends(optimizer)
+
+    def update_starts(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            storages = self.recorder.storages
+            name = storages.lives[storages.see(parameter, -1, "parameter")].name
+            self.recorder.name(parameter.grad, "gradient", name)
+        self._phase_starts("optimizer")
+
+    def update_ends(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+        self._phase_ends()
 
     def _phase_starts(self, phase: Phase) -> None:
         self._phases.append(phase)
@@ -183,7 +217,7 @@ class Recording(Listener):
             self.recorder.name(state, "optimizer_state", name)
 
 
-def _counted(device: str) -> str:
+def counted_device(device: str) -> str:
     """The device whose bytes are counted; empty for all there are."""
     if is_emulated(device):
         return "cuda"
@@ -230,7 +264,7 @@ def _gradients(
         (name, tensor) for kind, name, tensor in modules.named_tensors() if kind == "parameter"
     ]
     for name, parameter in (*_parameters(optimizers), *named):
-        if parameter.grad is not None:
+        if parameter.grad is not None and not isinstance(parameter.grad, Spent):
             yield name, parameter.grad
 
 
@@ -240,12 +274,6 @@ def _parameters(
     for optimizer in optimizers:
         for number, parameter in enumerate(parameters_of(optimizer)):
             yield f"{type(optimizer).__name__}.{number}", parameter
-
-
-def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """All parameters of an optimizer's groups, in order."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 def _states(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[str, torch.Tensor]]:

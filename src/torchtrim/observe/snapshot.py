@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from torchtrim.errors import Unsupported
 from torchtrim.observe.recording import tensors_in
+from torchtrim.observe.storages import storages_in
 
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 
@@ -22,7 +23,7 @@ class Snapshot:
     deep), optimizer state and every random generator, as they were.
 
     Without `values`, which take as much memory as there is, elements are not: enough where nothing is
-    computed.
+    computed. The copies lie on the host.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class Snapshot:
         values: bool = True,
     ) -> None:
         self._values = values
+        self._roots = (*modules,)
         every = list(dict.fromkeys(module for root in modules for module in root.modules()))
         self._modules = [_KeptModule(module) for module in every]
         self._optimizers = [_KeptOptimizer(optimizer) for optimizer in optimizers]
@@ -55,6 +57,17 @@ class Snapshot:
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         _set_random_state(self._random)
+
+    def kept(self) -> list[Any]:
+        """Storages that only this snapshot keeps alive: its copies, and what was there and is no more."""
+        used = storages_in(_in_use(self._roots, [one.optimizer for one in self._optimizers]))
+        ours = {}
+        for kept in self._tensors.values():
+            ours.update(storages_in([kept.memory]))
+            ours.update(kept.copied())
+        for module in self._modules:
+            ours.update(storages_in(module.every_tensor))
+        return [storage for key, storage in ours.items() if key not in used]
 
     def _found(self) -> Iterator[torch.Tensor]:
         for module in self._modules:
@@ -80,15 +93,22 @@ class Snapshot:
 class _KeptTensor:
     def __init__(self, tensor: torch.Tensor, values: bool) -> None:
         self._tensor = tensor
-        self._memory = tensor.detach()
+        self.memory = tensor.detach()
         self._requires_grad = tensor.requires_grad
         self._strided = tensor.layout is torch.strided
         self._overlaps = self._strided and 0 in tensor.stride()
-        source: Any = self._memory.untyped_storage() if self._overlaps else self._memory
-        self._value = source.clone() if values else None
+        source: Any = self.memory.untyped_storage() if self._overlaps else self.memory
+        self._value = _host_copy(source) if values else None
+
+    def copied(self) -> dict[int, Any]:
+        """The storages of the copy."""
+        value: Any = self._value
+        if value is None or not self._overlaps:
+            return storages_in([] if value is None else [value])
+        return {value._cdata: value}
 
     def restore(self) -> None:
-        tensor, memory = self._tensor, self._memory
+        tensor, memory = self._tensor, self.memory
         if tensor.dtype != memory.dtype or (self._strided and not tensor.is_set_to(memory)):
             tensor.data = memory
         if self._value is None:
@@ -109,11 +129,12 @@ class _KeptModule:
         own = {k: v for k, v in vars(module).items() if k not in _OF_TORCH}
         self._attributes = own
         self._contents = {k: v.copy() for k, v in own.items() if type(v) in (list, dict, set)}
-        self.tensors = [
+        self.every_tensor = [
             value
             for value in (*own.values(), *tensors_in(list(self._contents.values())))
-            if isinstance(value, torch.Tensor) and not value.requires_grad
+            if isinstance(value, torch.Tensor) and not is_lazy(value)
         ]
+        self.tensors = [value for value in self.every_tensor if not value.requires_grad]
 
     def restore(self) -> None:
         own = vars(self._module)
@@ -129,16 +150,42 @@ class _KeptModule:
 
 class _KeptOptimizer:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self.states = {parameter: _shallow(state) for parameter, state in optimizer.state.items()}
         self.groups = [_shallow(group) for group in optimizer.param_groups]
 
     def restore(self) -> None:
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         _refill(optimizer.state, {key: _shallow(state) for key, state in self.states.items()})
         del optimizer.param_groups[len(self.groups) :]
         for group, values in zip(optimizer.param_groups, self.groups, strict=True):
             _refill(group, _shallow(values))
+
+
+def _host_copy(source: Any) -> Any:
+    """A copy of a tensor or storage, on the host; one that has no memory stays where it is."""
+    if source.device.type in ("cpu", "meta"):
+        return source.clone()
+    if isinstance(source, torch.UntypedStorage):
+        return source.cpu()  # type: ignore[no-untyped-call]
+    return source.to("cpu", copy=True)
+
+
+def _in_use(
+    roots: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]
+) -> Iterator[torch.Tensor]:
+    """The tensors that modules and optimizers hold now, their gradients too."""
+    holders: list[Any] = [optimizer.param_groups for optimizer in optimizers]
+    holders += [list(optimizer.state.values()) for optimizer in optimizers]
+    for root in roots:
+        for module in root.modules():
+            own = [v for k, v in vars(module).items() if k not in _OF_TORCH and type(v) is not set]
+            holders += [module._parameters, module._buffers, own]
+    for tensor in tensors_in(holders):
+        if not is_lazy(tensor):
+            yield tensor
+            if tensor.is_leaf and tensor.grad is not None:
+                yield tensor.grad
 
 
 def _refill(mapping: Any, values: dict[Any, Any]) -> None:

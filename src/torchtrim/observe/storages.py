@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass, _current_autograd_node
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from torchtrim.records.profile import DEVICE_POOL
 
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 """The classes whose attributes are torch's own."""
@@ -31,10 +34,10 @@ class _Watched(weakref.ref[Any]):
 class Life:
     """One storage: `bytes`, and alive during operators `birth <= i < death`.
 
-    `released`: it died in the hands of the autograd engine.
+    `released`: it died in the hands of the autograd engine. `pool` is as in `records.profile.Storage`.
     """
 
-    __slots__ = ("birth", "bytes", "death", "device", "kind", "name", "released")
+    __slots__ = ("birth", "bytes", "death", "device", "kind", "name", "pool", "released")
 
     def __init__(self, size: int, birth: int, device: str, kind: str) -> None:
         self.bytes = size
@@ -43,6 +46,7 @@ class Life:
         self.device = device
         self.kind = kind
         self.name = ""
+        self.pool = DEVICE_POOL
         self.released = False
 
 
@@ -50,15 +54,18 @@ class Storages:
     """All storages seen; `lives` by number, the living by the address of their C++ storage.
 
     `clock` is the number of the operator that runs next. `live_bytes` and `peak_bytes` count what lies
-    on one device, or on all where none is given.
+    on one device, or on all where none is given. `is_pinned` tells of a tensor of the host.
     """
 
-    def __init__(self, device: str = "") -> None:
+    def __init__(
+        self, device: str = "", is_pinned: Callable[[Any], bool] = lambda _: False
+    ) -> None:
         self.lives: list[Life] = []
         self.clock = 0
         self.live_bytes = 0
         self.peak_bytes = 0
         self._counted = device
+        self._is_pinned = is_pinned
         self._living: dict[int, _Watched] = {}
         self._devices: dict[torch.device, str] = {}
         self._on_death = self._died
@@ -71,18 +78,32 @@ class Storages:
             return -1
         key = storage._cdata
         known = self._living.get(key)
-        return known.number if known is not None else self._begin(storage, key, birth, kind)
+        if known is not None:
+            return known.number
+        number = self._begin(storage, key, birth, kind)
+        if not self.counts(life := self.lives[number]):
+            host = "pinned" if self._is_pinned(tensor) else "host"
+            life.pool = host if life.device == "cpu" else life.device
+        return number
 
     def resized(self, storage: Any) -> int:
         """Number of a storage whose size may have changed: that of its old size ends. -1 if never seen."""
         known = self._living.get(storage._cdata)
-        if known is None or known.bytes == storage.nbytes():
+        if known is None or known.number < 0 or known.bytes == storage.nbytes():
             return known.number if known is not None else -1
         self._end(known.number)
         old = self.lives[known.number]
         number = self._begin(storage, known.key, self.clock - 1, old.kind)
-        self.lives[number].name = old.name
+        self.lives[number].name, self.lives[number].pool = old.name, old.pool
         return number
+
+    def exclude(self, storage: Any) -> None:
+        """Count a storage nowhere, from now until it dies: torchtrim itself keeps it."""
+        known = self._living.get(storage._cdata)
+        if known is None:
+            watched = _Watched(storage, self._on_death)
+            watched.key, watched.number, watched.bytes = storage._cdata, -1, storage.nbytes()
+            self._living[watched.key] = watched
 
     def settle(self, tensor: torch.Tensor) -> int:
         """Number of the storage of a tensor that was written to and may have another size; or -1."""
@@ -144,7 +165,8 @@ class Storages:
     def _died(self, watched: _Watched) -> None:
         if self._living.get(watched.key) is watched:
             del self._living[watched.key]
-            self._end(watched.number)
+            if watched.number >= 0:
+                self._end(watched.number)
 
 
 def allocated_bytes(size: int, device: str) -> int:
@@ -172,6 +194,26 @@ def parts_of(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
         if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
             return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
     return [tensor]
+
+
+def storages_in(tensors: Iterable[torch.Tensor]) -> dict[int, Any]:
+    """The storages of tensors, by the address of their C++ storage; what has none is passed over."""
+    found = {}
+    for tensor in tensors:
+        for part in parts_of(tensor):
+            with contextlib.suppress(*_NO_STORAGE):
+                storage = part.untyped_storage()
+                found[storage._cdata] = storage
+    return found
+
+
+def storage_bytes(storages: Iterable[Any], device: str = "") -> int:
+    """What an allocator gives for these storages, of those that lie on a device: `"cuda"` is any of them."""
+    return sum(
+        allocated_bytes(storage.nbytes(), str(storage.device))
+        for storage in storages
+        if str(storage.device).startswith(device)
+    )
 
 
 def reachable_tensors() -> Iterator[torch.Tensor]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from torchtrim.observe.spent import watch_updates
 from torchtrim.observe.steps import Steps
 
 _EVALUATES = 3
@@ -38,6 +41,9 @@ class Listener:
     def root_appears(self, root: nn.Module) -> None:
         """A root is about to run for the first time."""
 
+    def optimizer_appears(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is known: the first forward is about to run, or else its own first step."""
+
     def backward_starts(self, tensors: tuple[torch.Tensor, ...]) -> None:
         """`backward` is about to run from these tensors."""
 
@@ -49,6 +55,12 @@ class Listener:
 
     def optimizer_ends(self, optimizer: torch.optim.Optimizer) -> None:
         """`optimizer.step` has run; gradients are as it used them."""
+
+    def update_starts(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+        """A plan updates a parameter in backward; its gradient is final, and will be gone."""
+
+    def update_ends(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+        """The parameter was updated."""
 
     def loader_waited(self, start_ns: int, end_ns: int, workers: int) -> None:
         """The loop waited this long for a batch."""
@@ -73,6 +85,8 @@ class Watcher:
         self.backwards = 0
         self._listener = listener
         self._trains = trains
+        self._made: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._announced = 0
         self._steps: Steps | None = None
         self._watches = False
         self._depth = 0
@@ -87,8 +101,10 @@ class Watcher:
         if self.optimizers:
             self._steps = Steps(len(self.optimizers))
         self._replace(nn.Module, "__call__", self._watched_call)
+        self._replace(torch.optim.Optimizer, "__init__", self._watched_optimizer)
         self._replace(torch.autograd, "backward", self._watched_backward)
         self._replace(_BaseDataLoaderIter, "__next__", self._watched_next)
+        self._undo.callback(watch_updates(self._update_starts, self._update_ends))
         self._undo.callback(register_optimizer_step_pre_hook(self._optimizer_starts).remove)
         self._undo.callback(register_optimizer_step_post_hook(self._optimizer_ends).remove)
 
@@ -108,6 +124,11 @@ class Watcher:
     def stepped(self) -> bool:
         """Whether an optimizer stepped since the last top-level forward."""
         return self._steps is not None and self._steps.dirty
+
+    def step_closed(self) -> None:
+        """Who drives the loop has said that the step is over: the next forward does not."""
+        if self._steps is not None:
+            self._steps.forward()
 
     def _replace(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
         original = getattr(owner, name)
@@ -161,6 +182,7 @@ class Watcher:
             self.roots.append(module)
             self._listener.root_appears(module)
         if trains:
+            self._announce()
             self.forwards += 1
             if self.forwards == 1:
                 self._listener.training_begins()
@@ -201,7 +223,17 @@ class Watcher:
             return
         if any(callable(argument) for argument in (*args[1:], *kwargs.values())):
             self._segment_begins()
+        self._number(optimizer)
+        self._announce()
         self._listener.optimizer_starts(optimizer)
+
+    def _update_starts(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+        if self._here():
+            self._listener.update_starts(optimizer, parameter)
+
+    def _update_ends(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+        if self._here():
+            self._listener.update_ends(optimizer, parameter)
 
     def _segment_begins(self) -> None:
         """A forward is about to run, or a closure with forwards in it: the step before may be over."""
@@ -217,6 +249,25 @@ class Watcher:
             self._steps = Steps(_living_optimizers())
         self._steps.stepped(number)
         self._listener.optimizer_ends(optimizer)
+
+    def _watched_optimizer(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def begin(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+            original(optimizer, *args, **kwargs)
+            if self._here():
+                self._made.append(weakref.ref(optimizer))
+
+        return begin
+
+    def _announce(self) -> None:
+        """Tell of the optimizers that were not known until now."""
+        for made in self._made:
+            if (optimizer := made()) is not None:
+                self._number(optimizer)
+        self._made.clear()
+        while self._announced < len(self.optimizers):
+            self._announced += 1
+            self._listener.optimizer_appears(self.optimizers[self._announced - 1])
 
     def _number(self, optimizer: torch.optim.Optimizer) -> int:
         for number, known in enumerate(self.optimizers):

@@ -14,30 +14,70 @@ from torch import nn
 from torchtrim.errors import UsageError
 from torchtrim.observe.dry.blank import blanks
 from torchtrim.observe.recording import tensors_in
+from torchtrim.observe.storages import storages_in
 
 _NUMBERS = 2**22
+_ON_HOST = ("cpu", "meta")
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
 
 class _Batched:
-    """What has a batch, and a second one for odd steps: made when one is first wanted, if not given."""
+    """What has a batch, and a second one for odd steps: made when one is first wanted, if not given.
+
+    A second batch that was made lies on the host, and is brought to the device of the first when it is its
+    turn. A program has one batch at a time, so the one whose turn it is not counts nowhere (`spare`).
+    """
 
     def __init__(self, batch: Any, second: Any = None) -> None:
         self.batch = batch
         self._second = second
+        self._given = second is not None
+        self._turn: tuple[int, Any] = (0, batch)
+        self._devices: list[torch.device] = []
 
     def resized(self, dimension: int, length: int, wanted: int) -> Self:
         """The same with a batch whose tensors of that length have the wanted one: whole numbers repeat,
         others are blank. It is to be run dry."""
         changed = copy.copy(self)
-        changed._second = None
+        changed._second, changed._given = None, False
         changed.batch = _each(self.batch, lambda t: _resized(t, dimension, length, wanted))
+        changed._turn = (0, changed.batch)
         return changed
 
+    def prepare(self) -> None:
+        """Make the second batch, if there is none."""
+        if self._second is None:
+            self._devices.clear()
+            self._second = _each(_rolled(self.batch), self._to_host)
+
+    def turn(self, number: int) -> None:
+        """It is the turn of step `number`: its batch is in use from now on."""
+        if self._turn[0] != number % 2:
+            self._turn = (0, self.batch)
+            if number % 2:
+                self.prepare()
+                self._turn = (1, self._second if self._given else self._on_devices())
+
+    def spare(self) -> list[Any]:
+        """Storages of the batches whose turn it is not."""
+        used = storages_in(tensors_in(self._turn[1]))
+        found = storages_in(tensors_in([self.batch, self._second]))
+        return [storage for key, storage in found.items() if key not in used]
+
+    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._devices.append(tensor.device)
+        return tensor if tensor.device.type in _ON_HOST else tensor.cpu()
+
+    def _on_devices(self) -> Any:
+        """The second batch that was made, on the devices of the first."""
+        if all(device.type in _ON_HOST for device in self._devices):
+            return self._second
+        devices = iter(self._devices)
+        return _each(self._second, lambda tensor: tensor.to(next(devices)))
+
     def _batch_of(self, number: int, dtype: torch.dtype | None) -> Any:
-        if number % 2 and self._second is None:
-            self._second = _rolled(self.batch)
-        return _cast(self._second if number % 2 else self.batch, dtype)
+        self.turn(number)
+        return _cast(self._turn[1], dtype)
 
 
 class TrainStep(_Batched):

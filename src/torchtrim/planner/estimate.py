@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from torchtrim.memory.by_module import by_module, most_of
-from torchtrim.planner.budget import Planner, where_of
+from torchtrim.planner.planner import Planner, where_of
 from torchtrim.records.estimate import Estimated, ModuleBytes
 from torchtrim.records.profile import Profile
 
@@ -136,7 +136,7 @@ def unused_bytes(profile: Profile) -> int:
     optimizer's of it: what else the process keeps."""
     used = {use.storage for op in profile.operators for use in (*op.inputs, *op.outputs)}
     return sum(
-        storage.bytes
+        storage.counted
         for number, storage in enumerate(profile.storages)
         if storage.birth < 0 and storage.kind == "input" and number not in used
     )
@@ -147,7 +147,7 @@ def _recomputed(profile: Profile) -> tuple[int | None, tuple[str, ...]]:
     if not any(op.phase == "backward" for op in profile.operators):
         return None, ()
     planner = Planner(
-        profile, step_seconds=profile.step_seconds, fingerprint={}, leave_out=("overwrite",)
+        profile, step_seconds=profile.step_seconds, fingerprint={}, exclude=("overwrite",)
     )
     bias = profile.peak_bytes - planner.simulated_original
     plan = planner.floor_plan(0, bias=bias)

@@ -2,8 +2,8 @@
 
 from torchtrim.records.certificate import Certificate as Certificate
 from torchtrim.records.certificate import Difference as Difference
-from torchtrim.records.finding import Cure as Cure
 from torchtrim.records.finding import Finding as Finding
+from torchtrim.records.finding import Suggestion as Suggestion
 from torchtrim.records.plan import Plan as Plan
 from torchtrim.records.plan import Prediction as Prediction
 from torchtrim.records.plan import Technique as Technique

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -10,6 +11,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from torchtrim.records.files import load_toml, write_atomically
+from torchtrim.records.finding import Finding
 
 FILE_NAME = "torchtrim-allow.toml"
 MOST_ENTRIES = 10_000
@@ -62,6 +64,14 @@ class Allowed(Struct, frozen=True, kw_only=True):
     count: int
     used: int
     reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Over:
+    """A limit that is passed, in words, and the findings that pass it, with what is over of each."""
+
+    limit: str
+    findings: tuple[Finding, ...] = ()
 
 
 def load_allow(path: Path) -> AllowList:

@@ -23,7 +23,8 @@ class Certificate(Struct, frozen=True, kw_only=True):
 
     `compared` counts what was compared, such as `"24 gradients x 3 steps"`. `largest_difference` is
     relative to the largest magnitude of the quantity that differs most; None where it was not
-    measured, 0 where all bits agree. `noise` is the same figure for the original against itself.
+    measured, 0 where all bits agree. `noise` is the same figure for the original against itself,
+    0 where all bits agree.
     `seeds` says who seeded the random numbers. `reason` is the verdict in a sentence.
     """
 

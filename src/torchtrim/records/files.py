@@ -88,7 +88,7 @@ def without_collection() -> Iterator[None]:
 
 def decode(data: bytes, kind: type[T], source: str) -> T:
     """Decode JSON into a record of that kind. Raises `UnreadableInput`, naming the field."""
-    _check_version(data, source)
+    _check_version(data, kind, source)
     try:
         with without_collection():
             return msgspec.json.decode(data, type=kind)
@@ -103,16 +103,30 @@ class _Versioned(msgspec.Struct):
     schema_version: int = 1
 
 
-def _check_version(data: bytes, source: str) -> None:
+def _check_version(data: bytes, kind: type[Any], source: str) -> None:
+    reads = _version_of(kind)
     try:
         version = msgspec.json.decode(data, type=_Versioned).schema_version
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return
-    if version != 1:
+    if reads is None or version == reads:
+        return
+    if kind is Profile and version < reads:
         raise UnreadableInput(
-            f"{source} has schema_version {version}, and this torchtrim reads 1. "
-            "Update torchtrim, or make the file with this version."
+            f"{source} was made by an older torchtrim: it has schema_version {version}, and this one "
+            f"reads {reads}, which says what autograd saved. Make it again: `torchtrim diagnose SCRIPT "
+            "--out FOLDER` writes FOLDER/profile.json."
         )
+    raise UnreadableInput(
+        f"{source} has schema_version {version}, and this torchtrim reads {reads}. "
+        "Update torchtrim, or make the file with this version."
+    )
+
+
+def _version_of(kind: type[Any]) -> int | None:
+    """The version of a kind of record, None for one that has none."""
+    fields = msgspec.structs.fields(kind)
+    return next((int(f.default) for f in fields if f.name == "schema_version"), None)
 
 
 def save_plan(plan: Plan, path: Path) -> None:
@@ -138,10 +152,7 @@ def load_toml(path: Path, kind: type[T], *, name: str, most: int, newer: str, me
     `newer` and `mend` say what to do with a file of another version and with a wrong field.
     """
     data = read_bounded(path, most)
-    try:
-        tree: Any = tomllib.loads(data.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UnreadableInput(f"{path} is no readable {name}: {error}.") from None
+    tree = _toml(path, data, name)
     if tree.get("schema_version", 1) != 1:
         version = tree["schema_version"]
         raise UnreadableInput(
@@ -153,14 +164,38 @@ def load_toml(path: Path, kind: type[T], *, name: str, most: int, newer: str, me
         raise UnreadableInput(f"{path} is no {name}: {error}. {mend}") from None
 
 
+def _toml(path: Path, data: bytes, name: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(data.decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UnreadableInput(f"{path} is no readable {name}: {error}.") from None
+
+
+def load_pins(path: Path) -> dict[str, tuple[str, ...]]:
+    """What a person pinned in a plan, whatever else is in the file. Raises `UnreadableInput`."""
+    pins = _toml(path, read_bounded(path, _MOST_PLAN_BYTES), "plan").get("pins", {})
+    try:
+        return msgspec.convert(pins, dict[str, tuple[str, ...]])
+    except msgspec.ValidationError as error:
+        raise UnreadableInput(
+            f'{path} has no readable [pins]: {error}. Write lists of patterns, such as keep = ["*.attn"].'
+        ) from None
+
+
 def plan_text(plan: Plan) -> str:
     """The plan as TOML."""
     lines = [
         "# A plan of torchtrim. Apply it with: torchtrim run SCRIPT --plan THIS_FILE",
-        *_table(msgspec.to_builtins(plan), skip=("techniques", "fingerprint", "predicted")),
+        *_table(msgspec.to_builtins(plan), skip=("techniques", "fingerprint", "predicted", "pins")),
         "",
         "[fingerprint]  # leave a root out, and it is not checked",
         *_table(plan.fingerprint),
+        "",
+        "# Yours, and kept when you plan again: what is never changed, and where a technique has to be:",
+        '# keep = ["*.attn"]',
+        '# recompute = ["*.mlp"]',
+        "[pins]",
+        *_table(msgspec.to_builtins(plan.pins)),
         "",
         "[predicted]",
         *_table(msgspec.to_builtins(plan.predicted)),
@@ -171,7 +206,8 @@ def plan_text(plan: Plan) -> str:
 
 
 def _table(fields: Any, skip: tuple[str, ...] = ()) -> list[str]:
-    return [f"{_key(name)} = {_value(value)}" for name, value in fields.items() if name not in skip]
+    kept = {n: value for n, value in fields.items() if n not in skip and value is not None}
+    return [f"{_key(name)} = {_value(value)}" for name, value in kept.items()]
 
 
 def _key(name: str) -> str:

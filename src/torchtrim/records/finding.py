@@ -1,4 +1,4 @@
-"""A finding: something wasteful, where, what it costs, and what would cure it."""
+"""A finding: something wasteful, where, what it costs, and what would fix it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from msgspec import Struct
 
 Source = Literal["measured", "replayed", "modelled"]
 Equivalence = Literal["BITWISE", "ROUNDING", "SEMANTIC"]
+EQUIVALENCES: tuple[Equivalence, ...] = ("BITWISE", "ROUNDING", "SEMANTIC")
+"""The closest first."""
 
 
-class Cure(Struct, frozen=True, kw_only=True):
+class Suggestion(Struct, frozen=True, kw_only=True):
     """What to do. `code` carries a diff, `config` the line to write, `refused` why there is none."""
 
     kind: Literal["code", "config", "advice", "refused"]
@@ -31,4 +33,4 @@ class Finding(Struct, frozen=True, kw_only=True):
     price_ms: float | None = None
     price_bytes: int | None = None
     source: Source = "measured"
-    cure: Cure | None = None
+    fix: Suggestion | None = None

@@ -11,6 +11,7 @@ from torchtrim.records.finding import Equivalence
 Text = Annotated[str, Meta(max_length=4096)]
 Bytes = Annotated[int, Meta(ge=0, le=2**62)]
 MemoryKind = Literal["allocated", "reserved", "rss"]
+Status = Literal["optimal", "feasible"]
 
 
 class Technique(Struct, frozen=True, kw_only=True):
@@ -33,7 +34,10 @@ class Plan(Struct, frozen=True, kw_only=True):
     """What to do to which model for which budget.
 
     `fingerprint` holds a hash of each root's paths, types and shapes; `script_sha256` is the
-    script's. What is left out is not checked.
+    script's. What is left out is not checked. `status`: whether no quicker choice of options fits, as far
+    as the simulator knows; `bound_seconds`: what a step within the budget takes at least, None if unknown.
+    `pins` are a person's: patterns of places by what holds there in every plan, `keep` for nothing at all,
+    or the name of a technique.
     """
 
     schema_version: Literal[1] = 1
@@ -45,3 +49,15 @@ class Plan(Struct, frozen=True, kw_only=True):
     memory_kind: MemoryKind = "allocated"
     techniques: tuple[Technique, ...]
     predicted: Prediction
+    pins: dict[Text, tuple[Text, ...]] = {}
+    status: Status = "feasible"
+    bound_seconds: Annotated[float, Meta(ge=0)] | None = None
+
+    @property
+    def gap(self) -> float | None:
+        """By how much the predicted step may be slower than the quickest: a share of it, None if unknown."""
+        if self.status == "optimal":
+            return 0.0
+        if self.bound_seconds is None or not self.predicted.step_seconds:
+            return None
+        return 1 - self.bound_seconds / self.predicted.step_seconds

@@ -26,6 +26,7 @@ KINDS: tuple[Kind, ...] = (
     "input",
 )
 ALWAYS: frozenset[Kind] = frozenset(("parameter", "buffer", "optimizer_state"))
+DEVICE_POOL = "device"
 
 
 class TensorUse(Struct, frozen=True, array_like=True, gc=False):
@@ -42,7 +43,8 @@ class Operator(Struct, frozen=True, array_like=True, gc=False):
 
     `forward` is the operator whose gradient a backward operator computes; its place and module are this
     one's too. `transient_bytes` is the highest that memory rose inside the operator, its outputs
-    included. `start` counts from the start of the step.
+    included. `start` counts from the start of the step. `seconds` is the median of the profile's
+    `recorded_steps`, `spread` their largest minus their smallest. `random`: it draws random numbers.
     """
 
     name: Text
@@ -58,13 +60,35 @@ class Operator(Struct, frozen=True, array_like=True, gc=False):
     start: Seconds
     seconds: Seconds
     transient_bytes: Count
+    spread: Seconds = 0.0
+    random: bool = False
+
+
+class SavedTensor(Struct, frozen=True, array_like=True, gc=False):
+    """A tensor that autograd saved for backward: a view of a storage, `offset` and strides in elements.
+
+    `saver` is the operator whose gradient needs it, -1 if none of this step. `packed` is the operator
+    after which it was saved: autograd saves an operator's inputs before it runs, its results afterwards;
+    -1 before the first. `unpacked` is the operator that runs next when backward first asks for it, -1 for
+    never, and `asked` is how often backward does.
+    """
+
+    storage: Count
+    dtype: Text
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: Count
+    packed: Index
+    unpacked: Index
+    asked: Count
+    saver: Index = -1
 
 
 class Storage(Struct, frozen=True, array_like=True, gc=False):
     """A block of memory, alive during operators `birth <= i < death`.
 
-    `bytes` are those of the memory that the profile is about: in a profile of a GPU's, what lies on the
-    host has none.
+    `pool` is where its bytes lie: `"device"` for the memory that the profile is about; in a profile of a
+    GPU's memory, what lies on the host is in `"pinned"` or `"host"`, and counts for none of its figures.
 
     `birth` is -1 for what was alive before the step; `death` is the number of operators for what
     outlives it. `name` is the parameter's, buffer's or state's, else empty.
@@ -76,6 +100,12 @@ class Storage(Struct, frozen=True, array_like=True, gc=False):
     death: Count
     device: Text
     name: Text
+    pool: Text = DEVICE_POOL
+
+    @property
+    def counted(self) -> int:
+        """Its bytes where they lie in the memory that the profile is about, else 0."""
+        return self.bytes if self.pool == DEVICE_POOL else 0
 
 
 class Module(Struct, frozen=True, array_like=True, gc=False):
@@ -106,6 +136,36 @@ class Call(Struct, frozen=True, array_like=True, gc=False):
     inputs: tuple[Count, ...]
     outputs: tuple[Count, ...]
     graded: bool
+
+
+class Update(Struct, frozen=True, array_like=True, gc=False):
+    """A parameter that an optimizer updated: the storages of it, of its gradient and of its states.
+
+    `group` is its parameter group. `ready` is the operator that runs next when the gradient was last added
+    to, -1 for before the step, and `added` is how often the step did that.
+    """
+
+    parameter: Count
+    gradient: Count
+    states: tuple[Count, ...]
+    group: Count
+    ready: Index
+    added: Count
+
+
+class OptimizerStep(Struct, frozen=True, array_like=True, gc=False):
+    """One call of an optimizer's `step`: operators `first <= i < last`, and what it updated, in its order.
+
+    `optimizer` is its name in plans, `type` its class's with the module's. `hooked`: it carries step hooks
+    of the user's.
+    """
+
+    optimizer: Text
+    type: Text
+    first: Count
+    last: Count
+    updates: tuple[Update, ...]
+    hooked: bool
 
 
 class Place(Struct, frozen=True, array_like=True, gc=False):
@@ -158,9 +218,13 @@ class Growth(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Profile(Struct, frozen=True, kw_only=True, weakref=True):
-    """The record of one step, or, where it has `growths`, of the frames of a stream."""
+    """The record of one step, or, where it has `growths`, of the frames of a stream.
 
-    schema_version: Literal[1] = 1
+    `saved` is what autograd saved in the step, complete where it is `saved_known`. `rank` is this
+    process's of `world`. Times are of `recorded_steps` steps with the same operators, all else of one.
+    """
+
+    schema_version: Literal[2] = 2
     torchtrim: Text
     torch: Text
     device: Text
@@ -180,6 +244,12 @@ class Profile(Struct, frozen=True, kw_only=True, weakref=True):
     waits: list[LoaderWait]
     syncs: list[Sync] = []
     growths: list[Growth] = []
+    saved: list[SavedTensor] = []
+    saved_known: bool = False
+    optimizer_steps: list[OptimizerStep] = []
+    rank: Count = 0
+    world: Annotated[int, Meta(ge=1, le=2**31)] = 1
+    recorded_steps: Annotated[int, Meta(ge=1, le=2**31)] = 1
 
     def place_of(self, operator: int) -> Place | None:
         """Where the operator was asked for, in the user's own source if it was, else in the library's."""
@@ -256,7 +326,23 @@ def check(profile: Profile) -> str | None:
     for i, module in enumerate(profile.modules):
         if not -1 <= module.parent < i:
             return f"`modules[{i}].parent` is {module.parent}; a parent stands before its children"
-    return _wrong_growth(profile)
+    return _wrong_saved(profile) or _wrong_growth(profile) or _wrong_update(profile)
+
+
+def _wrong_saved(profile: Profile) -> str | None:
+    storages, operators = len(profile.storages), len(profile.operators)
+    for i, saved in enumerate(profile.saved):
+        if saved.storage >= storages:
+            return f"`saved[{i}].storage` is {saved.storage}, and `storages` has {storages} entries"
+        for name in ("packed", "unpacked", "saver"):
+            if getattr(saved, name) >= operators:
+                return (
+                    f"`saved[{i}].{name}` is {getattr(saved, name)}, "
+                    f"and `operators` has {operators} entries"
+                )
+        if len(saved.shape) != len(saved.strides):
+            return f"`saved[{i}]` has {len(saved.shape)} sizes and {len(saved.strides)} strides"
+    return None
 
 
 def _wrong_growth(profile: Profile) -> str | None:
@@ -265,6 +351,20 @@ def _wrong_growth(profile: Profile) -> str | None:
         for name, index in (("place", growth.place), ("caller", growth.caller)):
             if index >= count:
                 return f"`growths[{i}].{name}` is {index}, and `places` has {count} entries"
+    return None
+
+
+def _wrong_update(profile: Profile) -> str | None:
+    storages, operators = len(profile.storages), len(profile.operators)
+    for i, step in enumerate(profile.optimizer_steps):
+        at = f"optimizer_steps[{i}]"
+        if not step.first <= step.last <= operators:
+            return f"`{at}` spans {step.first} to {step.last} of {operators} operators"
+        for update in step.updates:
+            if max(update.parameter, update.gradient, *update.states) >= storages:
+                return f"`{at}` names a storage, and `storages` has {storages} entries"
+            if update.ready > operators:
+                return f"`{at}` has a gradient ready at {update.ready} of {operators} operators"
     return None
 
 

@@ -1,4 +1,4 @@
-"""What was computed of a profile is remembered as long as the profile lives."""
+"""What was computed of a profile, or of another object, is remembered as long as that lives."""
 
 from __future__ import annotations
 
@@ -7,27 +7,26 @@ import weakref
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
-from torchtrim.records.profile import Profile
-
 P = ParamSpec("P")
+S = TypeVar("S")
 T = TypeVar("T")
 
 
 def remembered(
-    function: Callable[Concatenate[Profile, P], T],
-) -> Callable[Concatenate[Profile, P], T]:
-    """The function, called once for each profile and further arguments, which are hashable."""
-    known: dict[int, tuple[weakref.ref[Profile], dict[object, T]]] = {}
+    function: Callable[Concatenate[S, P], T],
+) -> Callable[Concatenate[S, P], T]:
+    """The function, called once for each first argument and further arguments, which are hashable."""
+    known: dict[int, tuple[weakref.ref[S], dict[object, T]]] = {}
 
     @functools.wraps(function)
-    def call(profile: Profile, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        number = id(profile)
-        if number not in known or known[number][0]() is not profile:
-            known[number] = weakref.ref(profile, lambda _: known.pop(number, None)), {}
+    def call(of: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        number = id(of)
+        if number not in known or known[number][0]() is not of:
+            known[number] = weakref.ref(of, lambda _: known.pop(number, None)), {}
         results = known[number][1]
         key = (args, tuple(kwargs.items()))
         if key not in results:
-            results[key] = function(profile, *args, **kwargs)
+            results[key] = function(of, *args, **kwargs)
         return results[key]
 
     return call

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta, Struct
@@ -11,8 +11,10 @@ from torchtrim.records.allow import Allowed
 from torchtrim.records.certificate import Certificate
 from torchtrim.records.estimate import Estimated
 from torchtrim.records.finding import Finding, Source
-from torchtrim.records.fix import Cures
-from torchtrim.records.plan import MemoryKind, Prediction, Technique
+from torchtrim.records.fix import Fixes
+from torchtrim.records.lever import Lever, Part
+from torchtrim.records.plan import MemoryKind, Plan, Prediction, Status, Technique
+from torchtrim.records.profile import Profile
 
 Bytes = Annotated[int, Meta(ge=0)]
 
@@ -30,10 +32,17 @@ class Figures(Struct, frozen=True, kw_only=True):
 
 
 class PlanSummary(Struct, frozen=True, kw_only=True):
-    """A plan without what only its file needs."""
+    """A plan without what only its file needs.
+
+    `status` and `bound_seconds` are the plan's; `gap` is by how much its step may be slower than the quickest
+    that fits, as a share of it, None if unknown.
+    """
 
     techniques: tuple[Technique, ...]
     predicted: Prediction
+    status: Status = "feasible"
+    bound_seconds: float | None = None
+    gap: float | None = None
 
 
 class FrontierPoint(Struct, frozen=True, kw_only=True):
@@ -102,14 +111,17 @@ class Stream(Struct, frozen=True, kw_only=True):
 class Report(Struct, frozen=True, kw_only=True):
     """What a verb found. A field is null only where the verb does not measure it.
 
-    `smallest_bytes` is the smallest feasible peak, where a budget was refused. `project` is the folder
-    of the user's own source, `machine` the processor and its threads. `allowed` is what the
+    `floor_bytes` is the smallest feasible peak, where a budget cannot be met; `planned` then is the plan that
+    needs so much, and `levers` say what each technique would reach, the quickest first. `peak_parts` is what
+    the peak that counts is made of: the planned one where a budget is missed, else the original's. `next` is
+    the command to run next. `project` is the folder of the user's own source, `machine` the processor and
+    its threads. `allowed` is what the
     allow-list covers of the findings. `waiting` is null where nothing waits or no device is known.
-    `stream` is null but for verbs that watch a stream, `cures` but for those that write source,
+    `stream` is null but for verbs that watch a stream, `fixes` but for those that write source,
     `estimated` but for an estimate.
     """
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     torchtrim: str
     torch: str
     verb: str
@@ -121,10 +133,12 @@ class Report(Struct, frozen=True, kw_only=True):
     original: Figures | None = None
     planned: Figures | None = None
     budget_bytes: Bytes | None = None
-    smallest_bytes: Bytes | None = None
+    floor_bytes: Bytes | None = None
     memory_kind: MemoryKind = "allocated"
     findings: tuple[Finding, ...] = ()
     holders: tuple[Holder, ...] = ()
+    peak_parts: tuple[Part, ...] = ()
+    levers: tuple[Lever, ...] = ()
     plan: PlanSummary | None = None
     frontier: tuple[FrontierPoint, ...] = ()
     certificate: Certificate | None = None
@@ -132,10 +146,21 @@ class Report(Struct, frozen=True, kw_only=True):
     allowed: tuple[Allowed, ...] = ()
     waiting: Waiting | None = None
     stream: Stream | None = None
-    cures: Cures | None = None
+    fixes: Fixes | None = None
     estimated: Estimated | None = None
+    next: str = ""
 
 
 def schema() -> dict[str, object]:
     """JSON Schema of `--json`."""
     return msgspec.json.schema(Report)
+
+
+class Result(NamedTuple):
+    """What a verb gives: the report, and what was too large for it. `exported`: the plan as plain PyTorch."""
+
+    report: Report
+    before: Profile | None = None
+    after: Profile | None = None
+    plan: Plan | None = None
+    exported: str = ""

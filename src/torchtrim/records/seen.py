@@ -1,4 +1,4 @@
-"""What expressions of the user's source held when they ran: the evidence for a cure."""
+"""What expressions of the user's source held when they ran: the evidence for a fix."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from torchtrim.records import Certificate, Finding, Plan, Profile, Report
 from torchtrim.report import estimates, facts, terminal
 from torchtrim.report.figures import figure_rows
+from torchtrim.report.headline import headline
 from torchtrim.report.pictures import picture
 from torchtrim.report.safe import clean, keep_right
 from torchtrim.report.svg import area
@@ -90,8 +91,8 @@ def profile_lines(profile: Profile) -> list[str]:
 def _finding_lines(finding: Finding) -> list[str]:
     where = facts.place(finding.path, finding.line)
     head = "  ".join(part for part in (finding.code, where, facts.price(finding)) if part)
-    cure = [finding.cure.reason] if finding.cure and finding.cure.reason else []
-    return [head, finding.message, *cure]
+    fix = [finding.fix.reason] if finding.fix and finding.fix.reason else []
+    return [head, finding.message, *fix]
 
 
 def _plan_head(plan: Plan) -> str:
@@ -103,7 +104,7 @@ def _plan_head(plan: Plan) -> str:
 
 
 def _report(report: Report) -> Iterable[Markup]:
-    head = facts.headline(report)
+    head = headline(report)
     yield _coloured(head.word, head.tone)
     yield _lines(head.parts)
     heads, rows = figure_rows(report)
@@ -114,7 +115,7 @@ def _report(report: Report) -> Iterable[Markup]:
     told = [
         *estimates.estimate_lines(report),
         *facts.waiting_lines(report),
-        *facts.cure_lines(report),
+        *facts.fix_lines(report),
         *map(facts.technique_line, techniques),
         *proof,
     ]
@@ -128,12 +129,12 @@ def _findings(findings: Sequence[Finding], home: str = "") -> Markup:
             facts.place(finding.path, finding.line, home),
             facts.price(finding),
             finding.message,
-            finding.cure.reason if finding.cure else "",
+            finding.fix.reason if finding.fix else "",
         ]
         for finding in findings[:_MOST_ROWS]
     ]
     more = len(findings) - len(rows)
-    table = _table(["code", "place", "price a step", "what", "cure"], rows)
+    table = _table(["code", "place", "price a step", "what", "fix"], rows)
     return table + (_lines([f"+{more} more findings"]) if more > 0 else Markup())
 
 

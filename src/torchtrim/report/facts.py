@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import PurePath
 from typing import Literal
@@ -13,7 +12,9 @@ from typing import Literal
 from torchtrim.records import Certificate, Figures, Finding, Profile, Report, Technique
 from torchtrim.records.comparison import Side
 from torchtrim.records.fix import FixRecord, State
+from torchtrim.records.lever import Lever
 from torchtrim.records.profile import is_emulated
+from torchtrim.records.report import PlanSummary
 from torchtrim.units import format_bytes, format_seconds
 
 Tone = Literal["good", "bad", "unsure", "neutral"]
@@ -42,45 +43,8 @@ SAFETY = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Headline:
-    """The verdict: a word, what colour it has, and the figures that belong to it."""
-
-    word: str
-    tone: Tone
-    parts: tuple[str, ...]
-
-
 _NEARLY = 0.9
-
-
-def headline(report: Report) -> Headline:
-    """The report in one line."""
-    parts = (
-        *_cure_parts(report),
-        *_peak_parts(report),
-        *_stream_parts(report),
-        *_step_parts(report),
-        *_failure_parts(report),
-    )
-    missed = over_budget(report) > 0
-    if report.certificate:
-        verdict = report.certificate.verdict
-        word = f"{verdict}, BUDGET MISSED" if missed else verdict
-        return Headline(
-            word=word, tone="bad" if missed else tone_of(report.certificate), parts=parts
-        )
-    if missed:
-        return Headline(word="BUDGET MISSED", tone="bad", parts=parts)
-    if report.stream is not None:
-        grows = report.stream.growth_bytes > (report.stream.max_growth_bytes or 0)
-        return Headline(
-            word="GROWS" if grows else "FLAT", tone="bad" if grows else "good", parts=parts
-        )
-    if report.estimated is not None and report.budget_bytes is not None:
-        return Headline(word="FITS", tone="good", parts=parts)
-    word = report.verb.upper() if report.verb != "diagnose" else count_of(report.findings)
-    return Headline(word=word, tone="neutral", parts=parts)
+_PROVEN = 0.0005
 
 
 def tone_of(certificate: Certificate) -> Tone:
@@ -88,62 +52,39 @@ def tone_of(certificate: Certificate) -> Tone:
     return _TONES[certificate.verdict]
 
 
-def _cure_parts(report: Report) -> Iterable[str]:
-    cures = report.cures
-    if cures is not None and cures.diff:
-        text = f"waits {cures.waits_before} -> {cures.waits_after} a step"
-        yield text if cures.written else f"{text}, not written yet"
+def part_lines(report: Report) -> list[str]:
+    """What the smallest peak is made of, where a budget is missed: the largest part first."""
+    if report.floor_bytes is None or not report.peak_parts:
+        return []
+    whole = sum(part.bytes for part in report.peak_parts)
+    told = (
+        f"{p.what} {format_bytes(p.bytes)} ({_share(p.bytes, whole)})" for p in report.peak_parts
+    )
+    floor = f"{format_bytes(report.floor_bytes)} ({report.floor_bytes} bytes)"
+    return [f"{floor}: {', '.join(told)}"]
 
 
-def _peak_parts(report: Report) -> Iterable[str]:
-    name, before, after = PEAKS[report.memory_kind], peak_before(report), peak_after(report)
-    if before is not None:
-        text = f"{name} {format_bytes(before)}"
-        if after is not None:
-            predicted = " predicted" if report.planned is None else ""
-            text += f" -> {format_bytes(after)}{predicted}{_bracketed(percent(before, after))}"
-        yield f"{text}{emulated_name(report)}"
-    if report.budget_bytes is not None:
-        missed = over_budget(report)
-        by = f" missed by {format_bytes(missed)}" if missed > 0 else ""
-        yield f"budget {format_bytes(report.budget_bytes)}{by}"
+def lever_lines(report: Report) -> list[str]:
+    """What each lever would reach, the quickest first."""
+    return [_lever_line(lever, report) for lever in report.levers]
 
 
-def _stream_parts(report: Report) -> Iterable[str]:
-    stream = report.stream
-    if stream is None:
-        return
-    text = f"{format_bytes(stream.growth_bytes)} a frame"
-    if stream.unbounded_growth_bytes is not None:
-        text += f", {format_bytes(stream.unbounded_growth_bytes)} without bounds"
-    yield f"{text}, over {stream.frames} frames"
+def _lever_line(lever: Lever, report: Report) -> str:
+    original, before = report.original, peak_before(report)
+    parts = [format_bytes(lever.peak_bytes) + bracketed(percent(before or 0, lever.peak_bytes))]
+    if original is not None and original.step_seconds and lever.step_seconds:
+        parts.append(f"step {percent(original.step_seconds, lever.step_seconds)}")
+    parts += [lever.equivalence, lever.source]
+    parts += [f"needs {lever.needs}"] if lever.needs else []
+    return f"{lever.technique}: {', '.join(parts)}"
 
 
-def _step_parts(report: Report) -> Iterable[str]:
-    if report.original is None or not report.original.step_seconds:
-        return
-    text = f"{step_name(report)} {format_seconds(report.original.step_seconds)}"
-    if report.planned is not None:
-        change = step_change(report.original, report.planned)
-        text += f" -> {format_seconds(report.planned.step_seconds)}{_bracketed(change)}"
-    elif report.plan is not None:
-        after = report.plan.predicted.step_seconds
-        change = percent(report.original.step_seconds, after)
-        text += f" -> {format_seconds(after)} predicted{_bracketed(change)}"
-    elif report.original.spread_seconds:
-        text += f" +- {format_seconds(report.original.spread_seconds / 2)}"
-    yield text
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.0f} %" if whole else ""
 
 
-def _failure_parts(report: Report) -> Iterable[str]:
-    certificate = report.certificate
-    if certificate and certificate.first_difference and tone_of(certificate) != "good":
-        yield f"first difference: {difference_of(certificate, home(report))}"
-    if report.original is None and certificate and certificate.reason:
-        yield certificate.reason
-
-
-def _bracketed(text: str) -> str:
+def bracketed(text: str) -> str:
+    """`" (-43 %)"`; empty for nothing."""
     return f" ({text})" if text else ""
 
 
@@ -220,15 +161,17 @@ def step_change(original: Figures, planned: Figures) -> str:
 
 
 def count_of(findings: Sequence[Finding]) -> str:
-    """`"5 findings"`, or `"CLEAN"`."""
-    return f"{len(findings)} finding{'' if len(findings) == 1 else 's'}" if findings else "CLEAN"
+    """`"5 findings"`, or `"No findings"`."""
+    return (
+        f"{len(findings)} finding{'' if len(findings) == 1 else 's'}" if findings else "No findings"
+    )
 
 
 def families(findings: Sequence[Finding]) -> str:
     """`"3 memory, 2 waiting; 2 with a fix"`."""
     counted = Counter(_FAMILIES.get(f.code[2:3], "other") for f in findings)
     counts = ", ".join(f"{count} {family}" for family, count in counted.most_common())
-    fixes = sum(1 for f in findings if f.cure and f.cure.kind == "code")
+    fixes = sum(1 for f in findings if f.fix and f.fix.kind == "code")
     return counts + (f"; {fixes} with a fix" if fixes else "")
 
 
@@ -264,7 +207,7 @@ def waiting_lines(report: Report) -> list[str]:
 
     gain = f"{said(waiting.all_saves_ms)} less without waits" if waiting.all_saves_ms else ""
     parts = [
-        f"step {said(waiting.step_ms)}, {gain or '0 ms expected from removing waits'}",
+        f"step {said(waiting.step_ms)}, {gain or 'no gain expected from removing waits'}",
         f"device busy {said(waiting.device_busy_ms)}",
         _BOUNDS.get(waiting.bound, ""),
     ]
@@ -322,50 +265,50 @@ def _bytes_or_none(value: int | None) -> str:
     return "" if value is None else format_bytes(value)
 
 
-def cure_lines(report: Report) -> list[str]:
-    """What became of the cures: how many, what they were proved to be, then each with its place."""
-    cures = report.cures
-    if cures is None:
+def fix_lines(report: Report) -> list[str]:
+    """What became of the fixes: how many, what they were proved to be, then each with its place."""
+    fixes = report.fixes
+    if fixes is None:
         return []
-    counts = Counter(fix.state for fix in cures.fixes)
-    if not counts and report.plan is not None and not cures.waits_before:
+    counts = Counter(fix.state for fix in fixes.places)
+    if not counts and report.plan is not None and not fixes.syncs_before:
         return []
     if not counts:
-        found = "has a form with a cure" if cures.waits_before else "to cure"
-        return [f"none: no wait of the script's own source {found}"]
+        found = "has a form with a fix" if fixes.syncs_before else "to fix"
+        return [f"none: no host-device sync of the script's own source {found}"]
     told = [f"{counts[state]} {word}" for state, word in _STATES.items() if counts[state]]
-    waits = f"waits {cures.waits_before} -> {cures.waits_after} a step"
-    proof = cures.certificate if cures.certificate != report.certificate else None
+    syncs = f"syncs {fixes.syncs_before} -> {fixes.syncs_after} a step"
+    proof = fixes.certificate if fixes.certificate != report.certificate else None
     proved = (
         [f"{proof.verdict}, largest difference {difference_figure(proof.largest_difference)}"]
         if proof
         else []
     )
     return [
-        ", ".join([*told, waits, *proved]),
-        *(_cure_line(fix, home(report)) for fix in cures.fixes),
+        ", ".join([*told, syncs, *proved]),
+        *(_fix_line(fix, home(report)) for fix in fixes.places),
     ]
 
 
 _STATES: dict[State, str] = {
-    "made": "made",
-    "offered": "offered as unsafe",
+    "applied": "applied",
+    "suggested": "suggested as unsafe",
     "refused": "refused",
-    "taken back": "taken back",
+    "reverted": "reverted",
 }
 
 
-def _cure_line(fix: FixRecord, folder: str) -> str:
-    left = "" if fix.waits_after is None else f" -> {fix.waits_after}"
-    waits = f"waits {fix.waits_before}{left}"
-    what = f"{fix.cure} at {place(fix.path, fix.line, folder)}"
-    text = f"{_STATES[fix.state]}: {what}, {fix.equivalence}, {waits}"
+def _fix_line(fix: FixRecord, folder: str) -> str:
+    left = "" if fix.syncs_after is None else f" -> {fix.syncs_after}"
+    syncs = f"syncs {fix.syncs_before}{left}"
+    what = f"{fix.name} at {place(fix.path, fix.line, folder)}"
+    text = f"{_STATES[fix.state]}: {what}, {fix.equivalence}, {syncs}"
     return f"{text}: {fix.reason}" if fix.reason else text
 
 
 def diff_lines(report: Report) -> list[str]:
-    """The lines of the cures' diff that differ, and where."""
-    diff = report.cures.diff if report.cures else ""
+    """The lines of the fixes' diff that differ, and where."""
+    diff = report.fixes.diff if report.fixes else ""
     return [line for line in diff.splitlines() if line.startswith(("+", "-", "@@"))]
 
 
@@ -404,7 +347,7 @@ def difference_figure(value: float | None) -> str:
 
 def certificate_lines(certificate: Certificate) -> list[str]:
     """What was compared, with which figures, and why the verdict is none to rely on."""
-    lines = [_compared(certificate), _figures(certificate)]
+    lines = [f"{certificate.verdict}: {_compared(certificate)}", _figures(certificate)]
     trusted = tone_of(certificate) == "good"
     return lines if trusted or not certificate.reason else [*lines, certificate.reason]
 
@@ -422,6 +365,22 @@ def _figures(certificate: Certificate) -> str:
     )
 
 
+def plan_lines(report: Report) -> list[str]:
+    """A line for each technique of the plan, and how sure it is that none is quicker."""
+    if report.plan is None or not report.plan.techniques:
+        return []
+    return [*map(technique_line, report.plan.techniques), *sure_lines(report.plan)]
+
+
+def sure_lines(plan: PlanSummary) -> list[str]:
+    """How far the plan may be from the quickest, as a sentence."""
+    if plan.gap is None:
+        return []
+    if plan.gap < _PROVEN:
+        return ["by prediction no plan that fits is quicker"]
+    return [f"by prediction a plan that fits is quicker by {plan.gap:.1%} of a step at most"]
+
+
 def technique_line(technique: Technique) -> str:
     """`"recompute (BITWISE, segments 2) on 4 modules: model.layers.0-3"`."""
     options = ", ".join(f"{key} {value}" for key, value in technique.options.items())
@@ -430,11 +389,17 @@ def technique_line(technique: Technique) -> str:
 
 
 def where_of(technique: Technique) -> str:
-    """`"4 modules: model.layers.0-3"`."""
+    """`"4 modules: model.layers.0-3"`; operators in modules are places."""
     if not technique.where:
         return "the whole step"
-    count = f"{len(technique.where)} module{'' if len(technique.where) == 1 else 's'}"
+    count = f"{len(technique.where)} {_noun(technique)}{'' if len(technique.where) == 1 else 's'}"
     return f"{count}: {', '.join(runs(technique.where))}"
+
+
+def _noun(technique: Technique) -> str:
+    if "optimizer" in technique.name:
+        return "optimizer"
+    return "place" if any(":" in where for where in technique.where) else "module"
 
 
 def runs(paths: Iterable[str]) -> list[str]:

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from torchtrim.records import Finding, Report
-from torchtrim.records.allow import Allowed
+from torchtrim.records.allow import Allowed, Over
 from torchtrim.report.facts import place, price
 from torchtrim.report.safe import clean, keep_left
 from torchtrim.rules.allow import near
 
 _MOST = 8
 _WIDTH = 100
-
-
-@dataclass(frozen=True, kw_only=True)
-class Over:
-    """A limit that is passed, in words, and the findings that pass it, with what is over of each."""
-
-    limit: str
-    findings: tuple[Finding, ...] = ()
 
 
 def render(report: Report, over: Sequence[Over], allow_list: str, encoding: str = "utf-8") -> str:

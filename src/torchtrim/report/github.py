@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from torchtrim.records import Report
-from torchtrim.report.facts import headline, tone_of
+from torchtrim.report.facts import tone_of
+from torchtrim.report.headline import headline
 from torchtrim.report.located import Located, inside, located, rule_name
 from torchtrim.report.safe import clean
 

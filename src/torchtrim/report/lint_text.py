@@ -1,4 +1,4 @@
-"""Findings of source as text: a line each, or with the lines of source and the cure's diff."""
+"""Findings of source as text: a line each, or with the lines of source and the fix's diff."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torchtrim.report.safe import clean
 
 
 def concise(report: Report, encoding: str = "utf-8") -> str:
-    """`path:line: CODE message`, a line for each, `[*]` with a safe cure, `[?]` with an unsafe one."""
+    """`path:line: CODE message`, a line for each, `[*]` with a safe fix, `[?]` with an unsafe one."""
     return "".join(f"{clean(_line(found), encoding)}\n" for found in report.findings)
 
 
 def full(report: Report, encoding: str = "utf-8") -> str:
-    """Each finding with its lines of source, its cure as a diff or why there is none."""
+    """Each finding with its lines of source, its fix as a diff or why there is none."""
     lines = [line for found in report.findings for line in _block(report, found)]
     return "".join(f"{clean(line, encoding)}\n" for line in lines)
 
 
 def mark(finding: Finding) -> str:
-    """`"[*] "` for a cure that can be made, `"[?] "` for one that is unsafe, else `""`."""
-    cure = finding.cure
-    if cure is None or cure.kind != "code":
+    """`"[*] "` for a fix that can be applied, `"[?] "` for one that is unsafe, else `""`."""
+    fix = finding.fix
+    if fix is None or fix.kind != "code":
         return ""
-    return "[?] " if cure.reason.startswith("unsafe") else "[*] "
+    return "[?] " if fix.reason.startswith("unsafe") else "[*] "
 
 
 def _line(finding: Finding) -> str:
@@ -37,11 +37,11 @@ def _block(report: Report, finding: Finding) -> Iterator[str]:
     path = finding.path if finding.path.startswith("/") else f"{report.project}/{finding.path}"
     for line in excerpt(path, finding.line, finding.end_line):
         yield f"{line.number:>6} {'>' if line.hot else '|'} {line.text}"
-    cure = finding.cure
-    if cure is not None:
-        kind = {"code": "cure", "advice": "instead", "refused": "no cure"}.get(cure.kind, cure.kind)
-        yield f"       {kind}: {cure.reason}"
-        yield from (f"       {line.rstrip()}" for line in _changes(cure.diff or ""))
+    fix = finding.fix
+    if fix is not None:
+        kind = {"code": "fix", "advice": "instead", "refused": "no fix"}.get(fix.kind, fix.kind)
+        yield f"       {kind}: {fix.reason}"
+        yield from (f"       {line.rstrip()}" for line in _changes(fix.diff or ""))
     yield ""
 
 

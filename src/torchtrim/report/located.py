@@ -20,7 +20,7 @@ _INSTALLED = ("site-packages/", "dist-packages/")
 class Located:
     """A finding and its place. `path` is `""` where it lies outside; `where` names it in any case.
 
-    `text` and `advice` are the finding's message and cure, without the folder that paths begin with.
+    `text` and `advice` are the finding's message and fix, without the folder that paths begin with.
     """
 
     finding: Finding
@@ -77,7 +77,7 @@ def _locate(
     return Located(
         finding=found,
         text=_without(base, found.message),
-        advice=_without(base, found.cure.reason) if found.cure else "",
+        advice=_without(base, found.fix.reason) if found.fix else "",
         path=path,
         where=_named(path or near(found.path, base), line),
         line=line,

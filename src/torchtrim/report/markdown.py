@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from torchtrim.records import Report
 from torchtrim.report import estimates, facts
 from torchtrim.report.figures import figure_rows
+from torchtrim.report.headline import headline
 from torchtrim.report.located import Located, located
 from torchtrim.report.safe import clean
 
@@ -38,16 +39,18 @@ def render(report: Report, *, root: str = "") -> str:
 
 
 def _page(report: Report, found: Sequence[Located], shown: int) -> str:
-    head = facts.headline(report)
+    head = headline(report)
     blocks = [
         f"## torchtrim: {escape(head.word)}",
         "\n".join(f"* {escape(part)}" for part in head.parts),
+        _lines("What the smallest peak is made of", facts.part_lines(report)),
+        _lines("What each lever would reach", facts.lever_lines(report)),
         _figures(report),
         _findings(report, found, shown),
         _lines("Estimate", estimates.estimate_lines(report)),
         _lines("Waits", facts.waiting_lines(report)),
-        _lines("Cures", facts.cure_lines(report)),
-        _lines("Plan", map(facts.technique_line, report.plan.techniques if report.plan else ())),
+        _lines("Fixes", facts.fix_lines(report)),
+        _lines("Plan", facts.plan_lines(report)),
         _lines(
             "Certificate", facts.certificate_lines(report.certificate) if report.certificate else ()
         ),

@@ -76,7 +76,7 @@ def _sums(profile: Profile, source: bool) -> tuple[dict[_Key, _Sum], list[_Key]]
         sums.setdefault(key, _Sum()).count += 1
     for storage in profile.storages:
         if 0 <= storage.birth < len(keys):
-            sums[keys[storage.birth]].made += storage.bytes
+            sums[keys[storage.birth]].made += storage.counted
     for sync in profile.syncs:
         if sync.operator >= 0:
             sums[keys[sync.operator]].waits += 1

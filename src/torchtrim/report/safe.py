@@ -10,7 +10,7 @@ import msgspec
 from rich.cells import cell_len
 
 from torchtrim.records import Certificate, Finding, Report
-from torchtrim.records.fix import Cures
+from torchtrim.records.fix import Fixes
 from torchtrim.records.report import Holder
 
 _BLANK = frozenset("\t\n\r\v\f\x85\u2028\u2029")
@@ -102,7 +102,8 @@ def without_source(report: Report) -> Report:
         certificate=report.certificate and _bare_certificate(report.certificate, known),
         notes=tuple(_scrub(note, known) for note in report.notes),
         allowed=(),
-        cures=report.cures and _bare_cures(report.cures, known),
+        fixes=report.fixes and _bare_fixes(report.fixes, known),
+        next="",
     )
 
 
@@ -128,16 +129,16 @@ def _scrub(text: str, known: list[str]) -> str:
 
 
 def _bare_finding(finding: Finding, known: list[str]) -> Finding:
-    reason = _scrub(finding.cure.reason, known) if finding.cure else ""
-    if finding.cure and finding.cure.kind in ("code", "refused"):
+    reason = _scrub(finding.fix.reason, known) if finding.fix else ""
+    if finding.fix and finding.fix.kind in ("code", "refused"):
         reason = _QUOTED.sub(_ELLIPSIS, reason)
-    cure = finding.cure and msgspec.structs.replace(finding.cure, diff=None, reason=reason)
+    fix = finding.fix and msgspec.structs.replace(finding.fix, diff=None, reason=reason)
     message = _scrub(finding.message, known)
-    return msgspec.structs.replace(finding, path="", line=0, end_line=0, message=message, cure=cure)
+    return msgspec.structs.replace(finding, path="", line=0, end_line=0, message=message, fix=fix)
 
 
-def _bare_cures(cures: Cures, known: list[str]) -> Cures:
-    fixes = tuple(
+def _bare_fixes(fixes: Fixes, known: list[str]) -> Fixes:
+    places = tuple(
         msgspec.structs.replace(
             fix,
             path="",
@@ -145,10 +146,10 @@ def _bare_cures(cures: Cures, known: list[str]) -> Cures:
             diff="",
             reason=_QUOTED.sub(_ELLIPSIS, _scrub(fix.reason, known)),
         )
-        for fix in cures.fixes
+        for fix in fixes.places
     )
-    proof = cures.certificate and _bare_certificate(cures.certificate, known)
-    return msgspec.structs.replace(cures, fixes=fixes, diff="", certificate=proof)
+    proof = fixes.certificate and _bare_certificate(fixes.certificate, known)
+    return msgspec.structs.replace(fixes, places=places, diff="", certificate=proof)
 
 
 def _bare_holder(holder: Holder, known: list[str]) -> Holder:

@@ -11,7 +11,7 @@ from urllib.parse import quote
 import msgspec
 
 from torchtrim.records import Report
-from torchtrim.report.facts import headline
+from torchtrim.report.headline import headline
 from torchtrim.report.located import Located, inside, located
 from torchtrim.report.safe import clean
 from torchtrim.rules.base import Rule
@@ -47,7 +47,7 @@ def render(report: Report, *, root: str = "", line_text: LineText = _no_text) ->
             _result(one, index, at, _location(one, script), held=bool(report.allowed))
             for one, at in zip(found, prints, strict=True)
         ],
-        "properties": {"verb": report.verb, "verdict": clean(headline(report).word)},
+        "properties": {"verb": report.verb, "verdict": clean(headline(report).verdict)},
     }
     log = {"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}
     return msgspec.json.format(msgspec.json.encode(log), indent=2).decode() + "\n"
@@ -135,7 +135,7 @@ def _facts(found: Located) -> dict[str, Any]:
         "priceMs": finding.price_ms,
         "priceBytes": finding.price_bytes,
         "source": finding.source,
-        "cure": finding.cure.kind if finding.cure else None,
+        "fix": finding.fix.kind if finding.fix else None,
         "allowed": found.allowed or None,
     }
     return {name: value for name, value in facts.items() if value is not None}

@@ -25,7 +25,7 @@ class Room:
     holders: int
     findings: int
     notes: int
-    cures: int = 3
+    fixes: int = 3
     text: int = 1
     gaps: bool = False
 

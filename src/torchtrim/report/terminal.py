@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from rich.cells import cell_len
@@ -11,7 +12,8 @@ from rich.text import Text
 
 from torchtrim.records import Report
 from torchtrim.report import estimates, facts, sections
-from torchtrim.report.safe import keep_left, keep_right, sentence
+from torchtrim.report.headline import headline
+from torchtrim.report.safe import keep_left, keep_right, sentence, wrap
 from torchtrim.report.sections import NARROW, Page, Room
 
 _SCREEN = 24
@@ -21,18 +23,18 @@ _STYLES = {"good": "bold green", "bad": "bold red", "unsure": "bold yellow", "ne
 
 
 _ROOMS = (
-    Room(kinds=7, holders=8, findings=12, notes=6, cures=12, text=6, gaps=True),
-    Room(kinds=5, holders=5, findings=8, notes=4, cures=8, text=3, gaps=True),
-    Room(kinds=5, holders=4, findings=8, notes=4, cures=8, text=2),
-    Room(kinds=4, holders=3, findings=6, notes=3, cures=6, text=2),
-    Room(kinds=3, holders=3, findings=5, notes=2, cures=4),
-    Room(kinds=3, holders=2, findings=5, notes=1, cures=3),
+    Room(kinds=7, holders=8, findings=12, notes=6, fixes=12, text=6, gaps=True),
+    Room(kinds=5, holders=5, findings=8, notes=4, fixes=8, text=3, gaps=True),
+    Room(kinds=5, holders=4, findings=8, notes=4, fixes=8, text=2),
+    Room(kinds=4, holders=3, findings=6, notes=3, fixes=6, text=2),
+    Room(kinds=3, holders=3, findings=5, notes=2, fixes=4),
+    Room(kinds=3, holders=2, findings=5, notes=1, fixes=3),
     Room(kinds=2, holders=2, findings=4, notes=1),
     Room(kinds=2, holders=1, findings=3, notes=1),
     Room(kinds=1, holders=1, findings=2, notes=1),
     Room(kinds=1, holders=0, findings=1, notes=1),
     Room(kinds=0, holders=0, findings=1, notes=1),
-    Room(kinds=0, holders=0, findings=1, notes=0, cures=1),
+    Room(kinds=0, holders=0, findings=1, notes=0, fixes=1),
 )
 
 
@@ -70,7 +72,8 @@ def _fitting(page: Page, height: int) -> list[Text]:
 def _lines(page: Page, room: Room) -> list[Text]:
     order: tuple[Callable[[Page, Room], list[Text]], ...] = (
         _verdict,
-        _cures,
+        _missed,
+        _fixes,
         sections.evidence,
         sections.holders,
         sections.findings,
@@ -87,28 +90,29 @@ def _lines(page: Page, room: Room) -> list[Text]:
 
 
 def _verdict(page: Page, room: Room) -> list[Text]:
-    headline = facts.headline(page.report)
-    indent = " " * (min(len(headline.word) + 2, 11) if page.width >= NARROW else 2)
-    lines = [Text(headline.word, _STYLES[headline.tone])]
-    separator = "  "
-    for part in headline.parts:
-        for piece in sentence(page.say(part), page.width - len(indent), 2):
-            if lines[-1].cell_len + len(separator) + cell_len(piece) >= page.width:
-                lines[-1].append(separator.rstrip())
-                lines.append(Text(indent))
-                separator = ""
-            lines[-1].append(separator + piece)
-            separator = " "
-        separator = ", "
-    return lines
+    """The sentence, and under it its further figures."""
+    found = headline(page.report)
+    lines = [Text(line, _STYLES[found.tone]) for line in wrap(page.say(found.word), page.width)]
+    parts = (" ".join(sentence(page.say(one), page.width - 2, 2)) for one in found.parts)
+    told = wrap(", ".join(parts), page.width - 2)
+    return [*lines, *(Text(f"  {line}") for line in told)]
+
+
+def _missed(page: Page, room: Room) -> list[Text]:
+    """What is in the way of a budget that is missed, and what each lever on it would reach."""
+    levers = facts.lever_lines(page.report) if room.notes else []
+    wide = replace(room, text=max(room.text, 2)) if room.notes else room
+    return [
+        *_labelled(page, "smallest is", facts.part_lines(page.report), 1, wide),
+        *_labelled(page, "levers", levers, min(4, room.findings), room),
+    ]
 
 
 def _tail(page: Page, room: Room) -> list[Text]:
     report = page.report
-    techniques = report.plan.techniques if report.plan else ()
     proof = facts.certificate_lines(report.certificate) if report.certificate else []
     return [
-        *_labelled(page, "plan", map(facts.technique_line, techniques), room.findings, room),
+        *_labelled(page, "plan", facts.plan_lines(report), room.findings, room),
         *_labelled(page, "certificate", proof, len(proof), room),
         *_labelled(page, "estimate", estimates.estimate_lines(report), min(4, room.findings), room),
         *_labelled(page, "waits", facts.waiting_lines(report), min(2, room.findings), room),
@@ -116,20 +120,20 @@ def _tail(page: Page, room: Room) -> list[Text]:
     ]
 
 
-def _cures(page: Page, room: Room) -> list[Text]:
-    """The cures, and as much of their diff as there is room for; the file has the rest."""
-    told = facts.cure_lines(page.report)
+def _fixes(page: Page, room: Room) -> list[Text]:
+    """The fixes, and as much of their diff as there is room for; the file has the rest."""
+    told = facts.fix_lines(page.report)
     if not told:
         return []
     lines = [
         line for line in facts.diff_lines(page.report) if not line.startswith(("@@", "+++", "---"))
     ]
-    shown = lines[: 2 * room.cures]
+    shown = lines[: 2 * room.fixes]
     styles = {"+": "green", "-": "red"}
     kept = [Text(keep_left(page.say(line), page.width), styles[line[0]]) for line in shown]
     left = len(lines) - len(shown)
     more = [Text(f"  +{left} more lines of diff", "dim")] if left > 0 else []
-    return [*_labelled(page, "cures", told, 1 + room.cures, room), *kept, *more]
+    return [*_labelled(page, "fixes", told, 1 + room.fixes, room), *kept, *more]
 
 
 def _labelled(page: Page, label: str, texts: Iterable[str], most: int, room: Room) -> list[Text]:

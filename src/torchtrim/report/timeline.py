@@ -214,7 +214,7 @@ def _made(profile: Profile) -> dict[int, int]:
     made: dict[int, int] = {}
     for storage in profile.storages:
         if storage.birth >= 0:
-            made[storage.birth] = made.get(storage.birth, 0) + storage.bytes
+            made[storage.birth] = made.get(storage.birth, 0) + storage.counted
     return made
 
 

@@ -111,7 +111,7 @@ def _sets(report: TraceReport, width: int) -> Iterator[Text]:
     if report.replay_ms is None or not report.sites:
         return
     if not report.sets:
-        yield from _labelled("gains", "0 ms expected from removing any or all of these", width)
+        yield from _labelled("gains", "no gain expected from removing any or all of these", width)
         return
     label = "gains"
     for one in report.sets:

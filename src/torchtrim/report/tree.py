@@ -47,7 +47,7 @@ def _held(profile: Profile) -> _Held:
     total: dict[str, int] = defaultdict(int)
     inside: dict[str, list[str]] = defaultdict(list)
     for index in alive(profile, peak_operator(profile)):
-        size = profile.storages[index].bytes
+        size = profile.storages[index].counted
         path = owner(profile, index, modules) or _OUTSIDE
         parts = path.split(".")[:_DEEPEST] if path in modules else [path]
         above = ""

@@ -15,6 +15,7 @@ from torchtrim.records.report import FrontierPoint, Holder
 from torchtrim.report import facts, json
 from torchtrim.report.excerpt import SourceLine, excerpt
 from torchtrim.report.figures import Row, figure_rows
+from torchtrim.report.headline import Headline, headline
 from torchtrim.report.lanes import Lanes, lanes
 from torchtrim.report.operators import OperatorTable, operator_table
 from torchtrim.report.pictures import picture, unseen
@@ -104,7 +105,7 @@ class View:
     """All that the page's template needs and the report does not say itself."""
 
     script: str
-    headline: facts.Headline
+    headline: Headline
     heads: Sequence[str]
     figures: Sequence[Row]
     kinds: Sequence[Row]
@@ -164,7 +165,7 @@ def view(report: Report, drawn: Drawn, caps: Caps, *, source: bool = True) -> Vi
     timeline, operators = _step(drawn, caps, source)
     return View(
         script=report.script.replace("\\", "/").rpartition("/")[2],
-        headline=facts.headline(report),
+        headline=headline(report),
         heads=heads,
         figures=[row for row in rows if not row.kind],
         kinds=kinds,
@@ -173,7 +174,7 @@ def view(report: Report, drawn: Drawn, caps: Caps, *, source: bool = True) -> Vi
         findings=Capped(
             [_finding(report, f, folders, caps) for f in findings.shown], findings.dropped
         ),
-        diff=_diff(report.cures.diff if report.cures else "", caps),
+        diff=_diff(report.fixes.diff if report.fixes else "", caps),
         holders=Capped([_holder(report, h) for h in holders.shown], holders.dropped),
         techniques=_capped(report.plan.techniques if report.plan else (), caps.rows),
         frontier=_capped(report.frontier, caps.rows),
@@ -220,7 +221,7 @@ def _place(report: Report, path: str, line: int) -> str:
 
 
 def _finding(report: Report, finding: Finding, folders: list[Path], caps: Caps) -> FindingView:
-    diff = finding.cure.diff if finding.cure and finding.cure.diff else ""
+    diff = finding.fix.diff if finding.fix and finding.fix.diff else ""
     return FindingView(
         finding=finding,
         place=_place(report, finding.path, finding.line),

@@ -15,7 +15,7 @@ HEADINGS = (
     "Why is this bad?",
     "Example",
     "Use instead",
-    "Cure safety",
+    "Fix safety",
     "References",
 )
 
@@ -24,7 +24,7 @@ HEADINGS = (
 class Rule:
     """A pattern that wastes memory or time.
 
-    `name` names the pattern, not its cure. `check` finds it in a profile. The docstring of the
+    `name` names the pattern, not its fix. `check` finds it in a profile. The docstring of the
     module that defines `check` is the rule's documentation: a line of summary, then Markdown under
     `HEADINGS`.
     """

@@ -16,7 +16,7 @@ from torchtrim.sync.model.modelled import Modelled, price_syncs
 
 _DEFAULT = "a100"
 _NOTHING = 0.003
-_MOVES = "; without it alone the next wait takes over, 0 ms expected"
+_MOVES = "; without it alone the next wait takes over, no gain expected"
 _LITTLE = "; all waits together are worth less than 0.3 % of the step"
 
 
@@ -25,7 +25,7 @@ def priced(
 ) -> tuple[tuple[Finding, ...], Waiting | None]:
     """The findings, those that wait with what the step would gain without them alone; and what sets gain.
 
-    Only an emulated step is priced: a real one was measured. The dearest come first.
+    Only an emulated step is priced: a real one was measured. The most expensive come first.
     """
     found = tuple(findings)
     waiting = [finding for finding in found if finding.code in CODES]
@@ -71,11 +71,14 @@ def _told(finding: Finding, price: float | None, least: float, small: str) -> Fi
 def _order(
     profile: Profile, model: Modelled, finding: Finding, prices: dict[int, float | None]
 ) -> tuple[float, int, str, str, int]:
-    """By share of the modelled step's time, or of the peak."""
-    time = (prices.get(id(finding)) or 0.0) / max(model.step_ms, 1e-9)
+    """By share of the peak or of the step's time: of the modelled step for a wait, else of the one run."""
+    if id(finding) in prices:
+        time = (prices[id(finding)] or 0.0) / max(model.step_ms, 1e-9)
+    else:
+        time = (finding.price_ms or 0.0) / 1e3 / max(profile.step_seconds, 1e-9)
     memory = (finding.price_bytes or 0) / max(profile.peak_bytes, 1)
-    dearest = -max(time, memory)
-    return dearest, -finding.count_per_step, finding.code, finding.path, finding.line
+    most = -max(time, memory)
+    return most, -finding.count_per_step, finding.code, finding.path, finding.line
 
 
 def device_of(profile: Profile) -> Device:

@@ -39,11 +39,11 @@ for index, batch in enumerate(loader):
 Where a value chooses between two tensors, `torch.where` chooses on the device. Where several
 values are needed, `torch.stack(values).tolist()` waits once.
 
-## Cure safety
+## Fix safety
 
 Reading later changes when a value is seen, not what is computed, as long as the step does not
 depend on it. A read that decides which code runs cannot go without a change of the program. A
-copy to the host with `non_blocking=True` is no cure by itself: its result must not be read before
+copy to the host with `non_blocking=True` is no fix by itself: its result must not be read before
 an event says that it has arrived.
 
 ## References

@@ -35,7 +35,7 @@ classes = (ordered[1:] != ordered[:-1]).sum() + 1
 `nonzero_static(size=...)` and `repeat_interleave(..., output_size=...)` take the size that the
 program knows. `zeros(n).scatter_add_(0, index, ones)` counts like `bincount` when `n` is known.
 
-## Cure safety
+## Fix safety
 
 Selecting elements by `torch.where` keeps their bits. A sum or mean over a full tensor with zeros
 adds in another order than over the selected elements, so it is equal up to rounding. Where the

@@ -34,7 +34,7 @@ for images, labels in DataLoader(dataset, batch_size=64, pin_memory=True):
 A constant belongs into `register_buffer`, so that it moves with its module. `torch.full`,
 `torch.zeros` and `torch.arange` make a tensor on the device without a copy.
 
-## Cure safety
+## Fix safety
 
 The values are the same. A pinned tensor must not be written to while its copy is under way, and a
 copy *to the host* with `non_blocking=True` must not be read before an event says that it has

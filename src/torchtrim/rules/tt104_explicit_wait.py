@@ -32,7 +32,7 @@ timers.append((begin, end))
 
 Read the timers many steps later, when they have long happened.
 
-## Cure safety
+## Fix safety
 
 Results do not change, unless the wait guards a read: of a copy to the host with
 `non_blocking=True`, of memory that another library or process reads, or of another stream's work.

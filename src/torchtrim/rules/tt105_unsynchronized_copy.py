@@ -35,7 +35,7 @@ results.append(predictions.numpy())
 Where nothing useful happens in between, a plain `.cpu()` is as fast, and safe. A constant is made
 on the device: `torch.full((), value, device=device)`.
 
-## Cure safety
+## Fix safety
 
 To wait is always safe. This is a finding about correctness, so it has no price.
 
@@ -52,7 +52,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from torchtrim.records.finding import Cure, Finding
+from torchtrim.records.finding import Finding, Suggestion
 from torchtrim.records.profile import Profile
 from torchtrim.rules.base import Rule
 from torchtrim.rules.waits import advice, times, waits_by_line
@@ -71,7 +71,7 @@ def check(profile: Profile) -> Iterator[Finding]:
             message=f"{ways}, {times(len(syncs))} a step: the values may be wrong",
             count_per_step=len(syncs),
             source="modelled",
-            cure=Cure(kind="advice", reason=advice(profile, syncs)),
+            fix=Suggestion(kind="advice", reason=advice(profile, syncs)),
         )
 
 

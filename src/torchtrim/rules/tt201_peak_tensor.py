@@ -39,7 +39,7 @@ loss.backward()
 `del` a result that backward does not need, split the batch into micro-batches, or recompute the
 module that made it.
 
-## Cure safety
+## Fix safety
 
 Dropping a reference and recomputing change no bit. Computing in chunks or micro-batches sums in
 another order, which is equal up to rounding; with BatchNorm, micro-batches compute other
@@ -58,7 +58,7 @@ from collections.abc import Iterator
 from torchtrim.memory.names import base_name
 from torchtrim.memory.timeline import alive, peak_operator, peak_without, timeline
 from torchtrim.memory.why import why_alive
-from torchtrim.records.finding import Cure, Finding
+from torchtrim.records.finding import Finding, Suggestion
 from torchtrim.records.profile import ALWAYS, Profile
 from torchtrim.rules.base import Rule
 from torchtrim.rules.places import line_of
@@ -79,7 +79,7 @@ def check(profile: Profile) -> Iterator[Finding]:
 
 def _owns(profile: Profile, index: int, peak: int) -> bool:
     storage = profile.storages[index]
-    return storage.kind not in ALWAYS and 0 < peak * _SHARE <= storage.bytes
+    return storage.kind not in ALWAYS and 0 < peak * _SHARE <= storage.counted
 
 
 def _finding(profile: Profile, index: int, peak: int, why: str) -> Finding:
@@ -90,12 +90,12 @@ def _finding(profile: Profile, index: int, peak: int, why: str) -> Finding:
         path=line.path,
         line=line.line,
         end_line=line.line,
-        message=f"one {storage.kind} of {format_bytes(storage.bytes)} is "
-        f"{storage.bytes / peak:.0%} of the peak: {_maker(profile, index)}, {why}",
+        message=f"one {storage.kind} of {format_bytes(storage.counted)} is "
+        f"{storage.counted / peak:.0%} of the peak: {_maker(profile, index)}, {why}",
         count_per_step=1,
         price_bytes=peak - peak_without(profile, [index]),
         source="modelled",
-        cure=Cure(kind="advice", reason=_advice(profile, why)),
+        fix=Suggestion(kind="advice", reason=_advice(profile, why)),
     )
 
 

@@ -31,7 +31,7 @@ optimizer.step()
 optimizer.zero_grad()
 ```
 
-## Cure safety
+## Fix safety
 
 Equal in every step in which backward reaches each parameter, but for the sign of zeros: adding
 `-0.0` to zeros gives `0.0`. Hence its class is `ROUNDING`. A parameter that gets no gradient is
@@ -53,7 +53,7 @@ from collections.abc import Iterator, Sequence
 
 from torchtrim.memory.gradients import Zeroed, zeroed_gradients
 from torchtrim.memory.timeline import peak_operator
-from torchtrim.records.finding import Cure, Finding
+from torchtrim.records.finding import Finding, Suggestion
 from torchtrim.records.profile import Profile
 from torchtrim.rules.base import Rule
 from torchtrim.rules.places import Line, line_of
@@ -78,9 +78,9 @@ def _any_between(operators: list[int], zeroed: Zeroed) -> bool:
 
 def _finding(profile: Profile, line: Line, found: Sequence[Zeroed], peak: int) -> Finding:
     gradients = {z.storage for z in found}
-    size = sum(profile.storages[i].bytes for i in gradients)
+    size = sum(profile.storages[i].counted for i in gradients)
     at_peak = {z.storage for z in found if z.first <= peak < z.last}
-    price = sum(profile.storages[i].bytes for i in at_peak)
+    price = sum(profile.storages[i].counted for i in at_peak)
     return Finding(
         code=RULE.code,
         path=line.path,
@@ -90,19 +90,19 @@ def _finding(profile: Profile, line: Line, found: Sequence[Zeroed], peak: int) -
         f"instead of dropped; {format_bytes(price)} of them are still zeros at the peak",
         count_per_step=len({z.by for z in found}),
         price_bytes=price,
-        cure=_cure(found),
+        fix=_fix(found),
     )
 
 
-def _cure(found: Sequence[Zeroed]) -> Cure:
+def _fix(found: Sequence[Zeroed]) -> Suggestion:
     unused = {z.storage for z in found} - {z.storage for z in found if z.accumulated}
     if not unused:
-        return Cure(
+        return Suggestion(
             kind="advice",
             equivalence="ROUNDING",
             reason="call zero_grad() without set_to_none=False, after the optimizer's step",
         )
-    return Cure(
+    return Suggestion(
         kind="advice",
         equivalence="SEMANTIC",
         reason=f"call zero_grad() without set_to_none=False; but {_gradients(len(unused))} got "

@@ -5,8 +5,8 @@
 Finds modules of one type that occur at least twice side by side, such as the layers of a
 transformer, and adds up the activations that they keep for backward at the peak and that are
 neither their inputs nor their outputs. The price is what recomputing all blocks would take off
-the peak to first order: all but the largest block's, since backward holds one block at a time.
-Nothing is reported below 10 % of the peak. The extra time is what the blocks' forward took.
+the peak, and the extra time what that would add: both come from the simulator that plans are made
+with. Nothing is reported below 10 % of the peak.
 
 ## Why is this bad?
 
@@ -31,7 +31,7 @@ for block in self.blocks:
 `torchtrim optimize SCRIPT --memory 60%` chooses the blocks for a budget, applies it without a
 change to the source, and proves that the step computes the same.
 
-## Cure safety
+## Fix safety
 
 Bitwise equal when the block draws the same random numbers again, which `preserve_rng_state=True`
 (the default) sees to, and when running its forward twice has no effect of its own. BatchNorm
@@ -48,43 +48,32 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from itertools import accumulate
 from typing import NamedTuple
 
 from torchtrim.memory.saved import released_by_recompute
 from torchtrim.memory.timeline import peak_operator, timeline
-from torchtrim.records.finding import Cure, Finding
+from torchtrim.records.finding import Finding, Suggestion
 from torchtrim.records.profile import Call, Profile
 from torchtrim.rules.base import Rule
 from torchtrim.rules.places import line_of
+from torchtrim.step.from_profile import step_of
+from torchtrim.step.rerun import rerun
+from torchtrim.step.simulate import simulate
+from torchtrim.step.step import Span
 from torchtrim.units import format_bytes, format_seconds
 
 _SHARE = 0.1
 
 
-class _Block(NamedTuple):
-    """One call of a repeated module: bytes held at the peak, seconds of its forward."""
-
-    call: Call
-    held: int
-    seconds: float
-
-
 class _Blocks(NamedTuple):
-    """All calls of the repeated modules of one type."""
+    """All calls of the repeated modules of one type: what they hold at the peak, what recomputing saves."""
 
     type: str
     modules: frozenset[int]
-    calls: tuple[_Block, ...]
-
-    @property
-    def held(self) -> int:
-        return sum(block.held for block in self.calls)
-
-    @property
-    def saved(self) -> int:
-        """Backward holds the activations of one block while it computes them again."""
-        return self.held - max(block.held for block in self.calls)
+    calls: tuple[Call, ...]
+    held: int
+    saved: int
+    seconds: float
 
 
 def check(profile: Profile) -> Iterator[Finding]:
@@ -102,18 +91,24 @@ def check(profile: Profile) -> Iterator[Finding]:
             yield _finding(profile, blocks, peak)
 
 
-def _repeated_blocks(profile: Profile, at: int) -> list[_Blocks]:
+def _repeated_blocks(profile: Profile, at: int) -> Iterator[_Blocks]:
     calls = _repeated_calls(profile)
     held = released_by_recompute(profile, calls, at)
-    seconds = list(accumulate((op.seconds for op in profile.operators), initial=0.0))
-    groups: dict[str, list[_Block]] = defaultdict(list)
+    groups: dict[str, list[tuple[Call, int]]] = defaultdict(list)
     for call, size in zip(calls, held, strict=True):
-        spent = seconds[call.last] - seconds[call.first]
-        groups[profile.modules[call.module].type].append(_Block(call, size, spent))
-    return [
-        _Blocks(name, frozenset(block.call.module for block in group), tuple(group))
-        for name, group in groups.items()
-    ]
+        groups[profile.modules[call.module].type].append((call, size))
+    for name, group in groups.items():
+        edit = rerun(step_of(profile), [Span(call.first, call.last) for call, _ in group])
+        if edit is not None:
+            yield _Blocks(
+                type=name,
+                modules=frozenset(call.module for call, _ in group),
+                calls=tuple(call for call, _ in group),
+                held=sum(size for _, size in group),
+                saved=simulate(step_of(profile)).peak_bytes
+                - simulate(step_of(profile), [edit]).peak_bytes,
+                seconds=edit.seconds,
+            )
 
 
 def _repeated_calls(profile: Profile) -> list[Call]:
@@ -154,9 +149,9 @@ def _with_ancestors(profile: Profile, modules: Iterable[int]) -> set[int]:
 
 
 def _finding(profile: Profile, blocks: _Blocks, peak: int) -> Finding:
-    line = line_of(profile, blocks.calls[0].call.first)
+    line = line_of(profile, blocks.calls[0].first)
     paths = [profile.modules[i].path for i in sorted(blocks.modules)]
-    extra = format_seconds(sum(block.seconds for block in blocks.calls))
+    extra = format_seconds(blocks.seconds)
     return Finding(
         code=RULE.code,
         path=line.path,
@@ -169,7 +164,7 @@ def _finding(profile: Profile, blocks: _Blocks, peak: int) -> Finding:
         count_per_step=len(blocks.calls),
         price_bytes=blocks.saved,
         source="modelled",
-        cure=Cure(
+        fix=Suggestion(
             kind="advice",
             equivalence="BITWISE",
             reason=f"`torchtrim optimize {profile.script} --memory 60%` chooses which of them to "

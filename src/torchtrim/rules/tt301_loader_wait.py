@@ -30,7 +30,7 @@ for inputs, labels in loader:
 the data set itself is too slow: decode once and store, read larger pieces, transform batches on
 the device.
 
-## Cure safety
+## Fix safety
 
 Workers fetch the same samples in the same order. Random transforms draw from each worker's own
 generator, so their numbers differ from those of `num_workers=0` and from those of another number
@@ -48,7 +48,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import ceil
 
-from torchtrim.records.finding import Cure, Finding
+from torchtrim.records.finding import Finding, Suggestion
 from torchtrim.records.profile import Profile
 from torchtrim.rules.base import Rule
 from torchtrim.units import format_seconds
@@ -72,7 +72,7 @@ def check(profile: Profile) -> Iterator[Finding]:
         f"{'s' * (_workers(profile) != 1)}",
         count_per_step=len(profile.waits),
         price_ms=waited * 1e3,
-        cure=Cure(kind="advice", reason=_advice(profile, waited)),
+        fix=Suggestion(kind="advice", reason=_advice(profile, waited)),
     )
 
 

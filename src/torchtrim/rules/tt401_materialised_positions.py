@@ -38,7 +38,7 @@ out = window_bias_attention(q, k, v, self.table, height=height, width=width)
 of `torchtrim.attention` are for decomposed positions, AutoFormer's and T5's. In known models
 `torchtrim plan` replaces the modules without a change to the source.
 
-## Cure safety
+## Fix safety
 
 The same function: the order of sums differs, hence `ROUNDING`. `state_dict` keeps its keys. Dropout of
 probabilities draws other numbers, so a module that has some is not replaced. What `torchtrim.attention
@@ -57,7 +57,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from torchtrim.memory.timeline import peak_operator, peak_without, timeline
-from torchtrim.records.finding import Cure, Finding
+from torchtrim.records.finding import Finding, Suggestion
 from torchtrim.records.profile import Profile, is_emulated
 from torchtrim.rules.base import Rule
 from torchtrim.rules.places import Line, line_of
@@ -112,7 +112,7 @@ def _bytes(profile: Profile, found: Sequence[Written], peak: int) -> tuple[int, 
         for number, storage in enumerate(profile.storages)
         if storage.birth in operators and storage.kind in ("activation", "temporary")
     ]
-    made = sum(profile.storages[number].bytes for number in born)
+    made = sum(profile.storages[number].counted for number in born)
     return made, peak - peak_without(profile, born)
 
 
@@ -134,7 +134,7 @@ def _finding(profile: Profile, line: Line, found: Sequence[Written], peak: int) 
         price_ms=_seconds(profile, found) * 1e3 if measured else None,
         price_bytes=size,
         source="measured" if measured else "modelled",
-        cure=_cure(profile, found, modules),
+        fix=_fix(profile, found, modules),
     )
 
 
@@ -144,7 +144,7 @@ def _of(modules: Sequence[str]) -> str:
     return f" ({modules[0]})" if len(modules) == 1 else f" ({modules[0]} to {modules[-1]})"
 
 
-def _cure(profile: Profile, found: Sequence[Written], modules: Sequence[str]) -> Cure:
+def _fix(profile: Profile, found: Sequence[Written], modules: Sequence[str]) -> Suggestion:
     known = replaceable(profile, modules)
     change = (
         "call torchtrim.attention.relative_attention, or the adapter for this model beside it, which "
@@ -157,7 +157,9 @@ def _cure(profile: Profile, found: Sequence[Written], modules: Sequence[str]) ->
             f"`torchtrim plan {script} --memory 60%` chooses it where it helps, and `verify` proves "
             "that the step computes the same"
         )
-    return Cure(kind="advice", equivalence="ROUNDING", reason=f"{change}. {_measure(found[0])}")
+    return Suggestion(
+        kind="advice", equivalence="ROUNDING", reason=f"{change}. {_measure(found[0])}"
+    )
 
 
 def _measure(one: Written) -> str:

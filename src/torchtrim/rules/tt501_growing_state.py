@@ -43,7 +43,7 @@ bound_caches(model, {"memory": window(6)})
 Which windows are long enough `torchtrim.learn_state` finds. Where autograd's graph grows, run under
 `torch.inference_mode()`, or keep `tensor.detach()`.
 
-## Cure safety
+## Fix safety
 
 `bound_session` and `bound_state` let go what no later frame reads: results are equal to the bit, and a read
 of what went raises `Evicted`. `sink_cache` computes another function once its window is full, so it is for
@@ -61,7 +61,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from torchtrim.records.finding import Cure, Equivalence, Finding
+from torchtrim.records.finding import Equivalence, Finding, Suggestion
 from torchtrim.records.profile import Growth, Place, Profile
 from torchtrim.rules.base import Rule
 from torchtrim.units import format_bytes
@@ -95,7 +95,7 @@ def check(profile: Profile) -> Iterator[Finding]:
             message=_message(growth, filled if led else None),
             count_per_step=max(round(growth.entries), 1),
             price_bytes=growth.bytes,
-            cure=_cure(growth),
+            fix=_fix(growth),
         )
 
 
@@ -119,18 +119,18 @@ def _message(growth: Growth, inside: Place | None) -> str:
     return f"{what}{by}{where}"
 
 
-def _cure(growth: Growth) -> Cure:
+def _fix(growth: Growth) -> Suggestion:
     if growth.adapter in _LINES:
         equivalence: Equivalence | None = None if growth.adapter == "sink_cache" else "BITWISE"
-        return Cure(kind="advice", equivalence=equivalence, reason=_LINES[growth.adapter])
+        return Suggestion(kind="advice", equivalence=equivalence, reason=_LINES[growth.adapter])
     if growth.kind == "graph":
         reason = (
             "something that is kept from frame to frame still has its grad_fn: run the stream under "
             "torch.inference_mode(), or keep tensor.detach()"
         )
-        return Cure(kind="advice", reason=reason)
+        return Suggestion(kind="advice", reason=reason)
     if growth.kind == "lru_cache":
-        return Cure(
+        return Suggestion(
             kind="advice", reason="functools.lru_cache(maxsize=16) in place of maxsize=None"
         )
     if growth.kind == "tensor":
@@ -138,9 +138,9 @@ def _cure(growth: Growth) -> Cure:
             "keep the newest part alone, such as state = state[-n:].clone(), or its parts in a "
             'torchtrim.StateStore({"state": window(n)})'
         )
-        return Cure(kind="advice", reason=reason)
+        return Suggestion(kind="advice", reason=reason)
     name = next(iter(_IDENTIFIER.findall(growth.name)[::-1]), "state")
-    return Cure(
+    return Suggestion(
         kind="advice",
         reason=f'of a module: torchtrim.bound_caches(model, {{"{name}": window(n)}}); elsewhere '
         f'torchtrim.StateStore({{"{name}": window(n)}}) in its place. torchtrim.learn_state finds n, '

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from torchtrim.memory.names import base_name
-from torchtrim.records.finding import Cure, Finding
+from torchtrim.records.finding import Finding, Suggestion
 from torchtrim.records.profile import Place, Profile, Sync
 from torchtrim.rules.places import Line, line_of
 from torchtrim.sync.table.lookup import row
@@ -68,7 +68,7 @@ def waiting_finding(
         count_per_step=len(syncs),
         price_ms=price,
         source="measured" if price is not None else "modelled",
-        cure=Cure(kind="advice", reason=advice),
+        fix=Suggestion(kind="advice", reason=advice),
     )
 
 

@@ -44,9 +44,9 @@ class Tombstone:
 class Evicted(TorchtrimError, KeyError):
     """Reading what is no longer there. `tombstone` says what it was, when it went and why."""
 
-    def __init__(self, tombstone: Tombstone, cure: str = "") -> None:
+    def __init__(self, tombstone: Tombstone, fix: str = "") -> None:
         self.tombstone = tombstone
-        advice = cure or (
+        advice = fix or (
             "Whoever reads it needs a longer lifetime for this field; `learn_state` measures which."
         )
         super().__init__(f"{tombstone} {advice}")

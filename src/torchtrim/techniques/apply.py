@@ -2,20 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from torchtrim.errors import ApplyFailed, TorchtrimError
+from torchtrim.observe.optimizers import names_of
 from torchtrim.records.plan import Plan
 from torchtrim.techniques.base import Handles, technique
+from torchtrim.techniques.fingerprint import fingerprint_of
+from torchtrim.techniques.places import root_of
+
+if TYPE_CHECKING:
+    from torchtrim.techniques.base import Root
 
 
 class Applied(Handles):
     """A plan that was applied. `revert` makes the modules what they were."""
 
 
-def apply_plan(plan: Plan, roots: Mapping[str, nn.Module]) -> Applied:
+def apply_to_its_own(plan: Plan, roots: Iterable[Root]) -> Applied:
+    """Apply a plan to the roots that it was made for. Raises `ApplyFailed` for others."""
+    named = named_roots(roots)
+    for name, root in named.items():
+        if isinstance(root, nn.Module) and plan.fingerprint.get(
+            name, fingerprint_of(root)
+        ) != fingerprint_of(root):
+            raise ApplyFailed(f"the plan was made for another {name}. Plan again for this one.")
+    return apply_plan(plan, named)
+
+
+def named_roots(roots: Iterable[Root]) -> dict[str, Root]:
+    """Modules after their class, optimizers as `observe.optimizers` names them."""
+    every = list(roots)
+    optimizers = [root for root in every if isinstance(root, torch.optim.Optimizer)]
+    modules = {type(root).__name__: root for root in every if isinstance(root, nn.Module)}
+    return {**modules, **dict(zip(names_of(optimizers), optimizers, strict=True))}
+
+
+def apply_plan(plan: Plan, roots: Mapping[str, Root]) -> Applied:
     """Apply every technique to these roots. Raises `ApplyFailed` with the roots as they were.
 
     Places of roots that are not among these are left for when those appear.
@@ -23,7 +50,7 @@ def apply_plan(plan: Plan, roots: Mapping[str, nn.Module]) -> Applied:
     applied = Applied()
     try:
         for chosen in plan.techniques:
-            where = tuple(w for w in chosen.where if w.split(".")[0].split("[")[0] in roots)
+            where = tuple(w for w in chosen.where if root_of(w) in roots)
             if where:
                 part = type(chosen)(
                     name=chosen.name,

@@ -3,76 +3,82 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from torchtrim.errors import UsageError
 from torchtrim.records.finding import Equivalence
 from torchtrim.records.plan import Technique
-from torchtrim.records.profile import Profile
+from torchtrim.step.edits import Edit
+from torchtrim.step.step import Span, Step
+from torchtrim.techniques.handles import Handle as Handle
+from torchtrim.techniques.handles import Handles as Handles
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.optim import Optimizer
+
+    Root = nn.Module | Optimizer
+    """What a plan is applied to, by name: a module that is called at top level, or an optimizer."""
 
 
-class Span(NamedTuple):
-    """Operators `first <= i < last` of the forward that would run again in backward."""
-
-    first: int
-    last: int
+Settings = tuple[tuple[str, str | int | float | bool], ...]
 
 
 class Option(NamedTuple):
-    """A place at which a technique can save. `spans`: one for each forward call of the place.
+    """A place at which a technique can save.
 
-    `cut`: of a range of a chain, the chain and where the range begins and ends. `overwriting`: operators
-    that write their result over their input, which costs no time.
+    `where` is what a plan writes. `spans`: the tasks of each forward call of the place. `cut`: of a range of
+    a chain, the chain and where the range begins and ends. `settings`: what the plan writes besides.
+    `equivalence`: this option's, where it is less equal than the technique's best.
     """
 
     technique: str
     where: str
-    spans: tuple[Span, ...]
+    spans: tuple[Span, ...] = ()
     cut: tuple[str, int, int] | None = None
-    overwriting: tuple[int, ...] = ()
-
-
-class Handle(Protocol):
-    """An applied technique."""
-
-    def revert(self) -> None:
-        """Make the model what it was."""
-        ...
-
-
-class Handles:
-    """Several applied techniques or changed modules, reverted together."""
-
-    def __init__(self) -> None:
-        self._handles: list[Handle] = []
-
-    def add(self, handle: Handle) -> None:
-        """One more."""
-        self._handles.append(handle)
-
-    def revert(self) -> None:
-        """Make everything what it was, the last first."""
-        while self._handles:
-            self._handles.pop().revert()
+    settings: Settings = ()
+    equivalence: Equivalence | None = None
 
 
 class TechniqueUnit(Protocol):
-    """One technique: `options` reads a profile, `apply` changes live modules."""
+    """One technique: `options` and `edits` read a step, `apply` changes live modules or optimizers."""
 
     name: str
     equivalence: Equivalence
 
-    def options(self, profile: Profile) -> Sequence[Option]:
-        """The places of this profile at which the technique can save."""
+    def options(self, step: Step) -> Sequence[Option]:
+        """The places of this step at which the technique can save."""
         ...
 
-    def apply(self, roots: Mapping[str, nn.Module], technique: Technique) -> Handle:
-        """Change the modules that `technique.where` names. Raises `ApplyFailed`, the model as it was."""
+    def edits(self, step: Step, option: Option) -> Edit | None:
+        """What an option changes in the step; None if it saves nothing after all."""
+        ...
+
+    def apply(self, roots: Mapping[str, Any], technique: Technique) -> Handle:
+        """Change what `technique.where` names. Raises `ApplyFailed`, the model as it was."""
+        ...
+
+
+class Plain(NamedTuple):
+    """A function that does what a technique does, and needs nothing of torchtrim but other such files.
+
+    `function` of the module `module` is called with the roots by name, the places, and the technique's
+    options by name; it returns what has `revert()`.
+    """
+
+    module: str
+    function: str
+
+
+@runtime_checkable
+class Exportable(Protocol):
+    """A technique that can be written as plain PyTorch says with what."""
+
+    def export(self) -> Plain:
+        """The function that stands in for `apply` where there is no torchtrim."""
         ...
 
 
@@ -88,11 +94,23 @@ def technique(name: str) -> TechniqueUnit:
     return unit
 
 
+def page(name: str) -> str:
+    """What a technique does, in Markdown: its file's docstring. Raises `UsageError` for an unknown one."""
+    unit = technique(name)
+    text = inspect.getdoc(importlib.import_module(type(unit).__module__)) or ""
+    return f"# {name}\n\nEquivalence: {unit.equivalence}\n\n{text}\n"
+
+
 def names() -> list[str]:
     """All techniques: every file of this folder but those that serve them."""
     from torchtrim import techniques
 
     return [m.name for m in pkgutil.iter_modules(techniques.__path__) if m.name not in _SERVING]
+
+
+def exportable() -> list[str]:
+    """The techniques that can be written as plain PyTorch."""
+    return [name for name in names() if isinstance(technique(name), Exportable)]
 
 
 _SERVING = (
@@ -101,10 +119,18 @@ _SERVING = (
     "base",
     "blocks",
     "by_graph",
+    "early_stop",
+    "early_update",
+    "export",
+    "failing",
     "fingerprint",
+    "handles",
+    "head",
     "network",
+    "overwriting",
     "places",
     "python_state",
     "rerun",
+    "stepping",
     "swap",
 )

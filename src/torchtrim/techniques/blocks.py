@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import NamedTuple
 
-from torchtrim.records.profile import Call, Module, Profile
-from torchtrim.techniques.base import Span
+from torchtrim.step.simulate import simulate
+from torchtrim.step.step import DEVICE, Call, Module, Span, Step
 
 _LEAST_SHARE = 0.0005
 _MOST_CUTS = 16
+_GIVEN = ("activation", "temporary", "input")
 
 
 class Block(NamedTuple):
@@ -21,15 +23,15 @@ class Block(NamedTuple):
     cut: tuple[str, int, int] | None = None
 
 
-def blocks_of(profile: Profile) -> list[Block]:
+def blocks_of(step: Step) -> list[Block]:
     """The blocks that save at least half a thousandth of the peak and may run twice.
 
     A block may not run twice if something writes to its inputs between its forward and its backward, or
     if hooks of the user's hang in it. Of modules with the same operators the outermost is taken.
     """
-    reader = _Reader(profile)
+    reader = _Reader(step)
     blocks: dict[tuple[Span, ...], Block] = {}
-    for number, module in enumerate(profile.modules):
+    for number, module in enumerate(step.modules):
         calls = reader.calls[number]
         if not calls or reader.hooked(number):
             continue
@@ -40,46 +42,41 @@ def blocks_of(profile: Profile) -> list[Block]:
 
 
 class _Reader:
-    def __init__(self, profile: Profile) -> None:
-        self._profile = profile
+    def __init__(self, step: Step) -> None:
+        self._step = step
         self.calls: defaultdict[int, list[Call]] = defaultdict(list)
         self._children: defaultdict[int, list[int]] = defaultdict(list)
-        for call in profile.calls:
-            if call.graded and call.last > call.first:
+        for call in step.calls:
+            if call.graded and call.span.last > call.span.first:
                 self.calls[call.module].append(call)
-        for number, module in enumerate(profile.modules):
+        for number, module in enumerate(step.modules):
             self._children[module.parent].append(number)
         self._writes: defaultdict[int, list[int]] = defaultdict(list)
-        for index, op in enumerate(profile.operators):
-            for storage in op.mutates:
-                self._writes[storage].append(index)
+        for index, task in enumerate(step.tasks):
+            for tensor in task.writes:
+                self._writes[tensor].append(index)
         self._saved = self._saved_by_birth()
-        self._backward = [-1] * len(profile.operators)
-        for index, op in enumerate(profile.operators):
-            if op.forward >= 0:
-                self._backward[op.forward] = index
-        self._least = profile.peak_bytes * _LEAST_SHARE
+        self._backward = [max(step.backward.get(i, (-1,))) for i in range(len(step.tasks))]
+        self._least = simulate(step).peak_bytes * _LEAST_SHARE
 
     def _saved_by_birth(self) -> list[int]:
-        """Running sum of the bytes of activations by the operator that made them."""
-        born = [0] * (len(self._profile.operators) + 1)
-        for storage in self._profile.storages:
-            if storage.kind == "activation" and storage.birth >= 0:
-                born[storage.birth + 1] += storage.bytes
-        for index in range(1, len(born)):
-            born[index] += born[index - 1]
-        return born
+        """Running sum of the bytes of activations by the task that made them."""
+        born = [0] * len(self._step.tasks)
+        for tensor in self._step.tensors:
+            if tensor.kind == "activation" and tensor.birth >= 0 and tensor.pool == DEVICE:
+                born[tensor.birth] += tensor.bytes
+        return list(accumulate(born, initial=0))
 
     def hooked(self, number: int) -> bool:
         """Whether the user's hooks hang in the module."""
-        if self._profile.modules[number].hooked:
+        if self._step.modules[number].hooked:
             return True
         return any(map(self.hooked, self._children[number]))
 
     def whole(self, module: Module, calls: list[Call]) -> Iterator[Block]:
         """The module itself, if it saves enough."""
-        spans = tuple(Span(call.first, call.last) for call in calls)
-        if self._worth(spans) and all(map(self._may_repeat, calls)):
+        spans = tuple(call.span for call in calls)
+        if self._worth(spans) and all(self._may_repeat(call, call.span) for call in calls):
             yield Block(module.path, spans)
 
     def ranges(self, number: int, module: Module, calls: list[Call]) -> Iterator[Block]:
@@ -92,12 +89,13 @@ class _Reader:
         cuts = _thin([i for i in range(len(steps[0]) + 1) if self._may_cut(steps, i)])
         for position, first in enumerate(cuts):
             for last in cuts[position + 1 :]:
-                spans = tuple(Span(step[first].first, step[last - 1].last) for step in steps)
+                spans = tuple(_span(step, first, last) for step in steps)
                 if self._worth(spans) and all(
-                    self._may_repeat(s[first], s[last - 1].last) for s in steps
+                    self._may_repeat(step[first], span)
+                    for step, span in zip(steps, spans, strict=True)
                 ):
                     cut = (module.path, first, last)
-                    child = self._profile.modules[steps[0][first].module].path
+                    child = self._step.modules[steps[0][first].module].path
                     where = child if last - first == 1 else f"{module.path}[{first}:{last}]"
                     yield Block(where, spans, cut)
 
@@ -108,33 +106,36 @@ class _Reader:
             inner
             for child in children
             for inner in self.calls[child]
-            if call.first <= inner.first and inner.last <= call.last
+            if call.span.first <= inner.span.first and inner.span.last <= call.span.last
         ]
-        inside.sort(key=lambda inner: (inner.first, inner.last))
+        inside.sort(key=lambda inner: inner.span)
         return inside if len(inside) == len(children) else None
 
     def _may_cut(self, steps: list[list[Call]], index: int) -> bool:
         """A chain is cut at its ends, and where what passes is kept for backward anyway."""
         if index in (0, len(steps[0])):
             return True
-        storages = self._profile.storages
+        tensors = self._step.tensors
         return all(
-            any(storages[s].kind == "activation" for s in step[index - 1].outputs) for step in steps
+            any(tensors[n].kind == "activation" for n in step[index - 1].outputs) for step in steps
         )
 
-    def _may_repeat(self, call: Call, last: int | None = None) -> bool:
-        """Whether the call's inputs are still what they were when its backward comes."""
-        storages = self._profile.storages
-        ends = max(self._backward[call.first : last or call.last])
+    def _may_repeat(self, call: Call, span: Span) -> bool:
+        """Whether the call's inputs are still what they were when the span's backward comes."""
+        ends = max(self._backward[span.first : span.last])
         return not any(
-            call.first <= write < ends
-            for storage in call.inputs
-            if storages[storage].kind in ("activation", "temporary", "input")
-            for write in self._writes[storage]
+            span.first <= write < ends
+            for tensor in call.inputs
+            if self._step.tensors[tensor].kind in _GIVEN
+            for write in self._writes[tensor]
         )
 
     def _worth(self, spans: tuple[Span, ...]) -> bool:
         return sum(self._saved[s.last] - self._saved[s.first] for s in spans) >= self._least
+
+
+def _span(calls: list[Call], first: int, last: int) -> Span:
+    return Span(calls[first].span.first, calls[last - 1].span.last)
 
 
 def _thin(cuts: list[int]) -> list[int]:

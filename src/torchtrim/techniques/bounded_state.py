@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from torchtrim.errors import ApplyFailed, TorchtrimError, UsageError
 from torchtrim.records.finding import Equivalence
 from torchtrim.records.plan import Technique
-from torchtrim.records.profile import Profile
+from torchtrim.step.step import Step
 from torchtrim.techniques.base import Handle, Option
 from torchtrim.techniques.places import module_at
 
@@ -38,9 +38,12 @@ class BoundedState:
     name = "bounded_state"
     equivalence: Equivalence = "BITWISE"
 
-    def options(self, profile: Profile) -> Sequence[Option]:
+    def options(self, step: Step) -> Sequence[Option]:
         """None: growth is no matter of one step's peak, so no budget asks for it. A plan names it."""
         return ()
+
+    def edits(self, step: Step, option: Option) -> None:
+        """None, since there are no options."""
 
     def apply(self, roots: Mapping[str, nn.Module], technique: Technique) -> Handle:
         """Bind what the named models will be given. Raises `ApplyFailed` for a model of no known kind."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torchtrim.records.finding import Equivalence
 from torchtrim.records.plan import Technique
-from torchtrim.records.profile import Profile
+from torchtrim.step.step import Step
 from torchtrim.techniques.base import Handle, Option
 
 if TYPE_CHECKING:
@@ -20,9 +20,12 @@ class ByGraph:
     name = ""
     equivalence: Equivalence = "BITWISE"
 
-    def options(self, profile: Profile) -> Sequence[Option]:
+    def options(self, step: Step) -> Sequence[Option]:
         """None: it is for calls without gradients, which the planner of training does not plan."""
         return ()
+
+    def edits(self, step: Step, option: Option) -> None:
+        """None, since there are no options."""
 
     def apply(self, roots: Mapping[str, nn.Module], technique: Technique) -> Handle:
         """Make the named modules run by their graphs. Raises `ApplyFailed`, the model as it was."""

@@ -12,17 +12,17 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from torchtrim.errors import ApplyFailed
 from torchtrim.records.finding import Equivalence
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Call, Operator, Profile
-from torchtrim.techniques.base import Handle, Handles, Option
-from torchtrim.techniques.places import module_at
+from torchtrim.step.edits import Edit
+from torchtrim.step.step import Span, Step
+from torchtrim.techniques.base import Handle, Option, Plain
+from torchtrim.techniques.overwriting import TYPES, overwrite_places
 
 if TYPE_CHECKING:
     from torch import nn
 
-TYPES = frozenset(("ReLU", "LeakyReLU"))
 _COMPUTED = ("activation", "temporary")
 
 
@@ -32,37 +32,28 @@ class Overwrite:
     name = "overwrite"
     equivalence: Equivalence = "BITWISE"
 
-    def options(self, profile: Profile) -> Sequence[Option]:
+    def options(self, step: Step) -> Sequence[Option]:
         """Every activation module all of whose calls find their input dead."""
-        reader = _Reader(profile)
+        if step.profile is None:
+            return []
+        reader = _Reader(step.profile)
         return [
-            Option(self.name, module.path, (), overwriting=operators)
-            for number, module in enumerate(profile.modules)
-            if module.type in TYPES and (operators := reader.overwriting(number))
+            Option(self.name, module.path, calls)
+            for number, module in enumerate(step.modules)
+            if module.type in TYPES and (calls := reader.overwriting(number))
         ]
+
+    def edits(self, step: Step, option: Option) -> Edit:
+        """The first operator of each call writes over its input."""
+        return Edit(overwrites=tuple(span.first for span in option.spans))
 
     def apply(self, roots: Mapping[str, nn.Module], technique: Technique) -> Handle:
         """Set `inplace` on the named modules. Raises `ApplyFailed`, the model as it was."""
-        overwriting = Handles()
-        try:
-            for where in technique.where:
-                overwriting.add(Overwriting(_find(roots, where)))
-        except BaseException:
-            overwriting.revert()
-            raise
-        return overwriting
+        return overwrite_places(roots, technique.where)
 
-
-class Overwriting:
-    """One module that overwrites its input."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module, self._before = module, module.inplace
-        module.inplace = True  # type: ignore[assignment]
-
-    def revert(self) -> None:
-        """Make the module what it was."""
-        self._module.inplace = self._before
+    def export(self) -> Plain:
+        """What sets `inplace` by itself."""
+        return Plain("torchtrim.techniques.overwriting", "overwrite_places")
 
 
 TECHNIQUE = Overwrite()
@@ -84,11 +75,11 @@ class _Reader:
             if profile.modules[call.module].hooked:
                 self._hooked.update((*call.inputs, *call.outputs))
 
-    def overwriting(self, module: int) -> tuple[int, ...]:
-        """The operators of the module's calls, if each may overwrite its input; else ()."""
+    def overwriting(self, module: int) -> tuple[Span, ...]:
+        """The module's calls, if each may overwrite its input; else ()."""
         calls = self._calls[module]
         may = not self._profile.modules[module].hooked and all(map(self._may_overwrite, calls))
-        return tuple(call.first for call in calls) if may else ()
+        return tuple(Span(call.first, call.last) for call in calls) if may else ()
 
     def _may_overwrite(self, call: Call) -> bool:
         """Whether its operator's result has the geometry of the input, which is dead then."""
@@ -117,13 +108,3 @@ class _Reader:
 def _storages(op: Operator) -> set[int]:
     """What it reads and makes; a detached result is one more view of it."""
     return {use.storage for use in (*op.inputs, *op.outputs)} | set(op.mutates)
-
-
-def _find(roots: Mapping[str, nn.Module], where: str) -> nn.Module:
-    module = module_at(roots, where)
-    if type(module).__name__ not in TYPES or not hasattr(module, "inplace"):
-        raise ApplyFailed(
-            f"`{where}` is a {type(module).__name__}, which cannot overwrite its input; "
-            f"{', '.join(sorted(TYPES))} can. Plan again for this model."
-        )
-    return module

@@ -17,7 +17,10 @@ from torchtrim.records.finding import Equivalence
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile
 from torchtrim.rules.positions import Written, replaceable, written_positions
-from torchtrim.techniques.base import Handle, Handles, Option, Span
+from torchtrim.step.edits import Edit
+from torchtrim.step.rerun import rerun
+from torchtrim.step.step import Span, Step
+from torchtrim.techniques.base import Handle, Handles, Option
 from torchtrim.techniques.places import module_at
 
 if TYPE_CHECKING:
@@ -34,12 +37,15 @@ class RelativeAttention:
     name = "relative_attention"
     equivalence: Equivalence = "ROUNDING"
 
-    def options(self, profile: Profile) -> Sequence[Option]:
+    def options(self, step: Step) -> Sequence[Option]:
         """Every known module that writes its positions out, dropout of probabilities apart.
 
         The spans are those that would run again in backward, which is more than does: what they
         predict of memory and time is an upper bound.
         """
+        profile = step.profile
+        if profile is None:
+            return []
         places: dict[str, dict[int, Written]] = {}
         for one in written_positions(profile):
             if profile.operators[one.at].phase == "recompute":
@@ -51,6 +57,10 @@ class RelativeAttention:
             if not any(_draws(profile, span) for span in spans):
                 found.append(Option(self.name, where, spans))
         return found
+
+    def edits(self, step: Step, option: Option) -> Edit | None:
+        """What its attention saved is computed again."""
+        return rerun(step, option.spans)
 
     def apply(self, roots: Mapping[str, nn.Module], technique: Technique) -> Handle:
         """Replace the forward of the named modules."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -20,23 +21,100 @@ from torch.utils.checkpoint import checkpoint
 
 from torchtrim.errors import ApplyFailed
 from torchtrim.techniques.arguments import as_they_are
+from torchtrim.techniques.early_stop import EarlyStop
+from torchtrim.techniques.handles import Handle, Handles
+from torchtrim.techniques.places import module_at
 from torchtrim.techniques.python_state import PythonState
 from torchtrim.techniques.swap import Swapped
 
+_WHERE = re.compile(r"(?P<path>[^\[\]]+)(?:\[(?P<first>\d+):(?P<last>\d+)\])?")
 Range = tuple[int, int]
 
 
-def rerun_whole(module: nn.Module) -> Swapped:
-    """Make a module run again as a whole."""
-    return Swapped(module, functools.partial(_whole, Buffers([module])))
+class Told(Protocol):
+    """Is told of what happens in a part."""
+
+    def failed(self, error: BaseException) -> None:
+        """An exception passes through it."""
+        ...
+
+    def has_run(self) -> None:
+        """It has run, at first or again."""
+        ...
 
 
-def rerun_ranges(chain: nn.Sequential, ranges: Sequence[Range]) -> Swapped:
-    """Make ranges of a Sequential's children run again, each by itself."""
-    return Swapped(chain, functools.partial(_chain, chain, _apart(chain, ranges)))
+class Untold:
+    """Takes no notice."""
+
+    def __init__(self, where: str) -> None: ...
+
+    def failed(self, error: BaseException) -> None:
+        """Nothing is done."""
+
+    def has_run(self) -> None:
+        """Nothing is done."""
 
 
-def _apart(chain: nn.Sequential, ranges: Sequence[Range]) -> list[tuple[Range, Buffers]]:
+Telling = Callable[[str], Told]
+
+
+def rerun_places(
+    roots: Mapping[str, nn.Module], where: Sequence[str], telling: Telling = Untold
+) -> Handle:
+    """Make modules, and ranges of Sequentials, run again, each by itself: those that a plan names."""
+    whole, ranges = _sort(roots, where)
+    swapped, at = Handles(), ""
+    try:
+        for at, module in whole:
+            swapped.add(rerun_whole(module, telling(at)))
+        for at, chain, spans in ranges:
+            apart = _apart(chain, spans, at, telling)
+            swapped.add(Swapped(chain, functools.partial(_chain, chain, apart)))
+    except BaseException as error:
+        telling(at).failed(error)
+        swapped.revert()
+        raise
+    return swapped
+
+
+def rerun_whole(module: nn.Module, told: Told | None = None) -> Swapped:
+    """Make a module run again as a whole. `told` is told of its runs."""
+    return Swapped(module, functools.partial(_whole, Buffers([module], told or Untold(""))))
+
+
+def _sort(
+    roots: Mapping[str, nn.Module], places: Sequence[str]
+) -> tuple[list[tuple[str, nn.Module]], list[tuple[str, nn.Sequential, list[Range]]]]:
+    """Modules that are named whole, and Sequentials with the ranges that are named of them: by path."""
+    whole: list[tuple[str, nn.Module]] = []
+    ranges: dict[int, tuple[str, nn.Sequential, list[Range]]] = {}
+    for where in places:
+        module, span = _find(roots, where)
+        if span is None:
+            whole.append((where, module))
+        elif not isinstance(module, nn.Sequential):
+            raise ApplyFailed(f"`{where}` is a range, and that module is no nn.Sequential.")
+        else:
+            path = where.rpartition("[")[0]
+            ranges.setdefault(id(module), (path, module, []))[2].append(span)
+    return whole, list(ranges.values())
+
+
+def _find(roots: Mapping[str, nn.Module], where: str) -> tuple[nn.Module, Range | None]:
+    match = _WHERE.fullmatch(where)
+    if match is None:
+        raise ApplyFailed(
+            f"cannot read {where!r} as a place. Write a module's path, such as Net.blocks.3, or a "
+            "range of a Sequential, such as Net.layers[2:6]."
+        )
+    module = module_at(roots, match["path"])
+    span = (int(match["first"]), int(match["last"])) if match["first"] else None
+    return module, span
+
+
+def _apart(
+    chain: nn.Sequential, ranges: Sequence[Range], where: str, telling: Telling
+) -> list[tuple[Range, Buffers]]:
     """The ranges in order, each with the buffers of its modules. They must not overlap."""
     position = 0
     apart = []
@@ -46,7 +124,8 @@ def _apart(chain: nn.Sequential, ranges: Sequence[Range]) -> list[tuple[Range, B
                 f"the range [{first}:{last}] overlaps another or leaves a Sequential of {len(chain)}."
             )
         position = last
-        apart.append(((first, last), Buffers(list(chain)[first:last])))
+        told = telling(f"{where}[{first}:{last}]")
+        apart.append(((first, last), Buffers(list(chain)[first:last], told)))
     return apart
 
 
@@ -78,12 +157,14 @@ def _one_by_one(modules: Sequence[nn.Module], value: Any) -> Any:
 def _run(function: Callable[..., Any], buffers: Buffers, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
+    twice = _Twice(function, args, kwargs, buffers.told)
     return checkpoint(
-        _Twice(function, args, kwargs),
+        twice,
         *args,
         use_reentrant=False,
         preserve_rng_state=True,
         context_fn=buffers.contexts,
+        early_stop=twice.early_stop,
     )
 
 
@@ -94,16 +175,29 @@ class _Twice:
     """
 
     def __init__(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        told: Told,
     ) -> None:
+        self._told = told
         self._function = function
         self._now: tuple[Any, Any] | None = (args, kwargs)
         self._then = as_they_are((args, kwargs))
+        self.early_stop: Any = EarlyStop(_Twice.__call__.__code__, self)
 
     def __call__(self, *_: Any) -> Any:
         args, kwargs = self._now or as_they_are(self._then)
         self._now = None
-        return self._function(*args, **kwargs)
+        self.early_stop.begin()
+        try:
+            return self._function(*args, **kwargs)
+        except Exception as error:
+            self._told.failed(error)
+            raise
+        finally:
+            self._told.has_run()
 
 
 Values = dict[tuple[int, str], torch.Tensor]
@@ -130,7 +224,8 @@ class Buffers:
     values: kernels such as BatchNorm's write without telling autograd. Those of norms always count.
     """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], told: Told) -> None:
+        self.told = told
         self._modules = [inner for module in modules for inner in module.modules()]
         self._written: dict[tuple[bool, ...], set[tuple[int, str]]] = {}
 

@@ -10,6 +10,7 @@ import tracemalloc
 
 import pytest
 
+import draws
 from memory.packing.instances import (
     any_instance,
     can_be_below,
@@ -48,7 +49,7 @@ def check(buffers: list[Buffer], packing: Packing, alignment: int = 1) -> None:
 
 @pytest.mark.parametrize("block", range(10))
 def test_ten_thousand_random_instances(block: int) -> None:
-    for number in range(1000 * block, 1000 * (block + 1)):
+    for number in draws.some(range(1000 * block, 1000 * (block + 1))):
         alignment = ALIGNMENTS[number % len(ALIGNMENTS)]
         buffers = any_instance(number, most=12 if number % 5 else 60)
         packing = pack(buffers, alignment=alignment, seconds=0 if number % 4 else None)
@@ -60,7 +61,7 @@ def test_ten_thousand_random_instances(block: int) -> None:
 
 @pytest.mark.parametrize("block", range(5))
 def test_small_ones_are_packed_as_low_as_any_order_packs_them(block: int) -> None:
-    for number in range(300 * block, 300 * (block + 1)):
+    for number in draws.some(range(300 * block, 300 * (block + 1))):
         buffers = any_instance(number, most=6)
         lowest = lowest_height(buffers)
         packing = pack(buffers)
@@ -69,7 +70,7 @@ def test_small_ones_are_packed_as_low_as_any_order_packs_them(block: int) -> Non
 
 @pytest.mark.parametrize("alignment", [2, 8, 4096])
 def test_an_alignment_bounds_and_places(alignment: int) -> None:
-    for number in range(200):
+    for number in draws.some(range(200)):
         buffers = any_instance(number, most=6)
         packing = pack(buffers, alignment=alignment, seconds=0)
         lowest = lowest_height(buffers, alignment)
@@ -88,7 +89,7 @@ def test_an_optimum_above_the_bound_is_proven() -> None:
 
 
 def test_crowded_ones() -> None:
-    for number in range(2000):
+    for number in draws.some(range(2000)):
         buffers = crowded(number)
         packing = pack(buffers)
         check(buffers, packing)

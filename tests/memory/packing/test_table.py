@@ -74,3 +74,11 @@ def test_a_folder_and_a_missing_file(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "missing.csv"):
         with pytest.raises(UnreadableInput, match="cannot read"):
             table.read(path)
+
+
+@pytest.mark.parametrize("size", ["7\x1d", "\x1f7", "7\u2003", "7\u00a0", "\u0667"])
+def test_a_size_among_signs_that_are_no_blanks_names_its_line(tmp_path: Path, size: str) -> None:
+    path = tmp_path / "buffers.csv"
+    path.write_text(f"id,lower,upper,size\na,0,1,{size}\n", encoding="utf-8")
+    with pytest.raises(UnreadableInput, match="line 2: size is"):
+        table.read(path)

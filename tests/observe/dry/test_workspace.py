@@ -12,6 +12,9 @@ from torch.autograd.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtrim.attention import RelativeAttention, get_rpe_config
+from torchtrim.observe.dry import convolution
+from torchtrim.observe.dry import workspace as table
+from torchtrim.observe.dry.machine import Machine
 from torchtrim.observe.dry.run import dry_run
 from torchtrim.observe.dry.workspace import workspace
 from torchtrim.observe.modes import tensors_among
@@ -19,6 +22,7 @@ from torchtrim.observe.modes import tensors_among
 aten = torch.ops.aten
 SLACK = 16_384
 """Bytes that are not told apart: tables of indices, padding of buffers."""
+SAMPLES = 5
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +32,14 @@ def _one_thread() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is told of this machine is measured now."""
+    here = Machine("here", None)
+    for module in (convolution, table):
+        monkeypatch.setattr(module, "machine", lambda: here)
 
 
 def needed(call: Callable[[], Any]) -> tuple[int, Any]:
@@ -61,40 +73,53 @@ def convolved(x: Any, w: Any, args: tuple[Any, ...]) -> None:
     check(aten.convolution_backward.default, gradient, x, w, None, *args, [True, True, False])
 
 
-blocked = pytest.mark.skipif(
-    "AVX512" not in torch.backends.cpu.get_cpu_capability(),
-    reason="blocks of 16 channels are a processor's with AVX-512",
-)
-
-
-@blocked
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("inner", [1, 3, 8, 12, 16, 24, 32])
 @pytest.mark.parametrize("outer", [3, 8, 24, 32])
 def test_convolutions_of_few_channels(inner: int, outer: int, stride: int) -> None:
-    x, w = torch.randn(4, inner, 32, 32), torch.randn(outer, inner, 3, 3)
+    x, w = torch.randn(SAMPLES, inner, 32, 32), torch.randn(outer, inner, 3, 3)
     convolved(x, w, ([stride] * 2, [1, 1], [1, 1], False, [0, 0], 1))
 
 
-@blocked
 @pytest.mark.parametrize(("size", "stride"), [(2, 2), (3, 1), (3, 2), (4, 2)])
 @pytest.mark.parametrize(
     ("inner", "outer"), [(24, 3), (16, 8), (8, 8), (3, 24), (32, 32), (20, 40)]
 )
 def test_transposed_convolutions(inner: int, outer: int, size: int, stride: int) -> None:
-    x, w = torch.randn(4, inner, 32, 32), torch.randn(inner, outer, size, size)
+    x, w = torch.randn(SAMPLES, inner, 32, 32), torch.randn(inner, outer, size, size)
     convolved(x, w, ([stride] * 2, [(size - 1) // 2] * 2, [1, 1], True, [0, 0], 1))
 
 
-@blocked
 @pytest.mark.parametrize("dilation", [2, 4, 12, 18])
 @pytest.mark.parametrize("side", [8, 16, 32])
 def test_dilated_convolutions_on_small_maps(side: int, dilation: int) -> None:
-    x, w = torch.randn(2, 64, side, side), torch.randn(32, 64, 3, 3)
+    x, w = torch.randn(SAMPLES, 64, side, side), torch.randn(32, 64, 3, 3)
     found = [dilation] * 2
-    gradient = torch.randn(2, 32, side, side)
+    gradient = torch.randn(SAMPLES, 32, side, side)
     rest = (None, [1, 1], found, found, False, [0, 0], 1, [True, True, False])
     check(aten.convolution_backward.default, gradient, x, w, *rest)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("inner", "outer", "size"), [(16, 32, 3), (32, 8, 1)])
+def test_convolutions_in_half_precision(
+    inner: int, outer: int, size: int, dtype: torch.dtype
+) -> None:
+    x = torch.randn(SAMPLES, inner, 12, 12, dtype=dtype)
+    w = torch.randn(outer, inner, size, size, dtype=dtype)
+    around = [size // 2] * 2
+    check(aten.convolution.default, x, w, None, [1, 1], around, [1, 1], False, [0, 0], 1)
+    gradient = torch.randn(SAMPLES, outer, 12, 12, dtype=dtype)
+    rest = (None, [1, 1], around, [1, 1], False, [0, 0], 1, [True, True, False])
+    check(aten.convolution_backward.default, gradient, x, w, *rest)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("rows", "columns"), [(64, 96), (400, 700)])
+def test_products(rows: int, columns: int, dtype: torch.dtype) -> None:
+    x, w = torch.randn(rows, columns, dtype=dtype), torch.randn(columns, 80, dtype=dtype)
+    check(aten.mm.default, x, w)
+    check(aten.addmm.default, torch.randn(80, dtype=dtype), x, w)
 
 
 LOSSES = (F.mse_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy_with_logits)

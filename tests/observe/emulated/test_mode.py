@@ -37,6 +37,9 @@ MIXED: dict[str, Callable[[], Any]] = {
     "scatter": lambda: on(3).scatter_(0, torch.tensor([0]), 1.0),
     "mask of the device": lambda: torch.zeros(3)[on(3) > 0],
     "index of the device": lambda: torch.zeros(3)[torch.tensor([0], device="cuda")],
+    "a number assigned by an index of the device": lambda: torch.zeros(3).__setitem__(
+        torch.tensor([0], device="cuda"), 1.0
+    ),
     "assigned rows of the host": lambda: on(3).__setitem__(torch.tensor([0, 1]), torch.ones(2)),
     "masked_fill": lambda: on(3).masked_fill(torch.tensor([True, False, True]), 0.0),
     "out": lambda: torch.add(on(3), 1, out=torch.empty(3)),
@@ -48,6 +51,15 @@ MIXED: dict[str, Callable[[], Any]] = {
     ),
     "einsum": lambda: torch.einsum("i,i->", on(3), torch.ones(3)),
 }
+
+
+@pytest.mark.parametrize(
+    "where", [torch.tensor([0, 2]), torch.tensor([True, False, True]), [0, 2]], ids=repr
+)
+def test_a_number_is_assigned_where_an_index_of_the_host_says(where: object) -> None:
+    x = on(3)
+    x[where] = 7.0
+    assert x.tolist() == [7.0, 1.0, 7.0]
 
 
 @pytest.mark.parametrize("name", MIXED)

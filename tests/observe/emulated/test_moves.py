@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import draws
 from torchtrim.observe.emulated import Emulation
 from torchtrim.observe.emulated.moves import is_cuda
 
@@ -139,7 +140,7 @@ def test_to_meta_and_back() -> None:
 
 @settings(
     deadline=None,
-    max_examples=60,
+    max_examples=draws.count(60),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import draws
 from recordings import Recording, training
 from torchtrim.errors import TorchtrimError, UnreadableInput, Unsupported
 from torchtrim.observe.trace import read_trace
@@ -108,7 +109,7 @@ _FIELDS = ("ph", "cat", "name", "pid", "tid", "ts", "dur", "args", "id")
 _ARGS = ("correlation", "stream", "device", "Sequence number", "Fwd thread id", "Call stack")
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=draws.count(150), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.lists(st.tuples(st.integers(0, 60), st.sampled_from(_FIELDS), _JUNK), max_size=6),
     st.lists(st.tuples(st.integers(0, 60), st.sampled_from(_ARGS), _JUNK), max_size=6),

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+import draws
 from torchtrim.records.trace_events import Trace
 from torchtrim.sync.replay.engine import replay
 from torchtrim.sync.replay.program import Activity, Does, Program, Step
@@ -127,7 +128,7 @@ _STREAMS = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=draws.count(150), deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(_STEPS, min_size=12, max_size=40), st.booleans())
 def test_any_program(tmp_path: Path, steps: list[object], engine: bool) -> None:
     """Spans with and without any of the waits, of random programs on one stream, a thread or two."""
@@ -140,7 +141,7 @@ def test_any_program(tmp_path: Path, steps: list[object], engine: bool) -> None:
     check(program, tmp_path)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=draws.count(150), deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(_STREAMS, min_size=12, max_size=40))
 def test_any_program_on_two_streams(tmp_path: Path, steps: list[object]) -> None:
     assume(any(isinstance(one, Read) for one in steps))

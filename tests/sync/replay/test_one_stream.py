@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import draws
 from torchtrim.sync.replay.bound import bound
 from torchtrim.sync.replay.engine import Replayed, replay
 from torchtrim.sync.replay.one_stream import OneStream
@@ -55,7 +56,7 @@ def same(one: Replayed, other: Replayed) -> None:
     assert one.waited == pytest.approx(other.waited)
 
 
-@settings(max_examples=300)
+@settings(max_examples=draws.count(300))
 @given(PROGRAMS, st.sets(st.integers(0, 3)))
 def test_a_replay_is_that_of_every_operator_for_itself(drawn: list, without: set[int]) -> None:
     for host, device in ((1.0, 1.0), (0.0, 1.0), (1.0, 0.0), (0.5, 2.0)):
@@ -65,7 +66,7 @@ def test_a_replay_is_that_of_every_operator_for_itself(drawn: list, without: set
         )
 
 
-@settings(max_examples=100)
+@settings(max_examples=draws.count(100))
 @given(PROGRAMS)
 def test_prices_and_the_verdict_are_the_same(drawn: list) -> None:
     found, expected = (price(program, range(4)) for program in (short(drawn), long(drawn)))
@@ -79,7 +80,7 @@ def test_prices_and_the_verdict_are_the_same(drawn: list) -> None:
     assert len(verdicts) == 1
 
 
-@settings(max_examples=100)
+@settings(max_examples=draws.count(100))
 @given(PROGRAMS)
 def test_the_moments_are_those_of_the_replay(drawn: list) -> None:
     program = short(drawn)

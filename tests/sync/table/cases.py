@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sync.table.asked import Asked, schema_defaults
+from torchtrim.sync.table.lookup import holds, row
 
 Case = tuple[Asked, int]
 
@@ -32,6 +33,11 @@ STRIDED = torch.ones(4, 6)[:, ::2]
 def ask(operator: str, *device: Tensor, pinned: tuple[Tensor, ...] = (), **args: Any) -> Asked:
     """An operator with these arguments, the others as its schema has them."""
     return Asked(operator, {**schema_defaults(operator), **args}, device, pinned)
+
+
+def exists(operator: str) -> bool:
+    """Whether this torch has the operator."""
+    return hasattr(torch.ops.aten, operator.removeprefix("aten::").partition(".")[0])
 
 
 def copied(source: Tensor, *device: Tensor, to: str, **more: Any) -> Asked:
@@ -159,7 +165,7 @@ def _algebra() -> dict[str, list[Case]]:
             (ask("aten::linalg_inv_ex", SQUARE, A=SQUARE), 0),
             (ask("aten::linalg_cholesky_ex", SQUARE, self=SQUARE, check_errors=True), 1),
         ],
-        "cholesky": once("aten::cholesky", "self"),
+        **({"cholesky": once("aten::cholesky", "self")} if exists("aten::cholesky") else {}),
         "eigh": once("aten::_linalg_eigh", "A"),
         "svd": [
             (ask("aten::_linalg_svd", SQUARE, A=SQUARE), 2),
@@ -339,6 +345,11 @@ def _uploads() -> dict[str, list[Case]]:
             (put([MASK], HOST, X, HOST), 0),
             (put([ROWS3], HOST, X, HOST, ROWS3), 0),
         ],
+        "host-index-fill": [
+            (ask("aten::index_fill_.int_Scalar", X, self=X, index=ROWS3), 1),
+            (ask("aten::index_fill_.int_Scalar", X, ROWS3, self=X, index=ROWS3), 0),
+            (ask("aten::index_fill_.int_Scalar", self=X, index=ROWS3), 0),
+        ],
         "assigned-number": [
             (put([ROWS3], SCALAR, X, ROWS3), 1),
             (put([MASK], SCALAR, X), 1),
@@ -394,4 +405,9 @@ _FAMILIES: tuple[Callable[[], dict[str, list[Case]]], ...] = (
     _uploads,
 )
 
-CASES = {name: cases for family in _FAMILIES for name, cases in family().items()}
+CASES = {
+    name: cases
+    for family in _FAMILIES
+    for name, cases in family().items()
+    if holds(row(name), str(torch.__version__))
+}

@@ -1,5 +1,7 @@
 """Operators write to given places: every bit as they give by themselves, in place too."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -75,6 +77,7 @@ CASES = {
 }
 
 
+@functools.cache
 def captured_of(name: str) -> tuple[Captured, tuple[Tensor, ...], Tensor]:
     function, inputs = CASES[name]
     model = Call(function).eval()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+from torchtrim.memory.curve import bytes_over_time
 from torchtrim.memory.network.graph import Graph, bytes_alive, home_lives, homes_of, lives_of
 
 _AS_GOOD = 1.02
@@ -49,15 +50,15 @@ def crossing(graph: Graph, order: Sequence[int], at: int) -> list[int]:
 
 def _carried(graph: Graph, order: Sequence[int]) -> list[int]:
     """Bytes over each cut."""
-    lives = lives_of(graph, order)
-    steps = [0] * (len(order) + 2)
-    for buffer, (birth, death) in enumerate(zip(*lives, strict=True)):
-        if birth >= 0:
-            end = len(order) + 1 if buffer in graph.results else death
-            if end > birth + 1:
-                steps[birth + 1] += graph.sizes[buffer]
-                steps[end] -= graph.sizes[buffer]
-    return list(accumulate(steps))[:-1]
+    past = len(order) + 1
+    return bytes_over_time(
+        past,
+        (
+            (graph.sizes[buffer], birth + 1, past if buffer in graph.results else death)
+            for buffer, (birth, death) in enumerate(zip(*lives_of(graph, order), strict=True))
+            if birth >= 0
+        ),
+    )
 
 
 def _rest(graph: Graph, order: Sequence[int]) -> list[int]:

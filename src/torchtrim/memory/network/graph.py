@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import add
 from typing import NamedTuple
+
+from torchtrim.memory.curve import bytes_over_time
 
 
 class Node(NamedTuple):
@@ -81,17 +84,11 @@ def bytes_alive(
 
     `written`: operators write to given places, otherwise they allocate.
     """
-    lives = lives_of(graph, order)
-    steps = [0] * (len(order) + 1)
-    for first, last, size in home_lives(graph, lives, homes).values():
-        steps[first] += size
-        steps[last] -= size
-    alive, running = [], 0
-    for position, number in enumerate(order):
-        running += steps[position]
-        node = graph.nodes[number]
-        alive.append(running + (node.workspace if written and node.writes else node.own))
-    return alive
+    spans = home_lives(graph, lives_of(graph, order), homes).values()
+    alive = bytes_over_time(len(order), ((size, first, last) for first, last, size in spans))
+    nodes = (graph.nodes[number] for number in order)
+    own = (node.workspace if written and node.writes else node.own for node in nodes)
+    return list(map(add, alive, own))
 
 
 def home_lives(graph: Graph, lives: Lives, homes: Sequence[int]) -> dict[int, tuple[int, int, int]]:

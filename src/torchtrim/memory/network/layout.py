@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
+from torchtrim.memory.curve import bytes_over_time
 from torchtrim.memory.network.graph import Graph, bytes_alive, home_lives, homes_of, lives_of
 from torchtrim.memory.network.ordering import best_order
 from torchtrim.memory.packing import Buffer, pack
@@ -87,12 +87,8 @@ def _apart(
     inside: frozenset[int],
 ) -> list[int]:
     """Bytes outside of the arena while each operator runs."""
-    steps = [0] * (len(order) + 1)
-    for home, (first, last, size) in spans.items():
-        if home not in inside:
-            steps[first] += size
-            steps[last] -= size
-    return list(accumulate(steps))[:-1]
+    outside = ((size, a, b) for home, (a, b, size) in spans.items() if home not in inside)
+    return bytes_over_time(len(order), outside)
 
 
 def _workspace(graph: Graph, number: int, homes: Sequence[int], inside: frozenset[int]) -> int:

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from types import FunctionType, ModuleType
 from typing import Any
 
+from torchtrim.caches import compiler
 from torchtrim.memory.packing import greedy, search
 
 _CHOICES, _TRAIL = 64, 256
@@ -77,7 +78,7 @@ def compiled() -> Engine:
 
 def _compile(module: ModuleType, only: tuple[str, ...] | None = None) -> dict[str, Any]:
     """The module's functions, each compiled and calling the others' compiled ones."""
-    jit = import_module("numba").njit(cache=True, nogil=True)
+    jit = compiler(nogil=True)
     names = dict(vars(module))
     for name, value in vars(module).items():
         if isinstance(value, FunctionType) and (only is None or name in only):

@@ -120,11 +120,12 @@ def _buffer(row: Sequence[str], width: int, places: Mapping[str, int], where: st
 
 
 def _whole(text: str, column: str, where: str) -> int:
-    if _WHOLE.fullmatch(text.strip()) is None:
+    number = text.strip(" \t")
+    if _WHOLE.fullmatch(number) is None:
         raise UnreadableInput(
             f"{where}: {column} is {_short(text)}; a whole number is needed, such as 4096."
         )
-    return int(text)
+    return int(number)
 
 
 def _short(text: str) -> str:

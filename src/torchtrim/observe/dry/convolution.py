@@ -5,7 +5,7 @@ inputs, weights and results are copied, one after the other, and results are cop
 are alive at once follows pytorch/pytorch, aten/src/ATen/native/mkldnn/Conv.cpp, and intel/ideep,
 include/ideep/operators/conv.hpp; when oneDNN is chosen, aten/src/ATen/native/Convolution.cpp
 (`ConvParams::use_mkldnn`). What oneDNN's own implementations add was measured with torch 2.13 on a
-processor with AVX-512, for 200 shapes forward and backward.
+processor with AVX-512, for 200 shapes forward and backward; `machine` corrects it on others.
 """
 
 from __future__ import annotations
@@ -15,12 +15,17 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchtrim.observe.dry.machine import Call, Try, machine, needed, zeros
+
 _NARROW = 16
 _WIDE_KERNEL = 15
 _LONG_ROW, _FAR = 32, 8
 _UNFOLDED = 811_008
 _MANY_ELEMENTS = 20480
 _HALF_SCRATCH = 14_000
+_MANY_POINTS = 16
+_MOST_WORK, _MOST_WORK_OF_HALVES = 2**28, 2**24
+
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -58,7 +63,65 @@ class _Case(NamedTuple):
 
 def forward(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Workspace of `aten::convolution`."""
-    case = _case(args[0], args[1], tuple(result.shape), args[3], args[5], args[6], args[8])
+    x, w, bias = args[:3]
+    case = _case(x, w, tuple(result.shape), args[3], args[5], args[6], args[8])
+    if case.x[0] < 1:
+        return 0
+
+    def attempt(samples: int) -> int:
+        given = (zeros(x, samples), zeros(w), None if bias is None else zeros(bias), *args[3:])
+        return needed(lambda: torch.ops.aten.convolution.default(*given))
+
+    return _on_this_machine(
+        case,
+        ("forward", bias is not None, _layout(x), _layout(w), *args[3:]),
+        lambda samples: _forward(_with(case, samples), summed=bias is not None),
+        attempt,
+    )
+
+
+def backward(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Workspace of `aten::convolution_backward`: of both gradients, one after the other."""
+    gradient, x, w, _, stride, _, dilation, transposed, _, groups, wanted = args
+    case = _case(x, w, tuple(gradient.shape), stride, dilation, transposed, groups)
+    if case.x[0] < 1:
+        return 0
+    copied = 0 if gradient.is_contiguous() else gradient.nbytes // case.x[0]
+
+    def attempt(samples: int) -> int:
+        given = (zeros(gradient, samples), zeros(x, samples), zeros(w), *args[3:])
+        return needed(lambda: torch.ops.aten.convolution_backward.default(*given))
+
+    return _on_this_machine(
+        case,
+        ("backward", *map(_layout, (gradient, x, w)), *args[3:]),
+        lambda samples: _backward(_with(case, samples), copied * samples, wanted),
+        attempt,
+    )
+
+
+def _on_this_machine(case: _Case, told: Any, formula: Try, attempt: Try) -> int:
+    threads = torch.get_num_threads()
+    name = f"convolution {case._replace(x=case.x[1:], y=case.y[1:])} {told} {threads}"
+    of_sample = math.prod(case.x[1:]) + math.prod(case.y[1:])
+    small = case.x if case.transposed else case.y
+    work = max(math.prod(small[1:]) * math.prod(case.w[1:]), of_sample, 1)
+    most = (_MOST_WORK_OF_HALVES if case.dtype in _HALVES else _MOST_WORK) // work
+    few = _MANY_POINTS if case.x[0] >= _MANY_POINTS and _is_point(case) else 2
+    call = Call(name, formula, attempt, of_sample * case.dtype.itemsize, most, few)
+    return machine().needs(call, case.x[0])
+
+
+def _with(case: _Case, samples: int) -> _Case:
+    return case._replace(x=(samples, *case.x[1:]), y=(samples, *case.y[1:]))
+
+
+def _layout(tensor: Any) -> tuple[int, ...]:
+    """The order and gaps in which it lies, whatever the number of samples."""
+    return tuple(tensor.stride())
+
+
+def _forward(case: _Case, *, summed: bool) -> int:
     if not _uses_onednn(case):
         whole = case.transposed or case.strided or not _is_point(case)
         return _columns(case) * case.x[0] if whole else 0
@@ -66,25 +129,22 @@ def forward(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     if case.channels_last:
         return at.w * (1 if case.weight_last else 2)
     if case.transposed:
-        return _transposed(case, at, summed=args[2] is not None)
+        return _transposed(case, at, summed=summed)
     return _plain(case, at)
 
 
-def backward(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Workspace of `aten::convolution_backward`: of both gradients, one after the other."""
-    gradient, x, w, _, stride, _, dilation, transposed, _, groups, wanted = args
-    case = _case(x, w, tuple(gradient.shape), stride, dilation, transposed, groups)
+def _backward(case: _Case, copied: int, wanted: Any) -> int:
     if not _uses_onednn(case):
         return 0 if _is_point(case) and not case.strided else _columns(case) * case.x[0]
     if case.channels_last:
         return _backward_last(case, _sizes(case))
+    transposed = case.transposed
     if transposed:
         case = case._replace(x=case.y, y=case.x, transposed=False)
     at = _sizes(case)
     of_input = 0
     if wanted[0]:
         of_input = _plain(case, at) if transposed else _of_input(case, at)
-    copied = 0 if gradient.is_contiguous() else gradient.nbytes
     if not wanted[1]:
         return copied + of_input
     return copied + max(of_input - at.w, _of_weight(case, at))
@@ -201,7 +261,7 @@ def _uses_onednn(case: _Case) -> bool:
     if case.dtype is not torch.float32:
         return False
     wide = math.prod(case.w[2:]) > 1 or case.strided or case.dilated
-    if not (wide or case.x[0] >= 16 or torch.get_num_threads() > 1):
+    if not (wide or case.x[0] >= _MANY_POINTS or torch.get_num_threads() > 1):
         return False
     return (
         case.groups > 1

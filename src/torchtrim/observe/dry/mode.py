@@ -23,6 +23,7 @@ from torchtrim.errors import Unsupported
 from torchtrim.observe.dry.blank import blanks
 from torchtrim.observe.dry.bounds import BOUNDS, UNTOUCHED
 from torchtrim.observe.dry.guesses import Guesses
+from torchtrim.observe.dry.machine import machine
 from torchtrim.observe.dry.oracle import Geometry, is_small, made_by, oracle
 from torchtrim.observe.dry.workspace import workspace
 from torchtrim.observe.modes import has_own_dispatch, is_composite, run_parts, tensors_among
@@ -33,6 +34,12 @@ _NOT_TOLD = (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
     NotImplementedError,
+)
+
+
+_UNTRIED = (
+    "scratch is counted as on a processor with AVX-512: the call is too large to be tried here, "
+    "or the program's own profiler runs"
 )
 
 
@@ -125,6 +132,8 @@ class Dry(TorchDispatchMode):  # type: ignore[no-untyped-call]
         every = all(map(self.knows, tensors))
         result = (known.bound or Dry.general)(self, func, args, kwargs, every)
         self.need(workspace(func, args, kwargs, result))
+        if machine().take_untried():
+            self.guesses.add(_UNTRIED)
         return result
 
     def general(self, func: Any, args: Any, kwargs: dict[str, Any], known: bool) -> Any:

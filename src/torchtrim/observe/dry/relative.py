@@ -10,8 +10,6 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from torchtrim.attention.buckets import parsed
-
 _SHORT = 100
 _SCORES = 2**17
 _BLOCKS = 2 * 4 * (_SCORES + 124)
@@ -64,6 +62,8 @@ def _is_short(call: Any) -> bool:
 
 def _skips(call: Any) -> bool:
     """Whether tokens stand in front of the grid, which are joined with what is turned."""
+    from torchtrim.attention.buckets import parsed
+
     return bool(parsed(call[_BUCKETS]).skip)
 
 

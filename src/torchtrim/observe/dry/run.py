@@ -10,8 +10,10 @@ from collections.abc import Iterator, Sized
 from typing import Any
 
 import torch
+from torch.autograd import profiler
 from torch.utils.data import DataLoader
 
+from torchtrim.observe.dry.machine import machine
 from torchtrim.observe.dry.mode import Dry
 from torchtrim.observe.emulated.patches import Patches
 from torchtrim.observe.modes import enter_below, leave
@@ -41,6 +43,7 @@ def dry_run(project: str, *, owned_only: bool, batch_size: int | None = None) ->
     _patch_compile(patches, dry)
     _patch_files(patches, dry)
     _patch_loaders(patches, dry, batch_size)
+    _patch_profilers(patches)
     _running.append(dry)
     enter_below(dry)
     try:
@@ -49,6 +52,7 @@ def dry_run(project: str, *, owned_only: bool, batch_size: int | None = None) ->
         leave(dry)
         _running.remove(dry)
         patches.undo()
+        machine().save()
 
 
 def _patch_storages(patches: Patches, dry: Dry) -> None:
@@ -74,6 +78,19 @@ def _patch_compile(patches: Patches, dry: Dry) -> None:
     if "torch._dynamo" in sys.modules:
         stance = torch.compiler.set_stance("force_eager")
         patches.on_undo(stance.__exit__, None, None, None)
+
+
+def _patch_profilers(patches: Patches) -> None:
+    """From where the program prepares a profiler on, none is started to try calls of operators."""
+    prepare: Any = profiler.profile._prepare_trace
+    machine().may_try(None)
+    patches.on_undo(machine().may_try, None)
+
+    def prepare_theirs(theirs: Any) -> None:
+        machine().may_try(False)
+        prepare(theirs)
+
+    patches.replace(profiler.profile, "_prepare_trace", prepare_theirs)
 
 
 def _patch_files(patches: Patches, dry: Dry) -> None:

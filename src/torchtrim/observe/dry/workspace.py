@@ -12,10 +12,17 @@ from typing import Any
 import torch
 
 from torchtrim.observe.dry import attention, convolution, recurrent, relative
+from torchtrim.observe.dry.machine import machine, needed
 from torchtrim.observe.modes import tensors_among
 
 Workspace = Callable[[Any, Any, Any, Any], int]
 _HALF_GEMM = 198_272
+"""With bfloat16 on a processor with AVX-512, a thread."""
+_LARGE = 512
+_ONEDNN_COMPUTES: dict[torch.dtype, Callable[[], bool]] = {
+    torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+    torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+}
 
 
 def workspace(func: Any, args: Any, kwargs: Any, result: Any) -> int:
@@ -107,13 +114,28 @@ def _of_logits(func: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 
 def _gemm(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """In half precision oneDNN packs the matrices by blocks, and the first as a whole where transposed."""
+    """In half precision oneDNN packs the matrices by blocks, and the first as a whole where transposed.
+
+    Where the processor has no instructions for it, torch's own loops compute, and pack nothing.
+    """
     matrix = args[1] if func.name().startswith(("aten::addmm", "aten::baddbmm")) else args[0]
-    if matrix.dtype is not torch.bfloat16:
+    if matrix.dtype not in _ONEDNN_COMPUTES or not _ONEDNN_COMPUTES[matrix.dtype]():
         return 0
     whole = sum(tensor.nbytes for tensor in tensors_among(args)) + result.nbytes
-    blocks = min(_HALF_GEMM * torch.get_num_threads(), 2 * whole)
+    blocks = min(_blocks_of(matrix.dtype), 2 * whole)
     return int(blocks if matrix.stride(-1) == 1 else blocks + matrix.nbytes)
+
+
+def _blocks_of(dtype: torch.dtype) -> int:
+    """What a product of large matrices packs at a time, on all threads."""
+    threads = torch.get_num_threads()
+
+    def attempt() -> int:
+        square = torch.zeros(_LARGE, _LARGE, dtype=dtype)
+        return needed(lambda: torch.mm(square, square))
+
+    found = machine().once(f"blocks of mm {dtype} {threads}", attempt)
+    return _HALF_GEMM * threads if found is None else found
 
 
 _TABLE: dict[str, Workspace] = {

@@ -16,6 +16,7 @@ from torchtrim.errors import Unsupported
 from torchtrim.observe.emulated.tags import HOST, Tags
 from torchtrim.observe.modes import has_own_dispatch, is_composite, run_parts, tensors_among
 from torchtrim.observe.storages import PLAIN
+from torchtrim.sync.table.lookup import holds, row
 
 _MEETS_HOST = frozenset(
     (
@@ -40,6 +41,12 @@ _MEETS_HOST = frozenset(
         "aten::_resize_output_",
     )
 )
+_FILLS = frozenset(
+    ("aten::index_fill_", "aten::masked_fill_")
+    if holds(row("host-index-fill"), str(torch.__version__))
+    else ()
+)
+"""What `x[i] = 3.0` runs from torch 2.15 on. Where `i` is the host's, a GPU moves it there first."""
 _TAKES_NUMBERS = frozenset(
     ("aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::masked_fill")
 )
@@ -65,6 +72,7 @@ class _Known(NamedTuple):
     own_target: bool
     takes_numbers: bool
     indexes: bool
+    fills: bool
     counts_on_host: bool
     takes_lists: bool
     parts: Any
@@ -251,10 +259,11 @@ class Accelerator(TorchDispatchMode):
         name = func.name().partition(".")[0]
         known = self._known[id(func)] = _Known(
             name == "aten::_to_copy",
-            name in _MEETS_HOST,
+            name in _MEETS_HOST or name in _FILLS,
             name in _OWN_TARGET,
             name in _TAKES_NUMBERS,
             name in _INDEXES,
+            name in _FILLS,
             name == "aten::_pack_padded_sequence",
             name.startswith(("aten::_foreach_", "aten::_fused_")),
             self.parts_of(func),
@@ -264,6 +273,8 @@ class Accelerator(TorchDispatchMode):
 
 def _is_indexed(known: _Known, tensor: torch.Tensor, args: Any) -> bool:
     """Whether an operator indexes the tensor, or assigns it, rather than index by it."""
+    if known.fills:
+        return bool(tensor is args[0])
     return known.indexes and any(tensor is argument for argument in args)
 
 

@@ -40,7 +40,10 @@ class Tags:
         self._on_free = self._freed
 
     def on_device(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor lies on the emulated device."""
+        """Whether the tensor lies on the emulated device; what stands for one, where it is made from."""
+        made_from = getattr(type(tensor), "made_from", None)
+        if made_from is not None:
+            return self.on_device(made_from(tensor))
         try:
             return tensor.untyped_storage()._cdata in self._device
         except _NO_STORAGE:

@@ -25,18 +25,23 @@ def patch_properties(patches: Patches, tags: Tags) -> None:
     own_device = Tensor.device.__get__
     own_cpu = Tensor.is_cpu.__get__
     own_number = Tensor.get_device
-    patches.replace(
-        Tensor,
-        "device",
-        property(lambda self: DEVICE if tags.on_device(self) else own_device(self)),
-    )
-    patches.replace(Tensor, "is_cuda", property(tags.on_device))
-    patches.replace(
-        Tensor, "is_cpu", property(lambda self: not tags.on_device(self) and own_cpu(self))
-    )
-    patches.replace(
-        Tensor, "get_device", lambda self: 0 if tags.on_device(self) else own_number(self)
-    )
+
+    # A subclass is told of a property by the name of its getter.
+    def device(self: Any) -> Any:
+        return DEVICE if tags.on_device(self) else own_device(self)
+
+    def is_cuda(self: Any) -> bool:
+        return tags.on_device(self)
+
+    def is_cpu(self: Any) -> Any:
+        return not tags.on_device(self) and own_cpu(self)
+
+    def get_device(self: Any) -> Any:
+        return 0 if tags.on_device(self) else own_number(self)
+
+    for getter in (device, is_cuda, is_cpu):
+        patches.replace(Tensor, getter.__name__, property(getter))
+    patches.replace(Tensor, "get_device", get_device)
     own_get_device = torch.get_device
     patches.replace(
         torch, "get_device", lambda input: 0 if tags.on_device(input) else own_get_device(input)

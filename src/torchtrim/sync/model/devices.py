@@ -19,8 +19,9 @@ class Device:
     `flops` has dense rates, `tf32` apart from `float32` because PyTorch does not use it by default for
     matrix products. `link` is the bandwidth to the host in one direction. `launch` is the time in
     seconds from the call of a launch to the start of the kernel on an idle stream, and `call` what the
-    call keeps the host; both are medians of a trace, which `measured_on` names. `source` is where the
-    rates stand.
+    call keeps the host; both are medians of a trace, which `measured_on` names. `floor` is the time in
+    seconds that the smallest kernels take: a tenth of those in that trace take no longer. `source` is
+    where the rates are from.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Device:
     link: float
     launch: float
     call: float
+    floor: float
     source: str
     measured_on: str
 
@@ -54,16 +56,19 @@ _GEN3, _GEN4, _GEN5 = 15.75e9, 31.5e9, 63.0e9
 _AMPERE: Mapping[str, float | str] = {
     "launch": 8.0e-6,
     "call": 6.0e-6,
+    "floor": 3.0e-6,
     "measured_on": f"{_TRACES}/trace_diff/control",
 }
 _VOLTA: Mapping[str, float | str] = {
     "launch": 11.0e-6,
     "call": 9.0e-6,
+    "floor": 1.0e-6,
     "measured_on": f"{_KINETO}/resnet50_num_workers_0",
 }
 _HOPPER: Mapping[str, float | str] = {
     "launch": 6.8e-6,
     "call": 3.3e-6,
+    "floor": 2.2e-6,
     "measured_on": f"{_LENS}/h100",
 }
 
@@ -83,6 +88,7 @@ def _device(
         link=link,
         launch=float(latencies["launch"]),
         call=float(latencies["call"]),
+        floor=float(latencies["floor"]),
         source=source,
         measured_on=str(latencies["measured_on"]),
     )
@@ -166,7 +172,7 @@ _ALL = (
         _flops(2250, 80, 40, 1100),
         8000e9,
         _GEN5,
-        {"launch": 10.1e-6, "call": 6.9e-6, "measured_on": f"{_LENS}/b200"},
+        {"launch": 10.1e-6, "call": 6.9e-6, "floor": 2.8e-6, "measured_on": f"{_LENS}/b200"},
         "https://glennklockwood.com/garden/processors/B200",
     ),
     _device(
@@ -174,7 +180,7 @@ _ALL = (
         _flops(1307.4, 163.4, 81.7, 653.7),
         5300e9,
         _GEN5,
-        {"launch": 24.0e-6, "call": 4.2e-6, "measured_on": f"{_LENS}/mi300"},
+        {"launch": 24.0e-6, "call": 4.2e-6, "floor": 4.5e-6, "measured_on": f"{_LENS}/mi300"},
         "https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html",
     ),
 )

@@ -2,7 +2,8 @@
 
 The roofline of Williams, Waterman and Patterson (CACM 52(4), 2009): an operator takes as long as its
 arithmetic at the device's peak rate or its memory traffic at the peak bandwidth, whichever is longer.
-Real kernels reach a part of either, so this is a lower bound; it is marked `modelled` wherever shown.
+Real kernels reach a part of either, so this is a lower bound; it is marked `modelled` wherever shown. No
+kernel is quicker than the smallest ones that the device's trace has.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def _seconds(op: Operator, there: Sequence[bool], device: Device) -> float:
     if name in _COPIES and len(on_device) < len(uses):
         return largest / device.link
     dtype = on_device[sizes.index(largest)].dtype
-    return max(sum(sizes) / device.bandwidth, flops(op) / device.peak(dtype))
+    work = max(sum(sizes) / device.bandwidth, flops(op) / device.peak(dtype))
+    return max(work, device.floor)
 
 
 def base_name(op: Operator) -> str:

@@ -76,6 +76,7 @@ CHOLESKY = Row(
     waits=filled("self"),
     evidence=(native(_SOURCE, 1790, "checks for errors"),),
     advice="`torch.linalg.cholesky_ex`.",
+    until="2.14",
 )
 
 EIGH = Row(

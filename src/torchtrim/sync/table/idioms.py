@@ -197,7 +197,7 @@ WAITING = (
     Idiom(
         what="`torch.combinations`",
         rows=("masked-select",),
-        times="once for each of `r`",
+        times="once for each of `r`, before 2.14",
         evidence=native("Itertools.cpp", 70, "selects from each grid"),
     ),
     _meets("the backward of `prod()`", "nonzero", "once", _MANUAL, 875, "looks for zeros"),

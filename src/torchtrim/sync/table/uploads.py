@@ -7,7 +7,7 @@ from typing import Any
 from torchtrim.sync.table.asks import device, each_device, is_mask, is_tensor, on_device, on_host
 from torchtrim.sync.table.base import Ask, Row
 from torchtrim.sync.table.shapes import INDEX, INDEX_PUT, is_masked_fill
-from torchtrim.sync.table.sources import native
+from torchtrim.sync.table.sources import native, since_2_15
 
 
 def _host_indices(ask: Ask, *, masks: bool) -> int:
@@ -26,6 +26,11 @@ def _read_indices(ask: Ask) -> int:
 
 def _assigned_indices(ask: Ask) -> int:
     return _host_indices(ask, masks=bool(ask.args.get("accumulate")))
+
+
+def _filled_index(ask: Ask) -> int:
+    index: Any = ask.args["index"]
+    return int(on_device(ask, ask.args["self"]) and on_host(ask, index) and index.numel() > 0)
 
 
 def _assigned_value(ask: Ask) -> int:
@@ -87,14 +92,33 @@ HOST_INDEX_ASSIGN = Row(
     advice="Keep the index on the device.",
 )
 
+HOST_INDEX_FILL = Row(
+    name="host-index-fill",
+    code="TT103",
+    what="A Python number is assigned to positions on the host, `x[[0, 2]] = 3.0`, since 2.15",
+    when="the tensor is on the device and the positions are not",
+    operators=("aten::index_fill_.int_Scalar",),
+    waits=_filled_index,
+    evidence=(
+        native("IndexingUtils.h", 61, "the index is moved, blocking"),
+        since_2_15(751, "the number itself is no longer moved: what is indexed is filled"),
+    ),
+    advice="Keep the index on the device.",
+    since="2.15",
+)
+
 ASSIGNED_VALUE = Row(
     name="assigned-number",
     code="TT103",
     what="`x[positions] = 3.0`",
-    when="the value is a number, or a 0-dim tensor of the host, and the index is not one mask alone",
+    when="the value is a 0-dim tensor of the host, or before 2.15 a number, and the index is not one mask "
+    "alone",
     operators=INDEX_PUT,
     waits=_assigned_value,
-    evidence=(native("TensorAdvancedIndexing.cpp", 981, "the number is moved, blocking"),),
+    evidence=(
+        native("TensorAdvancedIndexing.cpp", 981, "the number is moved, blocking"),
+        since_2_15(478, "a Python number is made on the device, which is free"),
+    ),
     advice="`x.index_fill_(dim, positions, 3.0)`, or a value that is on the device.",
 )
 
@@ -197,6 +221,7 @@ GATHERED_STATISTICS = Row(
 ROWS = (
     HOST_INDEX,
     HOST_INDEX_ASSIGN,
+    HOST_INDEX_FILL,
     ASSIGNED_VALUE,
     WHERE,
     BERNOULLI,

@@ -1,0 +1,158 @@
+"""How long the verbs take on whole scripts, beside the script alone: seconds of a person's time.
+
+    python -m bench.verbs [NAME...] [--rounds N] [--json]
+
+Each verb is the command line in a new process, in an empty folder, on a copy of the script. The rounds are
+interleaved. `script` is one that trains for about six seconds on two cores. The demo is segmentation and
+charlm in a row, as in `make demo`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench import machine
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+SIX_SECONDS = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+layer = nn.TransformerEncoderLayer(128, 4, 512, batch_first=True)
+model = nn.Sequential(nn.TransformerEncoder(layer, 4, enable_nested_tensor=False), nn.Linear(128, 64))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+for step in range(30):
+    batch = torch.randn(16, 96, 128)
+    loss = model(batch).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if step % 10 == 0:
+        print(step, loss.item())
+"""
+
+
+class Verb(NamedTuple):
+    """One command: of which script, and at most how many seconds it is to take."""
+
+    script: str
+    words: tuple[str, ...]
+    at_most: float | None = None
+
+
+VERBS = {
+    "script": Verb("six_seconds.py", ()),
+    "script diagnose": Verb("six_seconds.py", ("diagnose", "--device", "cpu"), 8.0),
+    "script optimize": Verb(
+        "six_seconds.py", ("optimize", "--memory", "80%", "--device", "cpu"), 13.0
+    ),
+    "segmentation": Verb("segmentation.py", ("--steps", "5")),
+    "segmentation optimize": Verb("segmentation.py", ("optimize", "--memory", "60%"), 60.0),
+    "segmentation optimize --fix": Verb("segmentation.py", ("optimize", "--fix"), 90.0),
+    "charlm": Verb("charlm.py", ("--steps", "5")),
+    "charlm optimize": Verb("charlm.py", ("optimize", "--memory", "60%", "--device", "cpu"), 25.0),
+}
+DEMO, DEMO_AT_MOST = ("segmentation optimize", "charlm optimize"), 120.0
+
+
+class Taken(NamedTuple):
+    """Seconds of one run: on the clock, and of the processors in and outside the system."""
+
+    wall: float
+    user: float
+    system: float
+
+
+def run(verb: Verb) -> Taken:
+    """Run it on a copy of its script. Raises where it fails; a budget that is missed is no failure."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        shutil.copytree(EXAMPLES / "data", folder / "data")
+        script = folder / verb.script
+        source = EXAMPLES / verb.script
+        script.write_text(source.read_text() if source.exists() else SIX_SECONDS)
+        command = [sys.executable, str(script), *verb.words]
+        if verb.words and not verb.words[0].startswith("-"):
+            first, *rest = verb.words
+            command = [sys.executable, "-m", "torchtrim", first, str(script), *rest]
+        before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        wall, after = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
+    if done.returncode not in (0, 1):
+        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
+    return Taken(wall, after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime)
+
+
+def measure(names: list[str], rounds: int) -> dict[str, Any]:
+    """The median and the range of each verb's seconds."""
+    taken: dict[str, list[Taken]] = {name: [] for name in names}
+    for _ in range(rounds):
+        for name in random.sample(names, len(names)):
+            taken[name].append(run(VERBS[name]))
+            print(f"{name}: {taken[name][-1].wall:.1f} s", file=sys.stderr, flush=True)
+    return {name: _summary(runs, VERBS[name].at_most) for name, runs in taken.items()}
+
+
+def _summary(runs: list[Taken], at_most: float | None) -> dict[str, Any]:
+    walls = [one.wall for one in runs]
+    return {
+        "seconds": round(statistics.median(walls), 1),
+        "fastest": round(min(walls), 1),
+        "slowest": round(max(walls), 1),
+        "user_seconds": round(statistics.median(one.user for one in runs), 1),
+        "system_seconds": round(statistics.median(one.system for one in runs), 1),
+        "goal_seconds": at_most,
+    }
+
+
+def _together(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Two runs in a row."""
+    keys = [key for key in found[0] if key != "goal_seconds"]
+    sums = {key: round(sum(one[key] for one in found), 1) for key in keys}
+    return {**sums, "goal_seconds": DEMO_AT_MOST}
+
+
+def show(verbs: dict[str, Any]) -> None:
+    """A table."""
+    for name, found in verbs.items():
+        goal = f"goal {found['goal_seconds']:.0f} s" if found["goal_seconds"] else ""
+        print(
+            f"{name:<28} {found['seconds']:7.1f} s ({found['fastest']:.1f} to {found['slowest']:.1f}), "
+            f"system {found['system_seconds']:.1f} s  {goal}"
+        )
+
+
+def main() -> None:
+    """Measure, print, save."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="all of them by default")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    if unknown := set(options.names) - set(VERBS):
+        parser.error(f"no verb {sorted(unknown)[0]!r}; there are {', '.join(VERBS)}")
+    load = os.getloadavg()[0]
+    verbs = measure(options.names or list(VERBS), options.rounds)
+    if all(name in verbs for name in DEMO):
+        verbs["make demo"] = _together([verbs[name] for name in DEMO])
+    result = {"rounds": options.rounds, "load_before": round(load, 2), "verbs": verbs}
+    if not options.names:
+        path = machine.save("verbs", result)
+        print(path.read_text() if options.json else f"wrote {path}")
+    show(verbs)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""`if mask.any(): x = x.masked_fill(mask, v)` fills without asking whether there is anything to fill.
+
+Where no element is true, filling changes nothing, so the question is not needed, nor the sync for its
+answer. The same holds for `if not torch.isfinite(x).all(): x = torch.nan_to_num(x)`, for filling in
+place, and for a mask that is a view or a part of the one that is asked.
+
+Refused where `x` would be another tensor than before and may be written to afterwards, and where it is
+filled in place while a gradient is recorded, since a backward may need it as it was.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torchtrim.fixes.base import Edit, Fix, Match, Writing
+from torchtrim.fixes.reading.facts import Facts, Refused, is_floating, is_number, is_tensor
+from torchtrim.fixes.reading.forms import equal, match_form
+from torchtrim.fixes.reading.names import is_private, only_reads, was_fresh
+from torchtrim.fixes.reading.purity import is_pure
+from torchtrim.fixes.reading.source import Source
+from torchtrim.fixes.reading.tensor_methods import VIEWS
+from torchtrim.fixes.reading.typed import known_names, names_in, typed
+from torchtrim.fixes.reading.uses import loads
+from torchtrim.fixes.writing.replace import comments
+from torchtrim.records.seen import Seen
+
+_ANY = ("M.any()", "torch.any(M)", "M.any().item()", "bool(M.any())", "M.sum() > 0", "M.max()")
+_NOT_FINITE = (
+    "not X.isfinite().all()",
+    "not torch.isfinite(X).all()",
+    "not torch.all(torch.isfinite(X))",
+    "not torch.isfinite(X).all().item()",
+    "(~torch.isfinite(X)).any()",
+    "(~X.isfinite()).any()",
+    "not torch.isfinite(X)",
+    "not X.isfinite()",
+)
+_FILLS = (
+    "X = X.masked_fill(M, V)",
+    "X = torch.masked_fill(X, M, V)",
+    "X = torch.where(M, V, X)",
+    "X[M] = V",
+    "X.masked_fill_(M, V)",
+)
+_IN_PLACE = _FILLS[3:]
+_FACT = "what is filled is a tensor, by a mask that fits it"
+_CLEANED = ("X = torch.nan_to_num(X, **REST)", "X = X.nan_to_num(**REST)")
+
+
+class _Fill(NamedTuple):
+    """An `if` that asks, what else it asks for, and the statement that it heads."""
+
+    node: ast.If
+    question: ast.expr
+    others: list[ast.expr]
+    form: str
+    parts: dict[str, ast.expr]
+
+
+def find(source: Source) -> Iterator[Match]:
+    """Each fill that is asked for first."""
+    for node in source.at({(ast.If, "")}):
+        assert isinstance(node, ast.If)
+        found = _fill(node, source)
+        if found is not None:
+            yield Match(fix=FIX, source=source, node=found.question, parts=_parts(found, source))
+
+
+def _parts(found: _Fill, source: Source) -> dict[str, ast.expr]:
+    """The names in it, and where the filled one is used next, since the fill itself may not have run."""
+    parts: dict[str, ast.expr] = {}
+    if isinstance(target := found.parts["X"], ast.Name):
+        after = [
+            use
+            for use in loads(source.function(found.node), target.id)
+            if use.lineno > (found.node.end_lineno or 0)
+        ]
+        if after:
+            parts["X2"] = min(after, key=lambda use: (use.lineno, use.col_offset))
+    for one in (found.question, *found.parts.values()):
+        for name in names_in(one, source):
+            parts[f"N{len(parts)}"] = name
+    return parts
+
+
+def fills(source: Source, node: ast.If) -> bool:
+    """Whether the statement is such a fill."""
+    return _fill(node, source) is not None
+
+
+def _fill(node: ast.If, source: Source) -> _Fill | None:
+    if len(node.body) != 1 or node.orelse:
+        return None
+    values = node.test.values if isinstance(node.test, ast.BoolOp) else [node.test]
+    if isinstance(node.test, ast.BoolOp) and not isinstance(node.test.op, ast.And):
+        return None
+    *others, question = values
+    body = node.body[0]
+    statement = body.value if isinstance(body, ast.Expr) else body
+    for form in (*_FILLS, *_CLEANED):
+        bound = match_form(form, statement, source)
+        if bound is None:
+            continue
+        asked = _NOT_FINITE if form in _CLEANED else _ANY
+        for text in asked:
+            known = match_form(text, question, source)
+            if known is not None and _asks_for_it(known.parts, bound.parts):
+                return _Fill(node, question, others, form, bound.parts)
+    return None
+
+
+def _asks_for_it(asked: dict[str, ast.expr], filled: dict[str, ast.expr]) -> bool:
+    if "M" not in asked:
+        return equal(asked["X"], filled["X"])
+    mask = filled["M"]
+    while not equal(mask, asked["M"]):
+        if isinstance(mask, ast.Subscript):
+            mask = mask.value
+        elif (
+            isinstance(mask, ast.Call)
+            and isinstance(mask.func, ast.Attribute)
+            and mask.func.attr in VIEWS - {"to", "type"}
+        ):
+            mask = mask.func.value
+        else:
+            return False
+    return True
+
+
+def write(match: Match, facts: Facts) -> Writing:
+    """The fill alone, or asked only what the host knows."""
+    source = match.source
+    node = source.statement(match.node)
+    assert isinstance(node, ast.If)
+    found = _fill(node, source)
+    assert found is not None
+    if not isinstance(found.parts["X"], ast.Name | ast.Attribute):
+        raise Refused("what is filled is not a name")
+    if any(not is_pure(part, source) for part in found.parts.values()):
+        raise Refused("something in it may do more than compute a value, and would run each time")
+    _need(match, facts, found)
+    if found.form not in _IN_PLACE:
+        _check_copy(source, found)
+    return Writing(_edits(source, found))
+
+
+def _need(match: Match, facts: Facts, found: _Fill) -> None:
+    """What the fill would give must be as what it fills, also where it did not run."""
+    if not facts.seen:
+        facts.leave_open(_FACT)
+    for values in facts.executions:
+        known = known_names(match.parts, values)
+        filled = known.get(ast.unparse(found.parts["X"]))
+        if filled is None or (not is_floating(filled) and found.form in _CLEANED):
+            facts.leave_open(_FACT)
+            continue
+        if found.form in _CLEANED:
+            continue
+        _need_mask(match, facts, found, known, filled)
+        if found.form in _IN_PLACE and values.grad and filled.requires_grad:
+            raise Refused("a gradient is recorded for it, and a backward may need it as it was")
+
+
+def _need_mask(
+    match: Match, facts: Facts, found: _Fill, known: dict[str, Seen], filled: Seen
+) -> None:
+    source, value = match.source, found.parts["V"]
+    mask = typed(found.parts["M"], source, known)
+    number = known.get(ast.unparse(value))
+    if not is_tensor(filled) or mask is None or mask.dtype != "bool":
+        facts.leave_open(_FACT)
+    elif not _reaches(mask.shape, filled.shape, leading=found.form == "X[M] = V"):
+        raise Refused("the mask has another shape than what it fills")
+    elif not isinstance(value, ast.Constant | ast.UnaryOp) and (
+        number is None or not is_number(number)
+    ):
+        if _is_float_call(value):
+            return
+        facts.leave_open(f"`{source.segment(value)[:60]}` is a number of Python's")
+
+
+def _is_float_call(node: ast.expr) -> bool:
+    """Whether it is `float("-inf")` or `-float("inf")`."""
+    node = node.operand if isinstance(node, ast.UnaryOp) else node
+    return (
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "float"
+    )
+
+
+def _reaches(mask: tuple[int, ...], filled: tuple[int, ...], *, leading: bool) -> bool:
+    if leading:
+        return len(mask) > 0 and filled[: len(mask)] == mask
+    short = len(filled) - len(mask)
+    return short >= 0 and all(
+        one in (1, other) for one, other in zip(mask, filled[short:], strict=True)
+    )
+
+
+def _check_copy(source: Source, found: _Fill) -> None:
+    target = found.parts["X"]
+    if not isinstance(target, ast.Name):
+        raise Refused(
+            "others may have the tensor that the attribute is, and this would give a copy"
+        )
+    if was_fresh(source, target.id, found.node):
+        return
+    function = source.function(found.node)
+    own = is_private(source, function, target.id) and not isinstance(function, ast.Module)
+    inside = {id(one) for one in ast.walk(found.node)}
+    if own and all(
+        only_reads(source, use) or id(use) in inside for use in loads(function, target.id)
+    ):
+        return
+    raise Refused(
+        f"`{target.id}` may be the same tensor as another where nothing is filled, and this would give a "
+        "copy: what is written to it in place later would be lost"
+    )
+
+
+def _edits(source: Source, found: _Fill) -> tuple[Edit, ...]:
+    node, body = found.node, found.node.body[0]
+    if found.others:
+        last = found.others[-1]
+        return (Edit(source.end(last), source.end(found.question), ""),)
+    blanks = source.indentation(node)
+    if blanks is None or source.text.startswith("elif", source.start(node)):
+        raise Refused("the statement shares its line with another, or is an `elif`")
+    text = source.segment(body)
+    whole = source.text[source.start(node) : source.end(node)]
+    kept = [one for one in comments(whole) if one not in text]
+    lines = f"{source.newline}{blanks}".join([*kept, text])
+    return (Edit(source.start(node), source.end(node), lines),)
+
+
+FIX = Fix(codes=("TT101",), equivalence="BITWISE", find=find, write=write)

@@ -1,0 +1,63 @@
+"""`assert (a >= b).all(), "message"` becomes `torch._assert_async(...)`, which the device checks.
+
+Never applied without being asked for: where it fails, the error comes later than the statement, when the
+host waits next, and on CUDA it ends the process's use of the device, so it cannot be caught. What is
+computed is the same as long as it holds. Python's `-O` removes the one and not the other.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from torchtrim.fixes.base import Edit, Fix, Match, Writing
+from torchtrim.fixes.reading.facts import Facts, Refused
+from torchtrim.fixes.reading.reads import is_single
+from torchtrim.fixes.reading.source import Source
+from torchtrim.fixes.writing.replace import atom, check_comments, torch_of
+
+_RISK = "if it fails, the error comes later, and after it the process can use the device no more"
+_ASKING = frozenset(["all", "any", "isfinite", "isnan", "isinf", "allclose", "equal", "item"])
+
+
+def find(source: Source) -> Iterator[Match]:
+    """Assertions on what may be a tensor."""
+    for node in source.at({(ast.Assert, "")}):
+        assert isinstance(node, ast.Assert)
+        test = _condition(node)
+        asks = any(isinstance(one, ast.Attribute) and one.attr in _ASKING for one in ast.walk(test))
+        if asks and not isinstance(test, ast.BoolOp):
+            yield Match(fix=FIX, source=source, node=node, parts={"C": test})
+
+
+def _condition(node: ast.Assert) -> ast.expr:
+    turned = isinstance(node.test, ast.UnaryOp) and isinstance(node.test.op, ast.Not)
+    return node.test.operand if turned else node.test  # type: ignore[attr-defined]
+
+
+def write(match: Match, facts: Facts) -> Writing:
+    """The assertion on the device."""
+    node, source = match.node, match.source
+    assert isinstance(node, ast.Assert)
+    facts.need(
+        f"`{match.text('C')[:60]}` is a tensor of one truth value",
+        lambda v: is_single(v.C) and v.C.dtype == "bool",
+    )
+    message = ""
+    if node.msg is not None:
+        if not isinstance(node.msg, ast.Constant) or not isinstance(node.msg.value, str):
+            raise Refused(
+                "its message is computed where it fails; the device takes only a text that is there before"
+            )
+        message = f", {source.segment(node.msg)}"
+    torch, imports = torch_of(source)
+    test = match.text("C")
+    if node.test is not match.parts["C"]:
+        test = f"{atom(source, match.parts['C'])}.logical_not()"
+    text = f"{torch}._assert_async({test}{message})"
+    edits = (Edit(source.start(node), source.end(node), text), *imports)
+    check_comments(source, edits)
+    return Writing(edits, risk=_RISK)
+
+
+FIX = Fix(codes=("TT101",), equivalence="BITWISE", find=find, write=write)

@@ -1,0 +1,114 @@
+"""`x[index] = 1.0` becomes `x[index] = x.new_full((), 1.0)`, whose value is made on the device.
+
+An assignment of a Python number by indices that lie on the device makes a tensor of the number on the
+host and uploads it, and the upload is a host-device sync. `new_full` makes it where the tensor is, with
+the tensor's own type. An index of no dimensions, which would be read by the host, is given one:
+`x[index.view(1)]`. The same memory is written, however often an index is repeated.
+
+Refused for a boolean mask, which does not upload, and where the number would be cut to fit.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from torchtrim.fixes.base import Edit, Fix, Match, Writing
+from torchtrim.fixes.reading.facts import Facts, Refused, Values, is_floating, is_number, is_tensor
+from torchtrim.fixes.reading.purity import is_pure
+from torchtrim.fixes.reading.source import Source
+from torchtrim.fixes.writing.dense import hoisted
+from torchtrim.fixes.writing.replace import atom, check_comments
+from torchtrim.records.seen import Seen
+
+_INDICES = ("int64", "int32", "int16", "int8")
+
+
+def find(source: Source) -> Iterator[Match]:
+    """The assignments by an index that is computed."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Assign) and len(node.targets) == 1:
+            target = node.targets[0]
+            indices = _indices(target)
+            if isinstance(target, ast.Subscript) and indices:
+                parts = {"X": target.value, "V": node.value}
+                parts |= {f"I{number}": index for number, index in enumerate(indices)}
+                yield Match(fix=FIX, source=source, node=node, parts=parts)
+
+
+def _indices(target: ast.expr) -> list[ast.expr]:
+    """What of an index may be a tensor."""
+    if not isinstance(target, ast.Subscript):
+        return []
+    given = target.slice.elts if isinstance(target.slice, ast.Tuple) else [target.slice]
+    plain = (ast.Slice, ast.Constant, ast.Starred, ast.Compare, ast.List)
+    return [one for one in given if not isinstance(one, plain)]
+
+
+def write(match: Match, facts: Facts) -> Writing:
+    """The same number, made on the device."""
+    node, source = match.node, match.source
+    assert isinstance(node, ast.Assign)
+    names = [name for name in match.parts if name.startswith("I")]
+    facts.need(
+        f"`{match.text('V')[:60]}` is a number of Python's that `{match.text('X')}` can hold",
+        lambda v: is_tensor(v.X) and is_number(v.V) and _holds(v),
+    )
+    facts.need(
+        "it is indexed by whole numbers that lie on the same device, and by no mask",
+        lambda v: _are_indices(v, names),
+    )
+    if not is_pure(match.parts["X"], source) or not is_pure(node.value, source):
+        raise Refused(
+            "what is computed there may do more than compute a value. Give it a name first"
+        )
+    target, before = hoisted(source, match.parts["X"], "target", at=node)
+    value = Edit(
+        source.start(node.value),
+        source.end(node.value),
+        f"{target}.new_full((), {match.text('V')})",
+    )
+    tensor = match.parts["X"]
+    renamed = [Edit(source.start(tensor), source.end(tensor), target)] if before else []
+    edits = (*before, *renamed, *_with_dimensions(match, facts, names), value)
+    check_comments(source, edits)
+    return Writing(edits)
+
+
+def _with_dimensions(match: Match, facts: Facts, names: list[str]) -> Iterator[Edit]:
+    """The edits that give a dimension to each index that has none."""
+    source = match.source
+    for name in names:
+        node = match.parts[name]
+        if facts.holds(lambda v, name=name: _is_single(getattr(v, name))):  # type: ignore[misc]
+            yield Edit(source.start(node), source.end(node), f"{atom(source, node)}.view(1)")
+        else:
+            facts.need(
+                f"`{match.text(name)}` has dimensions",
+                lambda v, name=name: not _is_single(getattr(v, name)),  # type: ignore[misc]
+            )
+
+
+def _is_single(value: Seen) -> bool:
+    return is_tensor(value) and not value.shape
+
+
+def _holds(values: Values) -> bool:
+    whole = values.V.kind in ("int", "bool") and values.X.dtype in ("int64", "int32")
+    return is_floating(values.X) or whole or (values.V.kind == "bool" and values.X.dtype == "bool")
+
+
+def _are_indices(values: Values, names: list[str]) -> bool:
+    found = [getattr(values, name) for name in names]
+    tensors = [one for one in found if is_tensor(one)]
+    others = all(
+        is_tensor(one) or one.kind in ("int", "NoneType", "ellipsis", "slice") for one in found
+    )
+    return (
+        others
+        and bool(tensors)
+        and all(one.dtype in _INDICES and one.device == values.X.device for one in tensors)
+    )
+
+
+FIX = Fix(codes=("TT103", "TT101", "TT102"), equivalence="BITWISE", find=find, write=write)

@@ -1,0 +1,177 @@
+"""A loop of `mask[i, :n] = True` over lengths becomes one comparison of positions with the lengths.
+
+A bound that is on the device is read by the host, once for each row. All rows at once are
+`positions < lengths[:, None]`. It is written into the same memory, where the loop wrote and nowhere
+else. A negative length counts from the end, as it does in a slice.
+
+Refused where the loop does more, where its variables are read after it, and where the value is none
+that fills.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torchtrim.fixes.base import Edit, Fix, Match, Writing
+from torchtrim.fixes.reading.facts import Facts, Refused, Values, is_floating, is_number, is_tensor
+from torchtrim.fixes.reading.forms import equal, match_form
+from torchtrim.fixes.reading.purity import is_pure, is_simple
+from torchtrim.fixes.reading.source import Function, Source
+from torchtrim.fixes.reading.uses import loads
+from torchtrim.fixes.writing.dense import widened
+from torchtrim.fixes.writing.replace import check_comments, fresh, torch_of
+
+_READS = ("N.item()", "int(N)", "N")
+_STORES = (
+    ("M[I, :{}] = C", "<"),
+    ("M[I, 0:{}] = C", "<"),
+    ("M[I][:{}] = C", "<"),
+    ("M[I, {}:] = C", ">="),
+)
+_COUNTS = ("range(len(L))", "range(L.shape[0])", "range(L.size(0))", "range(B)")
+_RANK = "the number of the mask's dimensions"
+
+
+class _Loop(NamedTuple):
+    """`for ...: mask[row, :length] = value`. `rows`: how many, where that is not all lengths."""
+
+    node: ast.For
+    mask: ast.expr
+    lengths: ast.expr
+    value: ast.expr
+    sign: str
+    rows: ast.expr | None
+    names: tuple[str, ...]
+
+
+def find(source: Source) -> Iterator[Match]:
+    """The loops that fill rows up to, or from, a length."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.For) and (found := _read(node, source)) is not None:
+            parts = {"X": found.mask, "L": found.lengths, "V": found.value}
+            yield Match(fix=FIX, source=source, node=node.body[0], parts=parts, begin=node)
+
+
+def _read(node: ast.For, source: Source) -> _Loop | None:
+    if len(node.body) != 1 or node.orelse:
+        return None
+    for form, sign in _STORES:
+        for read in _READS:
+            bound = match_form(form.format(read), node.body[0], source)
+            if bound is not None:
+                return _of_parts(node, source, bound.parts, sign)
+    return None
+
+
+def _of_parts(node: ast.For, source: Source, parts: dict[str, ast.expr], sign: str) -> _Loop | None:
+    index, length = parts["I"], parts["N"]
+    enumerated = match_form("enumerate(L)", node.iter, source)
+    if enumerated is not None and isinstance(node.target, ast.Tuple) and len(node.target.elts) == 2:
+        names = [one.id for one in node.target.elts if isinstance(one, ast.Name)]
+        if not (isinstance(index, ast.Name) and isinstance(length, ast.Name)):
+            return None
+        found = _Loop(
+            node, parts["M"], enumerated.parts["L"], parts["C"], sign, None, (index.id, length.id)
+        )
+        return found if names == [index.id, length.id] else None
+    target = node.target
+    if not isinstance(length, ast.Subscript) or not isinstance(target, ast.Name):
+        return None
+    if not isinstance(index, ast.Name) or index.id != target.id or not equal(length.slice, index):
+        return None
+    for form in _COUNTS:
+        counted = match_form(form, node.iter, source)
+        if counted is not None and equal(counted.parts.get("L", length.value), length.value):
+            rows = counted.parts.get("B")
+            return _Loop(node, parts["M"], length.value, parts["C"], sign, rows, (target.id,))
+    return None
+
+
+def write(match: Match, facts: Facts) -> Writing:
+    """One comparison of all positions with all lengths."""
+    source = match.source
+    found = _read(match.begin, source)  # type: ignore[arg-type]
+    assert found is not None
+    _check(source, found)
+    facts.need(
+        f"`{match.text('L')}` is a tensor of whole numbers with one dimension, on the device of "
+        f"`{match.text('X')}`",
+        lambda v: not v.has("L") or (_are_lengths(v) and v.L.device == v.X.device),
+    )
+    facts.need(
+        f"`{match.text('V')}` is a number of Python's that `{match.text('X')}` can hold",
+        lambda v: is_tensor(v.X) and len(v.X.shape) > 1 and is_number(v.V) and _holds(v),
+    )
+    rank = facts.only(_RANK, lambda v: len(v.X.shape), 2)
+    torch, imports = torch_of(source)
+    blanks = source.indentation(found.node)
+    if blanks is None:
+        raise Refused("the loop shares its line with another statement. Give each its own line")
+    lines = _lines(match, found, torch, rank)
+    text = f"{source.newline}{blanks}".join(lines)
+    edits = (*imports, Edit(source.start(found.node), source.end(found.node), text))
+    check_comments(source, edits)
+    return Writing(edits)
+
+
+def _lines(match: Match, found: _Loop, torch: str, rank: int) -> list[str]:
+    source = match.source
+    mask, lengths = match.text("X"), match.text("L")
+    lines = []
+    if not is_simple(found.lengths):
+        name = fresh(source, found.node, "lengths")
+        lines.append(f"{name} = {lengths}")
+        lengths = name
+    rows = f"len({lengths})"
+    if found.rows is not None:
+        rows = f"max({source.segment(found.rows)}, 0)"
+    ends = fresh(source, found.node, "ends" if found.sign == "<" else "starts")
+    positions = fresh(source, found.node, "positions")
+    some = f"{lengths}[:{rows}]" if found.rows is not None else lengths
+    lines += [
+        f"{positions} = {torch}.arange({mask}.shape[1], device={mask}.device)",
+        f"{ends} = {torch}.where({some} < 0, {some} + {mask}.shape[1], {some})",
+    ]
+    chosen = f"{positions} {found.sign} {ends}[:, None]"
+    chosen = chosen if rank == 2 else widened(f"({chosen})", rank - 2)
+    return [*lines, f"{mask}[:{rows}].masked_fill_({chosen}, {match.text('V')})"]
+
+
+def _check(source: Source, found: _Loop) -> None:
+    """Raises `Refused` where the loop's variables matter elsewhere, or what it uses has effects."""
+    function = source.function(found.node)
+    inside = {id(one) for one in ast.walk(found.node)}
+    for name in found.names:
+        if not isinstance(function, Function) or any(
+            id(use) not in inside for use in loads(function, name)
+        ):
+            raise Refused(
+                f"`{name}` is read after the loop, or may be. Take another name in the loop"
+            )
+        if any(list(loads(part, name)) for part in (found.value, found.mask, found.lengths)):
+            raise Refused(f"`{name}` decides more than which row is filled how far")
+    if not is_simple(found.mask) or not is_simple(found.value):
+        raise Refused(
+            "what is filled, or the value, is computed for each row. Give it a name before"
+        )
+    if not is_pure(found.lengths, source) or (found.rows is not None and not is_simple(found.rows)):
+        raise Refused("the lengths may do more than compute a value. Give them a name before")
+
+
+def _are_lengths(values: Values) -> bool:
+    return (
+        is_tensor(values.L)
+        and values.L.dtype in ("int64", "int32", "int16", "uint8")
+        and len(values.L.shape) == 1
+    )
+
+
+def _holds(values: Values) -> bool:
+    return is_floating(values.X) or (values.V.kind in ("int", "bool") and values.X.dtype in _WHOLE)
+
+
+_WHOLE = ("bool", "int64", "int32")
+
+FIX = Fix(codes=("TT101",), equivalence="BITWISE", find=find, write=write)

@@ -1,0 +1,142 @@
+"""`torch.cat([x[mask], x[~mask]])` becomes a gather in a stable order, at a fixed size.
+
+Rows that a mask selects go before those that it does not, and both keep their order. That is a stable
+sort of the mask: `x[torch.argsort((~mask).byte(), stable=True)]` has as many rows as `x`, which the host
+knows. Of two tensors, `torch.cat([x[mask], y[~mask]])` takes the rows of `torch.where(mask, x, y)`. Of
+more pairs of a mask and its inverse, all rows are put together and the selected ones come first. Rows
+are only moved: values and gradients are the same bits.
+
+Refused where the masks are no pairs of inverses, for then the number of rows is not known, and where
+the tensors differ in type.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from torchtrim.fixes.base import Edit, Fix, Match, Writing
+from torchtrim.fixes.reading.facts import Facts, Values, is_mask
+from torchtrim.fixes.reading.forms import equal
+from torchtrim.fixes.reading.selections import Selection, Tree, selection, tensor_part
+from torchtrim.fixes.reading.source import Source
+from torchtrim.fixes.writing.dense import hoisted, need_order, widened
+from torchtrim.fixes.writing.replace import atom, check_comments, instead, torch_of
+
+_NAMES = ("torch.cat", "torch.concat", "torch.concatenate")
+
+
+def find(source: Source) -> Iterator[Match]:
+    """The concatenations of what masks and their inverses select."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Call) and (found := _read(node, source)) is not None:
+            parts = {tensor_part(n): one.tensor for n, one in enumerate(found)}
+            parts |= {f"M{n}" if n else "M": one.mask for n, one in enumerate(found)}
+            yield Match(fix=FIX, source=source, node=node, parts=parts)
+
+
+def _read(node: ast.Call, source: Source) -> list[Selection] | None:
+    if source.dotted(node.func) not in _NAMES or not 1 <= len(node.args) <= 2:
+        return None
+    dims = [*node.args[1:], *(word.value for word in node.keywords if word.arg in ("dim", "axis"))]
+    zero = all(isinstance(one, ast.Constant) and one.value == 0 for one in dims)
+    if not zero or len(dims) != len(node.args) - 1 + len(node.keywords):
+        return None
+    given = node.args[0]
+    if not isinstance(given, ast.List | ast.Tuple) or len(given.elts) < 2:
+        return None
+    found = [selection(one, source) for one in given.elts]
+    chosen = [one for one in found if one is not None and not one.flat]
+    return chosen if len(chosen) == len(given.elts) and _pairs(chosen) is not None else None
+
+
+def _pairs(chosen: list[Selection]) -> list[ast.expr] | None:
+    """One mask of each pair of inverses, None where one has no partner."""
+    left = [one.mask for one in chosen]
+    found = []
+    while left:
+        mask = left.pop(0)
+        partner = next((one for one in left if _inverse(mask, one)), None)
+        if partner is None:
+            return None
+        left = [one for one in left if one is not partner]
+        found.append(mask.operand if isinstance(mask, ast.UnaryOp) else mask)
+    return found
+
+
+def _inverse(one: ast.expr, other: ast.expr) -> bool:
+    for a, b in ((one, other), (other, one)):
+        if isinstance(a, ast.UnaryOp) and isinstance(a.op, ast.Invert) and equal(a.operand, b):
+            return True
+    return False
+
+
+def write(match: Match, facts: Facts) -> Writing:
+    """All rows, in the order of the masks."""
+    source = match.source
+    assert isinstance(match.node, ast.Call)
+    chosen = _read(match.node, source)
+    assert chosen is not None
+    facts.need(
+        "each mask is boolean, of one dimension, as long as its tensor, and all tensors are of one type, "
+        "device and shape of a row",
+        lambda v: _fit(v, len(chosen)),
+    )
+    need_order(source, Tree(chosen[0].mask, leaves=[(one, 0) for one in chosen]), hoisted=True)
+    torch, imports = torch_of(source)
+    if len(chosen) > 2:
+        edits = (*imports, instead(source, match.node, _of_many(source, chosen, torch)))
+    else:
+        edits = (*imports, *_of_two(match, facts, chosen, torch))
+    check_comments(source, edits)
+    return Writing(edits)
+
+
+def _of_two(match: Match, facts: Facts, chosen: list[Selection], torch: str) -> tuple[Edit, ...]:
+    source = match.source
+    first, second = chosen
+    assert isinstance(match.node, ast.expr)
+    order = f"{torch}.argsort({_bytes(source, second.mask)}, stable=True)"
+    if equal(first.tensor, second.tensor):
+        return (instead(source, match.node, f"{atom(source, first.tensor)}[{order}]"),)
+    mask, before = hoisted(source, first.mask, "kept", at=match.node)
+    behind = facts.only("the number of dimensions", lambda v: len(v.X.shape) - 1, 0)
+    given = f"{source.segment(first.tensor)}, {source.segment(second.tensor)}"
+    return (
+        *before,
+        instead(source, match.node, f"{torch}.where({widened(mask, behind)}, {given})[{order}]"),
+    )
+
+
+def _of_many(source: Source, chosen: list[Selection], torch: str) -> str:
+    rows = ", ".join(source.segment(one.tensor) for one in chosen)
+    left = ", ".join(_turned(source, one.mask) for one in chosen)
+    pairs = _pairs(chosen)
+    assert pairs is not None
+    length = " + ".join(f"len({source.segment(mask)})" for mask in pairs)
+    order = f"{torch}.argsort({torch}.cat([{left}]).byte(), stable=True)[: {length}]"
+    return f"{torch}.cat([{rows}])[{order}]"
+
+
+def _turned(source: Source, mask: ast.expr) -> str:
+    if isinstance(mask, ast.UnaryOp) and isinstance(mask.op, ast.Invert):
+        return source.segment(mask.operand)
+    return f"~{atom(source, mask)}"
+
+
+def _bytes(source: Source, mask: ast.expr) -> str:
+    return f"{atom(source, mask)}.byte()"
+
+
+def _fit(values: Values, many: int) -> bool:
+    for number in range(many):
+        tensor, mask = getattr(values, tensor_part(number)), getattr(values, f"M{number or ''}")
+        row = (tensor.dtype, tensor.device, len(tensor.shape))
+        if not is_mask(mask, tensor) or len(mask.shape) != 1:
+            return False
+        if row != (values.X.dtype, values.X.device, len(values.X.shape)):
+            return False
+    return True
+
+
+FIX = Fix(codes=("TT102",), equivalence="BITWISE", find=find, write=write)

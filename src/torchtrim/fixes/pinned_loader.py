@@ -1,0 +1,159 @@
+"""`batch.to(device)` of a `DataLoader`'s batch: pinned by the loader, and moved without waiting.
+
+A copy from ordinary memory waits until it is done. The loader gets `pin_memory=torch.cuda.is_available()`
+and the copy `non_blocking=True`, so that the next operators are issued meanwhile. PyTorch keeps pinned
+memory until copies out of it are over.
+
+Refused where the batch on the host may be written to afterwards, which the copy might still read, and
+where the loader's own arguments are not seen.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from torchtrim.fixes.base import Edit, Fix, Match, Writing
+from torchtrim.fixes.reading.facts import Facts, Refused, is_tensor
+from torchtrim.fixes.reading.names import is_private, only_reads
+from torchtrim.fixes.reading.source import Source
+from torchtrim.fixes.reading.uses import loads, stores
+from torchtrim.fixes.writing.replace import check_comments, torch_of
+
+_LOADER = "torch.utils.data.DataLoader"
+_AROUND = ("enumerate", "tqdm", "iter", "trange", "islice")
+
+
+def find(source: Source) -> Iterator[Match]:
+    """Moves of what a loop over something takes from it, in a file that makes a loader."""
+    if not _loaders(source):
+        return
+    for node in source.at({(ast.Call, "to"), (ast.Call, "cuda")}):
+        assert isinstance(node, ast.Call)
+        assert isinstance(node.func, ast.Attribute) or not node.args
+        name = node.func.value if isinstance(node.func, ast.Attribute) else None
+        loop = source.loop(node)
+        if isinstance(name, ast.Name) and isinstance(loop, ast.For) and _is_taken(name, loop):
+            if any(word.arg == "non_blocking" for word in node.keywords):
+                continue
+            parts: dict[str, ast.expr] = {"X": name, "LOADER": _iterated(loop.iter)}
+            for number, other in enumerate(_others(name, loop)):
+                parts[f"B{number}"] = other
+            yield Match(fix=FIX, source=source, node=node, parts=parts)
+
+
+def _loaders(source: Source) -> list[ast.Call]:
+    return [
+        node
+        for node in source.at({(ast.Call, "DataLoader")})
+        if isinstance(node, ast.Call) and source.dotted(node.func) == _LOADER
+    ]
+
+
+def _is_taken(name: ast.Name, loop: ast.For) -> bool:
+    return any(isinstance(one, ast.Name) and one.id == name.id for one in ast.walk(loop.target))
+
+
+def _others(name: ast.Name, loop: ast.For) -> Iterator[ast.Name]:
+    """What else the loop takes: where it is first used, or, if nowhere, where it is taken."""
+    counter = loop.target.elts[:1] if _is_counted(loop) else []  # type: ignore[attr-defined]
+    for taken in ast.walk(loop.target):
+        if isinstance(taken, ast.Name) and taken.id != name.id and taken not in counter:
+            uses = [use for use in loads(loop, taken.id) if use.lineno > loop.lineno]
+            yield min(uses, key=lambda use: (use.lineno, use.col_offset)) if uses else taken
+
+
+def _is_counted(loop: ast.For) -> bool:
+    call = loop.iter
+    named = isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
+    return named and call.func.id == "enumerate" and isinstance(loop.target, ast.Tuple)  # type: ignore[attr-defined]
+
+
+def _iterated(node: ast.expr) -> ast.expr:
+    while isinstance(node, ast.Call) and node.args:
+        function = node.func
+        name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+        if name not in _AROUND:
+            break
+        node = node.args[0]
+    return node
+
+
+def write(match: Match, facts: Facts) -> Writing:
+    """The loader with pinned memory, and the copy that does not wait."""
+    source, node = match.source, match.node
+    assert isinstance(node, ast.Call)
+    facts.need(
+        f"`{match.text('X')}` is a tensor of the host, of a `DataLoader`",
+        lambda v: is_tensor(v.X) and v.X.device == "cpu",
+    )
+    for part in (one for one in match.parts if one.startswith("B")):
+        facts.need(
+            f"`{match.text(part)}` is of the host too, or the loader cannot pin it",
+            lambda v, part=part: getattr(v, part).device in ("", "cpu"),  # type: ignore[misc]
+        )
+    if not facts.holds(lambda v: not hasattr(v, "LOADER") or v.LOADER.kind == "DataLoader"):
+        if facts.seen:
+            raise Refused(
+                f"`{match.text('LOADER')[:60]}` is no `DataLoader`, and may use its memory again"
+            )
+        facts.leave_open(f"`{match.text('LOADER')[:60]}` is a `DataLoader`")
+    name = match.parts["X"]
+    assert isinstance(name, ast.Name)
+    if not _is_done(source, name, node):
+        raise Refused(
+            f"`{name.id}` is used after it was moved, and may be written to while it is copied"
+        )
+    torch, imports = torch_of(source)
+    edits = [_added(source, node, "non_blocking=True"), *imports]
+    for loader in _its_loaders(source, match.parts["LOADER"]):
+        words = {word.arg: word.value for word in loader.keywords}
+        if None in words or any(isinstance(one, ast.Starred) for one in loader.args):
+            raise Refused(
+                "the arguments of its `DataLoader` are not seen here. Give it `pin_memory=True`"
+            )
+        if "pin_memory" not in words:
+            edits.append(_added(source, loader, f"pin_memory={torch}.cuda.is_available()"))
+    check_comments(source, edits)
+    return Writing(tuple(edits))
+
+
+def _its_loaders(source: Source, iterated: ast.expr) -> list[ast.Call]:
+    """The makings of the loader. Raises `Refused` where it may be one of several."""
+    found = _loaders(source)
+    if isinstance(iterated, ast.Name):
+        given = [source.parents[one] for one in stores(source.function(iterated), iterated.id)]
+        own = [one for one in found if source.parents[one] in given]
+        if own and len(own) == len(given):
+            return own
+    if len(found) > 1:
+        raise Refused(
+            "the file makes several loaders. Give this one `pin_memory=True` where it is made"
+        )
+    return found
+
+
+def _is_done(source: Source, name: ast.Name, move: ast.Call) -> bool:
+    """Whether the moved one takes the name, or the name is only read from then on."""
+    statement = source.statement(move)
+    if isinstance(statement, ast.Assign):
+        for target in statement.targets:
+            if any(isinstance(one, ast.Name) and one.id == name.id for one in ast.walk(target)):
+                return True
+    function = source.function(move)
+    later = [use for use in loads(function, name.id) if use is not name]
+    return is_private(source, function, name.id) and all(only_reads(source, use) for use in later)
+
+
+def _added(source: Source, call: ast.Call, text: str) -> Edit:
+    """One more keyword of a call."""
+    given = [source.end(one) for one in (*call.args, *(word.value for word in call.keywords))]
+    close = source.end(call) - 1
+    if not given:
+        return Edit(close, close, text)
+    rest = source.text[max(given) : close]
+    at = max(given) + (rest.rindex(")") + 1 if ")" in rest and "#" not in rest else 0)
+    return Edit(at, at, f", {text}")
+
+
+FIX = Fix(codes=("TT103",), equivalence="BITWISE", find=find, write=write)

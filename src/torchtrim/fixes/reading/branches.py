@@ -1,0 +1,143 @@
+"""Where a condition chooses between two values: `if` with two returns or assignments, `a if c else b`."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torchtrim.fixes.reading.names import assignment_before
+from torchtrim.fixes.reading.source import Source
+from torchtrim.fixes.reading.total import is_total
+from torchtrim.fixes.reading.uses import stores
+
+Assigns = tuple[ast.Assign, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Branch:
+    """A choice: `then` where the test is true, `other` where not, each after assignments of its own.
+
+    `target` is the name that is given the value, None where it is returned or is in an expression.
+    `whole` is the `if`, None for an expression; `last` the statement that gives the other value where that
+    comes after the `if`. `other` is None where the target stays what it was.
+    """
+
+    test: ast.expr
+    then: ast.expr
+    other: ast.expr | None
+    then_before: Assigns = ()
+    other_before: Assigns = ()
+    target: str | None = None
+    whole: ast.If | ast.IfExp
+    last: ast.Return | None = None
+
+    @property
+    def condition(self) -> ast.expr:
+        """The test without a `not` before it."""
+        return self.test.operand if self.turned else self.test  # type: ignore[attr-defined]
+
+    @property
+    def turned(self) -> bool:
+        """Whether the test has a `not` before it."""
+        return isinstance(self.test, ast.UnaryOp) and isinstance(self.test.op, ast.Not)
+
+    @property
+    def expressions(self) -> tuple[ast.expr, ...]:
+        """All that would be computed."""
+        assigned = [one.value for one in (*self.then_before, *self.other_before)]
+        return (self.then, *([self.other] if self.other is not None else []), *assigned)
+
+
+def branches(source: Source) -> Iterator[Branch]:
+    """Each such place of a source."""
+    for node in source.at({(ast.If, ""), (ast.IfExp, "")}):
+        if isinstance(node, ast.IfExp):
+            yield Branch(test=node.test, then=node.body, other=node.orelse, whole=node)
+        elif isinstance(node, ast.If) and not _is_elif(source, node):
+            found = _returns(source, node) or _assigns(node)
+            if found is not None:
+                yield found
+
+
+def origins(source: Source, branch: Branch) -> Assigns:
+    """The assignments before, of names that the ways use, in order; what they are made of is unchanged."""
+    statement = source.statement(branch.whole)
+    found: list[ast.Assign] = []
+    pending = [*branch.expressions, *([ast.Name(branch.target)] if branch.target else [])]
+    while pending:
+        for node in ast.walk(pending.pop()):
+            assign = (
+                assignment_before(source, node.id, statement)
+                if isinstance(node, ast.Name)
+                else None
+            )
+            if assign is None or assign in found or not is_total(assign.value, source):
+                continue
+            if _still_stands(source, assign, statement):
+                found.append(assign)
+                pending.append(assign.value)
+    return tuple(sorted(found, key=lambda one: one.lineno))
+
+
+def _still_stands(source: Source, assign: ast.Assign, statement: ast.stmt) -> bool:
+    """Whether no name that the assignment uses is bound anew before the statement."""
+    used = {one.id for one in ast.walk(assign.value) if isinstance(one, ast.Name)}
+    return not any(
+        assign.lineno <= one.lineno < statement.lineno
+        for name in used
+        for one in stores(source.function(statement), name)
+    )
+
+
+def _returns(source: Source, node: ast.If) -> Branch | None:
+    then = _returned(node.body)
+    block = source.block(node)
+    after = node.orelse or block[next(n for n, one in enumerate(block) if one is node) + 1 :]
+    other = _returned(after)
+    if then is None or other is None:
+        return None
+    return Branch(
+        test=node.test,
+        then=then[1].value,  # type: ignore[arg-type]
+        other=other[1].value,
+        then_before=then[0],
+        other_before=other[0],
+        whole=node,
+        last=None if node.orelse else other[1],
+    )
+
+
+def _returned(body: list[ast.stmt]) -> tuple[Assigns, ast.Return] | None:
+    """Assignments to names, and then a return."""
+    for number, one in enumerate(body):
+        if isinstance(one, ast.Return):
+            before = tuple(body[:number])
+            return (before, one) if one.value is not None else None  # type: ignore[return-value]
+        if not isinstance(one, ast.Assign) or _name(one) is None:
+            return None
+    return None
+
+
+def _assigns(node: ast.If) -> Branch | None:
+    if len(node.body) != 1 or len(node.orelse) > 1:
+        return None
+    then, other = node.body[0], node.orelse[0] if node.orelse else None
+    if not isinstance(then, ast.Assign) or (target := _name(then)) is None:
+        return None
+    if other is None:
+        return Branch(test=node.test, then=then.value, other=None, target=target, whole=node)
+    if not isinstance(other, ast.Assign) or _name(other) != target:
+        return None
+    return Branch(test=node.test, then=then.value, other=other.value, target=target, whole=node)
+
+
+def _name(assign: ast.Assign) -> str | None:
+    (target, *others) = assign.targets
+    return target.id if not others and isinstance(target, ast.Name) else None
+
+
+def _is_elif(source: Source, node: ast.If) -> bool:
+    outer = source.parents.get(node)
+    inside = isinstance(outer, ast.If) and outer.orelse == [node]
+    return inside and source.text.startswith("elif", source.start(node))

@@ -1,0 +1,116 @@
+"""Puts rewrites together into a new text."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from torchtrim.fixes.base import Edit, Rewrite
+from torchtrim.fixes.reading.facts import Refused
+from torchtrim.fixes.reading.source import Source
+
+
+class Patched(NamedTuple):
+    """A new text, and the spans of lines, first and last, that each rewrite has in it."""
+
+    text: str
+    regions: tuple[tuple[tuple[int, int], ...], ...]
+
+
+def compatible(rewrites: Iterable[Rewrite]) -> list[Rewrite]:
+    """Fixes that do not touch each other, the first of those that do; the others come later."""
+    chosen: list[Rewrite] = []
+    for rewrite in rewrites:
+        if not any(_touch(rewrite, other) for other in chosen):
+            chosen.append(rewrite)
+    return chosen
+
+
+def patch(source: Source, rewrites: Sequence[Rewrite]) -> Patched:
+    """The source's text with the rewrites in it. Raises `Refused` if that is no Python any more."""
+    own = dict.fromkeys(edit for rewrite in rewrites for edit in rewrite.edits)
+    edits = sorted(own, key=lambda edit: edit[:2])
+    text, moved, at = [], [], 0
+    length = 0
+    for edit in edits:
+        kept = source.text[at : edit.start]
+        text += [kept, edit.text]
+        length += len(kept)
+        moved.append((edit, length, length + len(edit.text)))
+        length += len(edit.text)
+        at = edit.end
+    new = "".join([*text, source.text[at:]])
+    try:
+        ast.parse(_edited(source, new, edits))
+    except (SyntaxError, ValueError) as error:
+        raise Refused(f"what it would write is no Python: {error}") from None
+    regions = tuple(_region(new, rewrite, moved) for rewrite in rewrites)
+    return Patched(new, regions)
+
+
+def _edited(source: Source, new: str, edits: Sequence[Edit]) -> str:
+    """The new text of the statements of the module that the edits lie in."""
+    if not edits:
+        return ""
+    first, last = edits[0].start, max(edit.end for edit in edits)
+    begin, end = 0, len(source.text)
+    for one in source.tree.body:
+        top = min([one, *getattr(one, "decorator_list", [])], key=lambda node: node.lineno)
+        start = source.line_start(top.lineno)
+        begin = start if start <= first else begin
+        if start > last:
+            end = start
+            break
+    return new[begin : end + len(new) - len(source.text)]
+
+
+def diff_of(path: str, before: str, after: str) -> str:
+    """A unified diff, as `git apply` takes it."""
+    lines = difflib.unified_diff(_lines(before), _lines(after), f"a/{path}", f"b/{path}", n=3)
+    return "".join(
+        line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines
+    )
+
+
+def line_before(before: str, after: str, line: int) -> int:
+    """The line of the text before that a line of the text after was, or came in the place of."""
+    if before == after:
+        return line
+    matcher = difflib.SequenceMatcher(None, _lines(before), _lines(after), autojunk=False)
+    for _, start, end, new_start, new_end in matcher.get_opcodes():
+        if new_start < line <= new_end:
+            return start + max(min(line - new_start, end - start), 1)
+    return line
+
+
+def _lines(text: str) -> list[str]:
+    return text.splitlines(keepends=True) if "\f" not in text else text.split("\n")
+
+
+def _region(
+    new: str, rewrite: Rewrite, moved: Sequence[tuple[Edit, int, int]]
+) -> tuple[tuple[int, int], ...]:
+    return tuple(_lines_of(new, begin, end) for edit, begin, end in moved if edit in rewrite.edits)
+
+
+def _lines_of(new: str, begin: int, end: int) -> tuple[int, int]:
+    first = new.count("\n", 0, begin) + 1
+    if begin == end:
+        return first, first - 1
+    return first, first + new.count("\n", begin, max(begin, end - new[begin:end].endswith("\n")))
+
+
+def _touch(one: Rewrite, other: Rewrite) -> bool:
+    if one.match.source is not other.match.source:
+        return False
+    return any(_overlap(a, b) for a in one.edits for b in other.edits)
+
+
+def _overlap(one: Edit, other: Edit) -> bool:
+    if one == other:
+        return one.start != one.end
+    if one.start == one.end or other.start == other.end:
+        return one.start < other.end and other.start < one.end
+    return one.start < other.end and other.start < one.end

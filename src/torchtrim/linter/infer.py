@@ -1,0 +1,391 @@
+"""What each expression of a source is, told from the source alone; unknown rather than wrong.
+
+One walk gives every expression its kind, and tells of those at which the host would wait.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+
+from torchtrim.linter import subscripts
+from torchtrim.linter import torch_names as names
+from torchtrim.linter.guards import Names, guard
+from torchtrim.linter.kinds import (
+    ARRAY,
+    DTYPE,
+    PLAIN,
+    UNKNOWN,
+    Kind,
+    device,
+    joined,
+    part_of,
+    sequence,
+    tensor,
+    together,
+)
+from torchtrim.linter.plain_calls import called_name, called_on, own_method
+from torchtrim.linter.scope import Scope
+from torchtrim.linter.torch_calls import Call, called_function
+
+_SETTINGS = frozenset(("config", "cfg", "args", "hparams", "opt", "kwargs", "logger"))
+_TENSORS = frozenset(("logits", "last_hidden_state"))
+_COMPUTED = (ast.BitAnd, ast.BitOr, ast.BitXor)
+_KNOWN_MODULES = ("torch.", "numpy.", "math.", "time.", "os.", "scipy.", "PIL.", "cv2.")
+
+
+class Inference(Scope):
+    """Tells kinds of expressions in an environment of names. `wait` gets a row of the table and a node."""
+
+    def value(self, node: ast.expr | None) -> Kind:
+        """What an expression is."""
+        if node is None:
+            return UNKNOWN
+        handle = _HANDLERS.get(type(node))
+        return handle(self, node) if handle is not None else PLAIN
+
+    def truth(self, node: ast.expr) -> None:
+        """An expression whose truth decides something: a tensor is read for that."""
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            self.truth(node.operand)
+        elif isinstance(node, ast.BoolOp):
+            self._bool_operation(node)
+        else:
+            kind = self.value(node)
+            if kind.waits and kind.sure:
+                self.wait("item", node)
+
+    def assign(self, target: ast.expr, kind: Kind, node: ast.expr | None = None) -> None:
+        """Bind what is left of `=`."""
+        if isinstance(target, ast.Name):
+            self.env[target.id] = kind
+        elif isinstance(target, ast.Tuple | ast.List):
+            self._unpack(target, kind, node)
+        elif isinstance(target, ast.Starred):
+            self.assign(target.value, sequence(kind))
+        elif isinstance(target, ast.Subscript):
+            base, places = self.value(target.value), self._places(target.slice)
+            subscripts.written(target, base, places, kind, self.wait)
+        elif isinstance(target, ast.Attribute):
+            owner = target.value
+            self.value(owner)
+            if isinstance(owner, ast.Name) and owner.id == "self" and self.this is not None:
+                self.this.set(target.attr, kind)
+
+    def _unpack(self, target: ast.Tuple | ast.List, kind: Kind, node: ast.expr | None) -> None:
+        if isinstance(node, ast.Tuple | ast.List) and len(node.elts) == len(target.elts):
+            for one, value in zip(target.elts, node.elts, strict=True):
+                with self.silent():
+                    inner = self.value(value)
+                self.assign(one, inner)
+            return
+        for one in target.elts:
+            self.assign(one, part_of(kind))
+
+    def _name(self, node: ast.Name) -> Kind:
+        if (found := self.env.get(node.id)) is not None:
+            return found
+        if node.id in self.file.imports:
+            return _imported(self.file.imports[node.id])
+        if (found := self.file.own.get(node.id)) is not None:
+            return found
+        return PLAIN if node.id in _SETTINGS else UNKNOWN
+
+    def _attribute(self, node: ast.Attribute) -> Kind:
+        if (full := self.dotted(node)) is not None:
+            return _imported(full)
+        owner, name = node.value, node.attr
+        if isinstance(owner, ast.Name) and owner.id == "self" and self.this is not None:
+            return self._of_self(name)
+        base = self.value(owner)
+        if base.what == "tensor":
+            return _of_tensor(base, name)
+        if base.what in ("plain", "array"):
+            return base
+        if base.what == "sequence" and name in ("values", "indices", "inverse", "counts"):
+            return part_of(base)
+        if name in _TENSORS:
+            return tensor(sure=False)
+        return _named(name)
+
+    def _of_self(self, name: str) -> Kind:
+        assert self.this is not None
+        known = self.this.attribute(name)
+        return known if known is not None else PLAIN if name == "training" else _named(name)
+
+    def _subscript(self, node: ast.Subscript) -> Kind:
+        base = self.value(node.value)
+        return subscripts.read(node, base, self._places(node.slice), self.wait)
+
+    def _places(self, node: ast.expr) -> subscripts.Places:
+        parts = node.elts if isinstance(node, ast.Tuple) else [node]
+        return [(part, self.value(part)) for part in parts]
+
+    def _slice(self, node: ast.Slice) -> Kind:
+        bounds = [self.value(one) for one in (node.lower, node.upper, node.step) if one is not None]
+        read = [kind for kind in bounds if kind.waits and kind.sure]
+        return sequence(read[0]) if read else PLAIN
+
+    def _binary(self, node: ast.BinOp) -> Kind:
+        return computed(self.value(node.left), self.value(node.right), node.op)
+
+    def _unary(self, node: ast.UnaryOp) -> Kind:
+        if isinstance(node.op, ast.Not):
+            self.truth(node.operand)
+            return PLAIN
+        kind = self.value(node.operand)
+        if kind.what == "tensor":
+            return tensor(kind.on, kind.dtype, single=kind.single)
+        return kind
+
+    def _compare(self, node: ast.Compare) -> Kind:
+        kinds = [self.value(node.left), *map(self.value, node.comparators)]
+        if any(isinstance(op, ast.Is | ast.IsNot) for op in node.ops):
+            return PLAIN
+        if isinstance(node.ops[0], ast.In | ast.NotIn):
+            if kinds[1].waits and kinds[1].sure:
+                self.wait("item", node)
+            return PLAIN
+        return self._compared(node, kinds)
+
+    def _compared(self, node: ast.Compare, kinds: list[Kind]) -> Kind:
+        if any(_is_text(one) for one in (node.left, *node.comparators)):
+            return PLAIN
+        tensors = [kind for kind in kinds if kind.what == "tensor"]
+        if not tensors:
+            return PLAIN if all(kind.what == "plain" for kind in kinds) else UNKNOWN
+        sure = all(kind.sure or kind.what != "tensor" for kind in kinds) or len(tensors) > 1
+        single = all(kind.single or kind.what == "plain" for kind in kinds)
+        made = tensor(together(*kinds), "bool", single=single, sure=sure)
+        if len(node.ops) > 1 and made.waits:
+            self.wait("item", node)
+        return made
+
+    def _bool_operation(self, node: ast.BoolOp) -> Kind:
+        found = UNKNOWN
+        before = dict(self.env)
+        with self.silent(False):
+            quieted = 0
+            for at, value in enumerate(node.values):
+                self.truth(value) if not _is_plain_name(value) else self.value(value)
+                found = UNKNOWN
+                said = guard(value)
+                is_and = isinstance(node.op, ast.And)
+                self.narrow(said.when_true if is_and else said.when_false)
+                if at < len(node.values) - 1 and (said.true if is_and else said.false):
+                    self.quiet += 1
+                    quieted += 1
+            self.quiet -= quieted
+        self.env = before
+        return found
+
+    def _conditional(self, node: ast.IfExp) -> Kind:
+        self.truth(node.test)
+        said = guard(node.test)
+        true = self._branch(node.body, said.true, said.when_true)
+        false = self._branch(node.orelse, said.false, said.when_false)
+        return (
+            false if _is_none(node.body) else true if _is_none(node.orelse) else joined(true, false)
+        )
+
+    def _branch(self, node: ast.expr, never: bool, known: Names) -> Kind:
+        before = dict(self.env)
+        self.narrow(known)
+        with self.silent(never):
+            kind = self.value(node)
+        self.env = before
+        return kind
+
+    def _listed(self, node: ast.List | ast.Tuple | ast.Set) -> Kind:
+        kinds = [self.value(one) for one in node.elts]
+        if not kinds:
+            return sequence(UNKNOWN)
+        found = kinds[0]
+        for kind in kinds[1:]:
+            found = joined(found, kind)
+        return sequence(found)
+
+    def _starred(self, node: ast.Starred) -> Kind:
+        return part_of(self.value(node.value))
+
+    def _dict(self, node: ast.Dict) -> Kind:
+        for one in (*node.keys, *node.values):
+            if one is not None:
+                self.value(one)
+        return UNKNOWN
+
+    def _comprehended(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp) -> Kind:
+        before = dict(self.env)
+        self._generators(node.generators)
+        kind = self.value(node.elt)
+        self.env = before
+        return sequence(kind)
+
+    def _dict_comprehended(self, node: ast.DictComp) -> Kind:
+        before = dict(self.env)
+        self._generators(node.generators)
+        self.value(node.key)
+        self.value(node.value)
+        self.env = before
+        return UNKNOWN
+
+    def _generators(self, generators: list[ast.comprehension]) -> None:
+        for one in generators:
+            self.loop(one.target, one.iter)
+            for test in one.ifs:
+                self.truth(test)
+                self.narrow(guard(test).when_true)
+
+    def loop(self, target: ast.expr, node: ast.expr) -> None:
+        """Bind what `for` gives in each turn."""
+        name = (
+            node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+        )
+        if name not in ("enumerate", "zip") or not isinstance(target, ast.Tuple):
+            self.assign(target, part_of(self.value(node)))
+            return
+        assert isinstance(node, ast.Call)
+        inner = target.elts
+        if name == "enumerate":
+            self.assign(inner[0], PLAIN)
+            inner = inner[1:]
+        for one, given in zip(inner, node.args, strict=False):
+            self.loop(one, given)
+
+    def _lambda(self, node: ast.Lambda) -> Kind:
+        before = dict(self.env)
+        arguments = node.args
+        for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
+            self.env[one.arg] = UNKNOWN
+        self.value(node.body)
+        self.env = before
+        return UNKNOWN
+
+    def _walrus(self, node: ast.NamedExpr) -> Kind:
+        kind = self.value(node.value)
+        self.assign(node.target, kind)
+        return kind
+
+    def _formatted(self, node: ast.JoinedStr) -> Kind:
+        for part in node.values:
+            if isinstance(part, ast.FormattedValue):
+                kind = self.value(part.value)
+                if kind.waits and kind.sure:
+                    self.wait("item", part.value)
+        return PLAIN
+
+    def _awaited(self, node: ast.Await | ast.Yield | ast.YieldFrom) -> Kind:
+        self.value(node.value)
+        return UNKNOWN
+
+    def _call(self, node: ast.Call) -> Kind:
+        function = node.func
+        call = self._arguments(node)
+        full = self.dotted(function)
+        if full is not None and full.startswith(_KNOWN_MODULES):
+            return called_function(full, call)
+        if isinstance(function, ast.Name):
+            return called_name(self, function, call)
+        if not isinstance(function, ast.Attribute):
+            return tensor() if self.value(function).what == "layer" else UNKNOWN
+        owner = function.value
+        if isinstance(owner, ast.Name) and owner.id == "self" and self.this is not None:
+            return own_method(self, function.attr, call)
+        return called_on(self, owner, self.value(owner), function.attr, call)
+
+    def _arguments(self, node: ast.Call) -> Call:
+        args = tuple(map(self.value, node.args))
+        words = {
+            word.arg or f"**{number}": self.value(word.value)
+            for number, word in enumerate(node.keywords)
+        }
+        exact = not any(isinstance(one, ast.Starred) for one in node.args)
+        return Call(node, args, words, self.wait, exact)
+
+
+def computed(left: Kind, right: Kind, operator: ast.operator) -> Kind:
+    """What an operator gives of two values."""
+    kinds = (left, right)
+    tensors = [kind for kind in kinds if kind.what == "tensor"]
+    if tensors:
+        types = {kind.dtype for kind in tensors}
+        same = types.pop() if len(types) == 1 else ""
+        keeps = isinstance(operator, _COMPUTED) or same == "int"
+        dtype = same if keeps and not isinstance(operator, ast.Div) else ""
+        single = all(kind.single or kind.what == "plain" for kind in kinds)
+        return tensor(together(*kinds), dtype, single=single)
+    if any(kind.what == "array" for kind in kinds):
+        return ARRAY
+    if left.what == "sequence":
+        return left
+    return PLAIN if left.what == "plain" and right.what == "plain" else UNKNOWN
+
+
+def _imported(full: str) -> Kind:
+    last = full.rpartition(".")[2]
+    if full.startswith("torch.") and full.count(".") == 1 and last in names.DTYPES:
+        return Kind("dtype", dtype="bool" if last == "bool" else "int" if last in _WHOLE else "")
+    return PLAIN if full.startswith(("math.", "numpy.pi", "numpy.inf")) else UNKNOWN
+
+
+_WHOLE = ("int", "long", "short", "int8", "int16", "int32", "int64", "uint8")
+
+
+def _of_tensor(base: Kind, name: str) -> Kind:
+    if name == "device":
+        return device(base.on)
+    if name == "dtype":
+        return Kind("dtype", dtype=base.dtype)
+    if name in names.TENSOR_ATTRIBUTES:
+        return tensor(base.on, base.dtype, single=base.single)
+    return PLAIN if name in names.HOST_ATTRIBUTES else UNKNOWN
+
+
+def _named(name: str) -> Kind:
+    """What an attribute's name alone tells."""
+    if name == "device" or name.endswith("_device"):
+        return device("")
+    if name == "dtype":
+        return DTYPE
+    return PLAIN if name in _SETTINGS or name == "shape" else UNKNOWN
+
+
+def _is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and (node.value is None or isinstance(node.value, str))
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
+
+
+def _is_plain_name(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name | ast.Attribute | ast.Constant)
+
+
+_HANDLERS: dict[type, Callable[..., Kind]] = {
+    ast.Name: Inference._name,
+    ast.Attribute: Inference._attribute,
+    ast.Subscript: Inference._subscript,
+    ast.Slice: Inference._slice,
+    ast.BinOp: Inference._binary,
+    ast.UnaryOp: Inference._unary,
+    ast.Compare: Inference._compare,
+    ast.BoolOp: Inference._bool_operation,
+    ast.IfExp: Inference._conditional,
+    ast.Call: Inference._call,
+    ast.List: Inference._listed,
+    ast.Tuple: Inference._listed,
+    ast.Set: Inference._listed,
+    ast.Dict: Inference._dict,
+    ast.ListComp: Inference._comprehended,
+    ast.SetComp: Inference._comprehended,
+    ast.GeneratorExp: Inference._comprehended,
+    ast.DictComp: Inference._dict_comprehended,
+    ast.Lambda: Inference._lambda,
+    ast.NamedExpr: Inference._walrus,
+    ast.JoinedStr: Inference._formatted,
+    ast.Starred: Inference._starred,
+    ast.Await: Inference._awaited,
+    ast.Yield: Inference._awaited,
+    ast.YieldFrom: Inference._awaited,
+}

@@ -1,0 +1,101 @@
+"""What can be told of a value from the source alone: a tensor, where it may lie, or something else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Literal
+
+What = Literal["unknown", "plain", "tensor", "sequence", "array", "device", "dtype", "layer"]
+On = Literal["", "host", "device", "mixed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What an expression is.
+
+    `plain` is what Python itself has: numbers, text, shapes, None. A `sequence` holds `part`, a `layer`
+    gives a tensor where it is called. `on` is where a tensor is, or which a device is: `""` where that
+    is not known, `"mixed"` where it was computed from one of the host and something unknown. `dtype` is
+    `"bool"` or `"int"`, `""` otherwise. `single`: of no dimensions. `sure`: computed as a tensor, where
+    an annotation alone may be wrong.
+    """
+
+    what: What = "unknown"
+    on: On = ""
+    dtype: str = ""
+    single: bool = False
+    sure: bool = False
+    part: Kind | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is a tensor that may lie on a device."""
+        return self.what == "tensor" and self.on in ("", "device")
+
+
+UNKNOWN = Kind()
+PLAIN = Kind("plain")
+ARRAY = Kind("array")
+DTYPE = Kind("dtype")
+LAYER = Kind("layer")
+NUMBERS = Kind("sequence", part=PLAIN)
+
+
+@cache
+def tensor(on: On = "", dtype: str = "", *, single: bool = False, sure: bool = True) -> Kind:
+    """A tensor."""
+    return Kind("tensor", on, dtype, single, sure)
+
+
+@cache
+def sequence(part: Kind) -> Kind:
+    """A list or tuple of a kind."""
+    return Kind("sequence", part=part)
+
+
+@cache
+def device(on: On) -> Kind:
+    """A device."""
+    return Kind("device", on)
+
+
+def part_of(kind: Kind) -> Kind:
+    """What iterating over it, or one of its places, gives."""
+    if kind.what == "sequence":
+        return kind.part or UNKNOWN
+    if kind.what == "tensor":
+        return tensor(kind.on, kind.dtype)
+    return kind if kind.what in ("plain", "array") else UNKNOWN
+
+
+def joined(one: Kind, other: Kind) -> Kind:
+    """What it is where it may be either. None is left out: what is computed with it is not None."""
+    if one == other:
+        return one
+    if one.what == other.what == "tensor":
+        return Kind(
+            "tensor",
+            one.on if one.on == other.on else "",
+            one.dtype if one.dtype == other.dtype else "",
+            one.single and other.single,
+            one.sure and other.sure,
+        )
+    if one.what == other.what == "sequence":
+        return sequence(joined(one.part or UNKNOWN, other.part or UNKNOWN))
+    return UNKNOWN
+
+
+def together(*kinds: Kind) -> On:
+    """Where a tensor is that is computed from these; what is unknown goes with what is known."""
+    places: set[On] = {kind.on for kind in kinds if kind.what == "tensor"}
+    if "device" in places:
+        return "device"
+    if not places & {"host", "mixed"} or "" in places:
+        return ""
+    return "mixed" if "mixed" in places or any(kind.what == "unknown" for kind in kinds) else "host"
+
+
+def singled(kind: Kind) -> Kind:
+    """The same, of no dimensions."""
+    return replace(kind, single=True)

@@ -1,0 +1,316 @@
+"""Which places of a source are host-device syncs, inferred from the source alone.
+
+Code that runs once, or that no device runs, is left out: constructors, loading and saving, branches for
+the CPU, for tracing or for scripting, data sets and collators, and what only raises an error.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterable
+from pathlib import PurePath
+from typing import NamedTuple
+
+from torchtrim.linter.annotations import annotated
+from torchtrim.linter.guards import guard
+from torchtrim.linter.infer import Inference, computed
+from torchtrim.linter.kinds import PLAIN, UNKNOWN, joined, sequence
+from torchtrim.linter.scope import ClassFacts, Environment, FileFacts
+
+_ONCE = re.compile(
+    r"__(init|new|setstate|getstate|repr|str|post_init|reduce|del|init_subclass)__|extra_repr|"
+    r"_?(init|reset|load|save|convert|resize|prune|setup|build|export|plot|show|visualize|dump)(_\w*)?|"
+    r"lazy_init\w*|_?initiali[sz]e\w*|from_\w+|_?load_from\w*|register_\w+|post_init|tie_weights|dummy_inputs|main"
+)
+_FOR_HOST = re.compile(
+    r"\w*(Dataset|Sampler|Tokenizer|Processor\w*|FeatureExtractor|Collator\w*|DataLoader)"
+)
+_ON_HOST = re.compile(
+    r"_?(torch_)?(collate|pad_collate)\w*|__getitem__|default_data_collator|_?preprocess\w*|"
+    r"_?(prepare|normalize|resize|process|get|read|pad)_\w*(annotation|image|audio|video)s?|is_\w*scale"
+)
+_AFTER_THE_MODEL = re.compile(r"_?post_process\w*")
+_PIPELINE = re.compile(r"(Chunk)?Pipeline")
+_ONE_SHOT_FILES = re.compile(r"convert_\w+|export\w*|setup|conftest")
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class StaticSync(NamedTuple):
+    """A sync point: the row of the table of waits, and the node."""
+
+    row: str
+    node: ast.AST
+
+
+def static_syncs(tree: ast.Module, path: str) -> list[StaticSync]:
+    """Every sync point of a file, in the order of the code."""
+    walk = _Walk(path)
+    walk.file(tree)
+    at = {(one.row, one.node): one for one in walk.found}
+    return sorted(at.values(), key=lambda one: (one.node.lineno, one.node.col_offset))  # type: ignore[attr-defined]
+
+
+class _Walk:
+    """Walks statements in the order in which they run, each once."""
+
+    def __init__(self, path: str) -> None:
+        self.found: list[StaticSync] = []
+        self._facts = FileFacts()
+        self._infer = Inference(self._facts, self._wait)
+        self._pending: list[Callable[[], None]] = []
+        self._one_shot = _ONE_SHOT_FILES.fullmatch(PurePath(path).stem) is not None
+
+    def file(self, tree: ast.Module) -> None:
+        """Walk a module: its own code first, functions after it, when all their names are known."""
+        self._imports(tree.body)
+        self._declare(tree.body, self._facts.returns)
+        with self._infer.silent(self._one_shot):
+            self._block(tree.body)
+            self._facts.own = dict(self._infer.env)
+            while self._pending:
+                self._pending.pop(0)()
+
+    def _wait(self, row: str, node: ast.AST) -> None:
+        self.found.append(StaticSync(row, node))
+
+    def _imports(self, body: Iterable[ast.stmt]) -> None:
+        """Imports at the top, those within `if` and `try` too."""
+        for statement in body:
+            if isinstance(statement, ast.Import | ast.ImportFrom):
+                self._import(statement)
+            for name in ("body", "orelse", "handlers", "finalbody"):
+                if isinstance(statement, ast.If | ast.Try):
+                    self._imports(getattr(statement, name, ()))
+
+    def _import(self, node: ast.Import | ast.ImportFrom) -> None:
+        for name in node.names:
+            if isinstance(node, ast.Import):
+                top = name.name.partition(".")[0]
+                self._facts.imports[name.asname or top] = name.name if name.asname else top
+            else:
+                module = "." * node.level + (node.module or "")
+                self._facts.imports[name.asname or name.name] = f"{module}.{name.name}"
+
+    def _declare(self, body: Iterable[ast.stmt], returns: Environment) -> None:
+        """What functions return, by their annotations."""
+        for one in body:
+            if isinstance(one, _Function):
+                returns[one.name] = annotated(one.returns, self._infer.dotted)
+
+    def _block(self, body: Iterable[ast.stmt]) -> bool:
+        """Walk statements; whether what follows them cannot be reached."""
+        return any(_STATEMENTS[type(statement)](self, statement) for statement in body)
+
+    def _assign(self, node: ast.Assign) -> None:
+        kind = self._infer.value(node.value)
+        for target in node.targets:
+            self._infer.assign(target, kind, node.value)
+
+    def _annotated(self, node: ast.AnnAssign) -> None:
+        said = annotated(node.annotation, self._infer.dotted)
+        kind = self._infer.value(node.value) if node.value is not None else UNKNOWN
+        self._infer.assign(node.target, kind if kind != UNKNOWN else said, node.value)
+
+    def _augmented(self, node: ast.AugAssign) -> None:
+        right = self._infer.value(node.value)
+        left = self._infer.value(node.target)
+        self._infer.assign(node.target, computed(left, right, node.op))
+
+    def _expression(self, node: ast.Expr) -> None:
+        self._infer.value(node.value)
+
+    def _return(self, node: ast.Return) -> bool:
+        self._infer.value(node.value)
+        return True
+
+    def _raise(self, node: ast.Raise) -> bool:
+        return True
+
+    def _stops(self, node: ast.stmt) -> bool:
+        return True
+
+    def _passes(self, node: ast.stmt) -> None:
+        return None
+
+    def _assert(self, node: ast.Assert) -> None:
+        self._infer.truth(node.test)
+        self._infer.narrow(guard(node.test).when_true)
+
+    def _if(self, node: ast.If) -> bool:
+        self._infer.truth(node.test)
+        said = guard(node.test)
+        before = dict(self._infer.env)
+        self._infer.narrow(said.when_true)
+        with self._infer.silent(said.true):
+            true_ends = self._block(node.body)
+        true = self._infer.env
+        self._infer.env = before
+        self._infer.narrow(said.when_false)
+        with self._infer.silent(said.false):
+            false_ends = self._block(node.orelse)
+        if true_ends and not false_ends and said.false:
+            return True
+        if false_ends and not true_ends:
+            self._infer.env = true
+        elif not true_ends:
+            self._infer.env = merged(true, self._infer.env)
+        return true_ends and false_ends
+
+    def _loop(self, node: ast.For | ast.AsyncFor | ast.While) -> bool:
+        before = dict(self._infer.env)
+        if isinstance(node, ast.While):
+            self._infer.truth(node.test)
+        else:
+            self._infer.loop(node.target, node.iter)
+        self._block(node.body)
+        self._infer.env = merged(before, self._infer.env)
+        self._block(node.orelse)
+        return False
+
+    def _with(self, node: ast.With | ast.AsyncWith) -> bool:
+        for item in node.items:
+            kind = self._infer.value(item.context_expr)
+            if item.optional_vars is not None:
+                self._infer.assign(item.optional_vars, kind if kind.what == "plain" else UNKNOWN)
+        return self._block(node.body)
+
+    def _try(self, node: ast.Try) -> bool:
+        before = dict(self._infer.env)
+        ends = self._block(node.body)
+        ends = self._block(node.orelse) or ends
+        after = self._infer.env
+        for handler in node.handlers:
+            self._infer.env = dict(before)
+            if not self._block(handler.body):
+                after = merged(after, self._infer.env) if not ends else self._infer.env
+                ends = False
+        self._infer.env = after
+        return self._block(node.finalbody) or ends
+
+    def _match(self, node: ast.Match) -> None:
+        self._infer.value(node.subject)
+        before = dict(self._infer.env)
+        for case in node.cases:
+            self._infer.env = dict(before)
+            self._block(case.body)
+        self._infer.env = before
+
+    def _delete(self, node: ast.Delete) -> None:
+        for target in node.targets:
+            if isinstance(target, ast.Name):
+                self._infer.env.pop(target.id, None)
+
+    def _imported(self, node: ast.Import | ast.ImportFrom) -> None:
+        self._import(node)
+        for name in node.names:
+            self._infer.env.pop(name.asname or name.name, None)
+
+    def _class(self, node: ast.ClassDef) -> None:
+        known = (self._facts.classes.get(getattr(base, "id", "")) for base in node.bases)
+        facts = ClassFacts(node.name, bases=tuple(filter(None, known)))
+        self._declare(node.body, facts.returns)
+        self._facts.classes[node.name] = facts
+        self._infer.env.pop(node.name, None)
+        outer, self._infer.env = self._infer.env, {}
+        for statement in node.body:
+            if not isinstance(statement, _Function):
+                self._block([statement])
+        self._infer.env = outer
+        for_host, pipeline = _is_for_host(node), _has_base(node, _PIPELINE)
+        methods = [one for one in node.body if isinstance(one, _Function)]
+        methods.sort(key=lambda one: one.name != "__init__")
+        for one in methods:
+            quiet = for_host and not _AFTER_THE_MODEL.fullmatch(one.name)
+            quiet = quiet or (pipeline and one.name not in ("forward", "_forward"))
+            self._later(one, facts, quiet=quiet)
+
+    def _function(self, node: _Function) -> None:
+        if self._infer.this is None and not self._infer.env.get(" within"):
+            self._later(node, None)
+        else:
+            self._within(node)
+        self._infer.env.pop(node.name, None)
+
+    def _later(self, node: _Function, this: ClassFacts | None, *, quiet: bool = False) -> None:
+        def walk() -> None:
+            self._infer.env, self._infer.this = {" within": PLAIN}, this
+            with self._infer.silent(quiet):
+                self._body(node)
+            self._infer.this = None
+
+        self._pending.append(walk)
+
+    def _within(self, node: _Function) -> None:
+        """A function in a function sees its names."""
+        outer = self._infer.env
+        self._infer.env = dict(outer)
+        self._body(node)
+        self._infer.env = outer
+
+    def _body(self, node: _Function) -> None:
+        arguments = node.args
+        for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
+            self._infer.env[one.arg] = annotated(one.annotation, self._infer.dotted)
+        for extra in (arguments.vararg, arguments.kwarg):
+            if extra is not None:
+                said = annotated(extra.annotation, self._infer.dotted)
+                self._infer.env[extra.arg] = (
+                    sequence(said) if extra is arguments.vararg else UNKNOWN
+                )
+        once = _ONCE.fullmatch(node.name) or _ON_HOST.fullmatch(node.name)
+        with self._infer.silent(bool(once)):
+            self._block(node.body)
+
+
+def merged(one: Environment, other: Environment) -> Environment:
+    """Names after a branch: what both ways agree on. A name of one way only is what it is there."""
+    if one is other:
+        return one
+    found = dict(one)
+    for name, kind in other.items():
+        mine = one.get(name)
+        found[name] = kind if mine is None or mine == kind else joined(mine, kind)
+    return found
+
+
+def _is_for_host(node: ast.ClassDef) -> bool:
+    return _FOR_HOST.fullmatch(node.name) is not None or _has_base(node, _FOR_HOST)
+
+
+def _has_base(node: ast.ClassDef, named: re.Pattern[str]) -> bool:
+    bases = (getattr(base, "id", getattr(base, "attr", "")) for base in node.bases)
+    return any(named.fullmatch(name) for name in bases)
+
+
+_STATEMENTS: dict[type, Callable[..., bool | None]] = {
+    ast.Assign: _Walk._assign,
+    ast.AnnAssign: _Walk._annotated,
+    ast.AugAssign: _Walk._augmented,
+    ast.Expr: _Walk._expression,
+    ast.Return: _Walk._return,
+    ast.Raise: _Walk._raise,
+    ast.Continue: _Walk._stops,
+    ast.Break: _Walk._stops,
+    ast.Pass: _Walk._passes,
+    ast.Global: _Walk._passes,
+    ast.Nonlocal: _Walk._passes,
+    ast.Assert: _Walk._assert,
+    ast.If: _Walk._if,
+    ast.For: _Walk._loop,
+    ast.AsyncFor: _Walk._loop,
+    ast.While: _Walk._loop,
+    ast.With: _Walk._with,
+    ast.AsyncWith: _Walk._with,
+    ast.Try: _Walk._try,
+    ast.TryStar: _Walk._try,
+    ast.Match: _Walk._match,
+    ast.Delete: _Walk._delete,
+    ast.Import: _Walk._imported,
+    ast.ImportFrom: _Walk._imported,
+    ast.ClassDef: _Walk._class,
+    ast.FunctionDef: _Walk._function,
+    ast.AsyncFunctionDef: _Walk._function,
+}
+if hasattr(ast, "TypeAlias"):
+    _STATEMENTS[ast.TypeAlias] = _Walk._passes

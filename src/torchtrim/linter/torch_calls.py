@@ -1,0 +1,409 @@
+"""What a call of torch gives, and whether the host waits in it, as far as the arguments' kinds tell."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from torchtrim.linter import torch_names as names
+from torchtrim.linter.kinds import (
+    ARRAY,
+    DTYPE,
+    LAYER,
+    NUMBERS,
+    PLAIN,
+    UNKNOWN,
+    Kind,
+    On,
+    device,
+    part_of,
+    sequence,
+    singled,
+    tensor,
+    together,
+)
+
+_MASKED = ("torch.cuda.", "torch.accelerator.", "torch.xpu.")
+_HOST_DATA = ("plain", "sequence", "array", "unknown")
+_SIZES_NAMES = """
+    zeros ones empty full rand randn new_zeros new_ones new_empty new_full eye
+"""
+_SIZES = frozenset(_SIZES_NAMES.split())
+_SHAPED_NAMES = """
+    view reshape expand repeat new_zeros new_ones new_empty new_full
+"""
+_SHAPED = frozenset(_SHAPED_NAMES.split())
+_SOLVERS = {
+    "eigh": "eigh",
+    "eigvalsh": "eigh",
+    "svd": "svd",
+    "svdvals": "svd",
+    "cholesky": "linalg-check",
+    "inv": "linalg-check",
+    "solve": "linalg-check",
+    "eig": "eig",
+    "eigvals": "eig",
+    "lstsq": "lstsq",
+    "matrix_exp": "matrix-exp",
+}
+_COUNTING = {
+    "nonzero": "nonzero",
+    "argwhere": "nonzero",
+    "unique_consecutive": "unique",
+    "bincount": "bincount",
+    "masked_select": "masked-select",
+    "equal": "equal",
+    "allclose": "allclose",
+}
+Wait = Callable[[str, ast.AST], None]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call whose arguments are known. `wait` gets a row of the table of waits, and where."""
+
+    node: ast.Call
+    args: tuple[Kind, ...]
+    words: dict[str, Kind]
+    wait: Wait
+    exact: bool = field(default=True)
+
+    def given(self, position: int, *keywords: str) -> Kind | None:
+        """The argument at a position or of one of the keywords; None where it is not given."""
+        for word in keywords:
+            if word in self.words:
+                return self.words[word]
+        return self.args[position] if position < len(self.args) else None
+
+    def true(self, keyword: str) -> bool:
+        """Whether a keyword is `True`."""
+        return any(
+            word.arg == keyword and isinstance(word.value, ast.Constant) and bool(word.value.value)
+            for word in self.node.keywords
+        )
+
+
+def called_function(name: str, call: Call) -> Kind:
+    """What a function gives, by its full name: `torch.nn.functional.softmax`."""
+    head, _, last = name.rpartition(".")
+    if last == "synchronize" and name.startswith(_MASKED):
+        call.wait("synchronize", call.node)
+    if head in ("torch", "torch.Tensor"):
+        return _of_torch(last, call)
+    if head == "torch.nn.functional":
+        return _of_functional(last, call)
+    if head in ("torch.linalg", "torch.fft", "torch.special"):
+        return _of_linalg(last, call, head)
+    if head == "torch.nn" or head.startswith("torch.nn.modules"):
+        return _of_modules(last)
+    if name in ("torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"):
+        return tensor()
+    if name.startswith("torch.cuda.") and last.endswith("Tensor"):
+        call.wait("new-tensor", call.node)
+        return tensor("device")
+    if head in ("math", "os", "time", "sys", "re", "os.path"):
+        return PLAIN
+    return ARRAY if name.startswith(("numpy.", "scipy.", "PIL.", "cv2.")) else UNKNOWN
+
+
+def called_method(receiver: Kind, method: str, call: Call) -> Kind:
+    """What a method of a tensor gives."""
+    if method in ("item", "tolist"):
+        if receiver.waits:
+            call.wait("item" if method == "item" else "copy-to-host", call.node)
+        return PLAIN if method == "item" or receiver.single else NUMBERS
+    if method in ("cpu", "cuda", "to", "type", "type_as"):
+        return _moved(receiver, method, call)
+    if method in ("numpy", "__array__"):
+        return ARRAY
+    if method in names.PLAIN_METHODS:
+        return sequence(PLAIN) if method in ("size", "stride") and not call.args else PLAIN
+    if method in names.NEW:
+        return _new(receiver, method, call)
+    _count(method, receiver, call)
+    _shape_of(method, call)
+    if method in _SOLVERS and receiver.waits and method not in ("solve", "inv"):
+        call.wait(_SOLVERS[method], call.node)
+    return _result(method, (receiver, *call.args), call, first=1)
+
+
+def _of_torch(last: str, call: Call) -> Kind:
+    if last == "device":
+        return device(_device_of(call.node.args[0] if call.node.args else None))
+    if last in ("Tensor", "tensor", "as_tensor", "asarray", "from_numpy") or last.endswith(
+        "Tensor"
+    ):
+        return _from_data(last, call)
+    if last in names.FACTORIES:
+        return _made(last, call)
+    if last in names.LIKE:
+        return _placed(last, call, call.args[0].on if call.args else "")
+    if last == "where" and len(call.args) == 1 and not call.words:
+        _count("nonzero", call.args[0], call)
+        return sequence(tensor(call.args[0].on, "int"))
+    if last == "equal" or last == "allclose":
+        _count(last, call.args[0] if call.args else UNKNOWN, call)
+        return PLAIN
+    if last in names.PLAIN_METHODS:
+        return PLAIN
+    if last in names.FUNCTIONS:
+        _count(last, _tensor_like(call.given(0, "input")), call, first=1)
+        if last in _SOLVERS and last != "solve":
+            _solved(last, call)
+        return _result(last, call.args, call, first=1)
+    if last in names.DTYPES:
+        return DTYPE
+    return UNKNOWN if last in ("load", "jit", "compile", "vmap", "func") else PLAIN
+
+
+def _of_functional(last: str, call: Call) -> Kind:
+    open_ended = last == "one_hot" and call.given(1, "num_classes") is None
+    if open_ended and _tensor_like(call.given(0, "input", "tensor")).waits:
+        call.wait("item", call.node)
+    if last not in names.FUNCTIONAL:
+        return UNKNOWN
+    if last == "embedding_bag":
+        return UNKNOWN
+    made = _result(last, call.args, call, first=1)
+    reduced = last in names.LOSSES and "reduction" not in call.words
+    return singled(made) if reduced and made.what == "tensor" else made
+
+
+def _of_linalg(last: str, call: Call, head: str) -> Kind:
+    if head == "torch.linalg" and last in _SOLVERS:
+        _solved(last, call)
+    if last in names.SEVERAL:
+        return sequence(tensor(together(*call.args)))
+    return _result(last, call.args, call, first=1)
+
+
+def _solved(last: str, call: Call) -> None:
+    given = _tensor_like(call.given(0, "input", "A"))
+    if given.waits:
+        call.wait(_SOLVERS[last], call.node)
+
+
+def _of_modules(last: str) -> Kind:
+    if last in ("Parameter", "Buffer"):
+        return tensor()
+    return LAYER if last in names.LAYERS else UNKNOWN
+
+
+def _tensor_like(kind: Kind | None) -> Kind:
+    """What a function of torch takes is a tensor, even where nothing else says so."""
+    return tensor() if kind is None or kind.what == "unknown" else kind
+
+
+def _count(last: str, first_kind: Kind, call: Call, first: int = 0) -> None:
+    """Tell of what makes a shape of the data, or a truth value of a tensor."""
+    if not first_kind.waits:
+        return
+    if last in _COUNTING:
+        others = [kind for kind in call.args[first:] if kind.on == "host"]
+        if last not in ("equal", "allclose", "masked_select") or not others:
+            call.wait(_COUNTING[last], call.node)
+    elif last == "unique":
+        by_row = call.given(first + 3, "dim") is not None
+        call.wait("unique-dim" if by_row else "unique", call.node)
+    elif last == "repeat_interleave" and "output_size" not in call.words:
+        repeats = call.given(first, "repeats") or first_kind
+        if repeats.waits:
+            call.wait("repeat-interleave", call.node)
+    elif last in ("add", "sub", "add_", "sub_") and _reads_word(call, "alpha"):
+        call.wait("item", call.node)
+    elif last in ("masked_fill", "masked_fill_"):
+        value = call.given(first + 1, "value")
+        if value is not None and value.waits and value.sure:
+            call.wait("masked-fill-value", call.node)
+
+
+def _reads_word(call: Call, word: str) -> bool:
+    kind = call.words.get(word)
+    return kind is not None and kind.waits and kind.sure
+
+
+def _shape_of(method: str, call: Call) -> None:
+    if method not in _SHAPED:
+        return
+    sizes = call.args[:1] if method.startswith("new_") else call.args
+    if any(_is_read(kind) for kind in sizes):
+        call.wait("item", call.node)
+
+
+def _is_read(kind: Kind) -> bool:
+    """Whether a number is wanted where a tensor of the device is given."""
+    inner = part_of(kind) if kind.what == "sequence" else kind
+    return inner.waits and inner.sure and inner.single
+
+
+def _made(last: str, call: Call) -> Kind:
+    """A factory: on the host, unless a device is given."""
+    if last in ("arange", "linspace", "logspace"):
+        for kind in call.args[:2]:
+            if kind.waits and kind.sure:
+                call.wait("range-bounds", call.node)
+    elif last in _SIZES and any(map(_is_read, (*call.args, *call.words.values()))):
+        call.wait("item", call.node)
+    made = _placed(last, call, "host")
+    if last == "arange" and all(kind.dtype == "int" for kind in call.args):
+        return replace(made, dtype="int")
+    return made
+
+
+def _placed(last: str, call: Call, otherwise: On) -> Kind:
+    """A new tensor on the device that the call names."""
+    on = otherwise
+    if "device" in call.words:
+        on = _where(call.words["device"], otherwise)
+    dtype = "bool" if last in names.BOOL else "int" if last in names.INT else ""
+    dtype = call.words["dtype"].dtype if "dtype" in call.words else dtype
+    return tensor(on, dtype)
+
+
+def _where(kind: Kind, otherwise: On) -> On:
+    """Where a device is; what nothing is known of is taken for one to compute on."""
+    if kind.what == "plain":
+        return otherwise
+    return kind.on or "device" if kind.what == "device" else "device"
+
+
+def _new(receiver: Kind, method: str, call: Call) -> Kind:
+    if method == "new_tensor" and receiver.waits and "device" not in call.words:
+        data = call.given(0, "data") or PLAIN
+        _read_data(data, call)
+        if data.what in ("plain", "sequence", "array") and not part_of(data).waits:
+            call.wait("new-tensor", call.node)
+    _shape_of(method, call)
+    made = _placed(method, call, receiver.on)
+    return made if "dtype" in call.words else replace(made, dtype=receiver.dtype)
+
+
+def _from_data(last: str, call: Call) -> Kind:
+    """`torch.tensor(data)`: an upload where a device is given and the data are not there already."""
+    data = call.given(0, "data") or PLAIN
+    made = _placed(last, call, "host")
+    if last in ("as_tensor", "asarray") and data.what in ("unknown", "tensor"):
+        moved = "device" in call.words
+        return made if moved else tensor(data.on if data.what == "tensor" else "")
+    if data.what == "tensor":
+        return tensor(made.on if "device" in call.words else data.on, made.dtype)
+    sized = last not in ("tensor", "as_tensor", "asarray", "from_numpy") and data.what == "plain"
+    _read_data(data, call)
+    inner = part_of(data)
+    if made.on == "device" and data.what in _HOST_DATA and not sized and inner.what != "tensor":
+        call.wait("new-tensor", call.node)
+    literal = isinstance(call.node.args[0] if call.node.args else None, ast.Constant)
+    return singled(made) if literal and last in ("tensor", "as_tensor") else made
+
+
+def _read_data(data: Kind, call: Call) -> None:
+    """Data of tensors are read one by one."""
+    inner = part_of(data) if data.what == "sequence" else PLAIN
+    if inner.waits and inner.sure:
+        call.wait("item", call.node)
+
+
+def _moved(receiver: Kind, method: str, call: Call) -> Kind:
+    """`.to`, `.cpu`, `.cuda`: where the result is, and whether the copy is waited for."""
+    on, dtype = receiver.on, receiver.dtype
+    target = call.given(0, "device", "other")
+    if method == "cpu":
+        on = "host"
+    elif method == "cuda":
+        on = "device"
+    elif method == "to" and target is not None:
+        on, dtype = _target(receiver, target, call.node)
+    elif target is not None and target.what == "dtype":
+        dtype = target.dtype
+    free = call.true("non_blocking")
+    if on == "host" and receiver.waits and not free:
+        call.wait("copy-to-host", call.node)
+    if on == "device" and receiver.on == "host" and not free:
+        call.wait("upload", call.node)
+    return replace(receiver, on=on, dtype=dtype, sure=True)
+
+
+def _target(receiver: Kind, target: Kind, node: ast.Call) -> tuple[On, str]:
+    if target.what == "dtype":
+        return receiver.on, target.dtype
+    if target.what == "tensor":
+        return target.on, target.dtype
+    argument = node.args[0] if node.args else None
+    if isinstance(argument, ast.Constant):
+        return _device_of(argument), receiver.dtype
+    if target.what == "device":
+        return target.on or "device", receiver.dtype
+    return "" if receiver.on != "host" else _guessed(argument), receiver.dtype
+
+
+def _guessed(node: ast.expr | None) -> On:
+    """Where a name of a device is, such as `self.device` or `target_device`."""
+    last = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+    return "device" if last == "device" or last.endswith("_device") else ""
+
+
+def _device_of(node: ast.expr | None) -> On:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return "host" if node.value.partition(":")[0] in ("cpu", "meta") else "device"
+    return ""
+
+
+def _result(last: str, operands: tuple[Kind, ...], call: Call, first: int) -> Kind:
+    """What an operator gives of its operands. `first` is where a method's own arguments begin."""
+    parts = [part_of(kind) if kind.what == "sequence" else kind for kind in operands]
+    parts += [kind for word, kind in call.words.items() if word in ("other", "input", "tensors")]
+    on = together(*parts)
+    if "device" in call.words:
+        on = _where(call.words["device"], on)
+    whole = len(operands) <= first and not {"dim", "axis", "keepdim"} & set(call.words)
+    if last in names.SEVERAL or _gives_two(last, operands, call, first):
+        return sequence(tensor(on))
+    dtype = _dtype(last, parts)
+    if "dtype" in call.words:
+        dtype = call.words["dtype"].dtype
+    elementwise = bool(parts) and all(kind.single or kind.what == "plain" for kind in parts)
+    single = last in names.REDUCTIONS and whole
+    keeps = elementwise and last not in (
+        "stack",
+        "cat",
+        "unsqueeze",
+        "expand",
+        "repeat",
+        "view",
+        "reshape",
+    )
+    return tensor(on, dtype, single=single or keeps)
+
+
+def _dtype(last: str, parts: list[Kind]) -> str:
+    if last in names.BOOL:
+        return "bool"
+    if last in names.INT:
+        return "int"
+    if last in (
+        "float",
+        "half",
+        "double",
+        "bfloat16",
+        "mean",
+        "softmax",
+        "log_softmax",
+        "sum",
+        "cumsum",
+    ):
+        return "int" if last in ("sum", "cumsum") and parts and parts[0].dtype else ""
+    types = {kind.dtype for kind in parts if kind.what == "tensor"}
+    return types.pop() if len(types) == 1 else ""
+
+
+def _gives_two(last: str, operands: tuple[Kind, ...], call: Call, first: int) -> bool:
+    """`x.max(1)` gives values and indices, `x.max()` and `torch.max(x, y)` do not."""
+    if last == "unique":
+        return any(word.startswith("return_") for word in call.words)
+    if last == "nonzero":
+        return call.true("as_tuple")
+    if last not in ("max", "min", "median", "nanmedian"):
+        return False
+    by_dim = "dim" in call.words or len(operands) > first
+    return by_dim and not (len(operands) > first and operands[first].what == "tensor")

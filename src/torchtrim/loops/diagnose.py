@@ -1,0 +1,38 @@
+"""Runs the original and finds what is wasteful in its step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torchtrim.loops.findings import report_of
+from torchtrim.loops.optimize import Fitting
+from torchtrim.loops.settings import with_settings
+from torchtrim.records.finding import Finding
+from torchtrim.records.profile import Profile
+from torchtrim.records.report import Result
+from torchtrim.records.trial import Request
+from torchtrim.rules.prices import priced
+from torchtrim.rules.registry import diagnose
+from torchtrim.run.trials import Progress, Workload
+
+
+def record(workload: Workload, warmup: int, progress: Progress) -> Profile:
+    """Record one step. Raises `ScriptFailed` if there was none."""
+    fitting = Fitting(workload, Request(steps=0, warmup=warmup), progress)
+    return fitting.planner(fitting.observe()).profile
+
+
+def findings_of(
+    workload: Workload, select: Sequence[str] | None, progress: Progress
+) -> tuple[Finding, ...]:
+    """What is wasteful in a step, dearest first."""
+    profile = record(workload, 1, progress)
+    return with_settings(priced(profile, diagnose(profile, select))[0], profile.project)
+
+
+def diagnose_report(
+    workload: Workload, request: Request, *, progress: Progress = lambda _: None
+) -> Result:
+    """What is wasteful in a step, with its figures."""
+    trial = Fitting(workload, request, progress).observe()
+    return Result(report_of("diagnose", workload, trial), trial.profile)

@@ -1,0 +1,48 @@
+"""What is wasteful in an original that ran, and the report that begins with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import torch
+
+from torchtrim.loops.settings import with_settings
+from torchtrim.observe.versions import untested
+from torchtrim.records.profile import Profile
+from torchtrim.records.report import Report
+from torchtrim.records.trial import Trial
+from torchtrim.report.assemble import Found, Subject, original_report
+from torchtrim.rules.prices import priced
+from torchtrim.rules.registry import diagnose
+from torchtrim.run.machine import machine
+from torchtrim.run.script import Script
+from torchtrim.run.trials import Workload
+
+
+def report_of(verb: str, workload: Workload, trial: Trial) -> Report:
+    """The report of an original that ran."""
+    found = found_in(trial.profile) if trial.profile is not None else Found()
+    report = original_report(verb, subject_of(workload, trial.device), trial, found)
+    warning = untested(str(torch.__version__))
+    notes = (*report.notes, warning) if warning else report.notes
+    return msgspec.structs.replace(report, notes=notes)
+
+
+def found_in(profile: Profile) -> Found:
+    """The findings, priced, with the settings that end some of them."""
+    findings, waiting = priced(profile, diagnose(profile))
+    return Found(with_settings(findings, profile.project), waiting)
+
+
+def subject_of(workload: Workload, device: str) -> Subject:
+    """What a report on a workload is of."""
+    script = workload if isinstance(workload, Script) else None
+    model = None if isinstance(workload, Script) else workload.model
+    return Subject(
+        script=script.target if script else type(model).__name__,
+        project=str(script.project if script else Path.cwd()),
+        device=device,
+        machine=machine(device),
+        torch=str(torch.__version__),
+    )

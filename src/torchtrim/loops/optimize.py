@@ -1,0 +1,425 @@
+"""The whole loop: run, plan for a budget, run planned, correct the plan by what was measured, verify."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from torchtrim.errors import ApplyFailed, InfeasibleBudget, PlannedStepFailed, Unsupported
+from torchtrim.loops.findings import report_of
+from torchtrim.loops.fix import Fixing
+from torchtrim.loops.fixed import fixes_of, with_fixes
+from torchtrim.loops.lengths import longest_step, recording, uneven_note
+from torchtrim.loops.levers import Reached, levers_of
+from torchtrim.loops.surviving import (
+    failing_places,
+    failure_note,
+    of_techniques,
+    without_places,
+)
+from torchtrim.planner.pins import KEEP, Patterns
+from torchtrim.planner.planner import Planner
+from torchtrim.records.certificate import Certificate
+from torchtrim.records.finding import EQUIVALENCES, Equivalence
+from torchtrim.records.lever import Lever
+from torchtrim.records.plan import MemoryKind, Plan
+from torchtrim.records.report import Result
+from torchtrim.records.trial import Request, Trial
+from torchtrim.report.assemble import with_missed_budget, with_plan, with_planned
+from torchtrim.run.script import Script, working_folder
+from torchtrim.run.trials import Model, Progress, Workload, run_trial
+from torchtrim.techniques.apply import Applied, apply_plan, named_roots
+from torchtrim.techniques.base import exportable, names, technique
+from torchtrim.techniques.export import exported
+from torchtrim.techniques.fingerprint import sha256_of
+from torchtrim.units import format_bytes, parse_bytes
+from torchtrim.verifier.certify import Contest, certify
+
+_ROUNDS = 3
+_WELL_USED = 0.9
+_TIMES = 2
+_RANK = EQUIVALENCES.index
+NOTHING = "nothing that is allowed lowers the peak, so the plan changes nothing"
+
+
+class Fit(NamedTuple):
+    """All that fitting a workload gave. `planned` and `certificate` are None where nothing is changed.
+
+    `missed` is there where the budget cannot be met: the plan then is that with the smallest peak, and
+    `levers` say what each technique would reach.
+    """
+
+    original: Trial
+    budget_bytes: int
+    plan: Plan
+    planned: Trial | None
+    certificate: Certificate | None
+    notes: tuple[str, ...]
+    missed: InfeasibleBudget | None = None
+    levers: tuple[Lever, ...] = ()
+
+
+class Tried(NamedTuple):
+    """A plan that was run, and what it used of the memory that the budget is on; None for the original."""
+
+    plan: Plan | None
+    trial: Trial | None
+    used: int
+
+    @classmethod
+    def unchanged(cls, used: int) -> Tried:
+        """The original, which changes nothing."""
+        return cls(None, None, used)
+
+
+class Fitting:
+    """Fits one workload. Every method runs it, and leaves nothing behind.
+
+    The original is run once, however many budgets are tried; where its steps differ in length, once more to
+    record the longest. `exclude`: techniques that are not to be
+    used. `allow`: what a plan may change. `pins`: what holds in every plan (`planner.pins`).
+    `exports`: only what can be exported is planned, and the planned runs are of the plan exported.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        request: Request,
+        progress: Progress,
+        exclude: Collection[str] = (),
+        allow: Equivalence = "BITWISE",
+        pins: Patterns | None = None,
+        exports: bool = False,
+    ) -> None:
+        self.workload = workload
+        self._pins = pins or {}
+        self._exports = exports
+        unwritable = {*names()} - {*exportable(), *self._pins} if exports else set()
+        self._exclude = (*exclude, *sorted(unwritable))
+        self._allow = allow
+        self._request = request
+        self._progress = progress
+        self.original: Trial | None = None
+        self._dropped: set[str] = set()
+        self._planners: dict[tuple[int, str, frozenset[str]], Planner] = {}
+        self.notes: list[str] = []
+
+    def observe(self) -> Trial:
+        """The original's trial."""
+        if self.original is None:
+            request = msgspec.structs.replace(self._request, times=_TIMES)
+            self.original = self._run(request, "original")
+        return self.original
+
+    def observe_longest(self) -> Trial:
+        """The original's trial in which the step with the highest peak is the recorded one."""
+        original = self.observe()
+        longest = longest_step(original)
+        if longest is not None:
+            self.notes.append(uneven_note(original))
+            self._request = recording(self._request, longest)
+            self.original = original = self._run(self._request, "original, its longest step")
+        return original
+
+    def planner(self, original: Trial, only: str = "") -> Planner:
+        """A planner for what was observed, without the places that were dropped.
+
+        `only`: for one technique, which need not be allowed.
+        """
+        key = id(original), only, frozenset(self._dropped)
+        if key not in self._planners:
+            self._planners[key] = self._new_planner(original, only)
+        return self._planners[key]
+
+    def _new_planner(self, original: Trial, only: str) -> Planner:
+        if original.profile is None:
+            raise Unsupported(
+                f"the script did only {len(original.steps)} steps, and the planner needs one after "
+                f"{self._request.warmup} of warm-up. Let it run for more, or give --warmup 0."
+            )
+        path = self.workload.path if isinstance(self.workload, Script) else None
+        others = [name for name in names() if only and name != only]
+        allow = max(self._allow, technique(only).equivalence if only else "BITWISE", key=_RANK)
+        return Planner(
+            without_places(original.profile, self._dropped),
+            step_seconds=original.seconds,
+            fingerprint=original.fingerprint,
+            script_sha256=sha256_of(path) if path else "",
+            exclude=(*self._exclude, *self._dropped, *others),
+            allow=allow,
+            pins={
+                what: one for what, one in self._pins.items() if only in ("", what) or what == KEEP
+            },
+        )
+
+    def fit(self, memory: str | int, memory_kind: MemoryKind = "allocated") -> Fit:
+        """Plan, apply, measure, correct; then verify. Raises `InfeasibleBudget` if nothing fits."""
+        found = self.nearest(memory, memory_kind)
+        if found.missed is not None:
+            raise found.missed
+        return found
+
+    def nearest(self, memory: str | int, memory_kind: MemoryKind = "allocated") -> Fit:
+        """As `fit`; where nothing fits, the plan with the smallest peak, verified, and `missed`."""
+        original = self.observe_longest()
+        whole = measured(original, memory_kind)
+        budget = parse_bytes(memory, whole=whole)
+        planner = self.planner(original)
+        self.notes += {planner.pinned.note()} - {"", *self.notes}
+        if whole <= budget and not planner.pinned.forced:
+            plan = self._unchanged(original, budget, memory_kind)
+            notes = (*self.notes, "the original fits the budget as it is")
+            return Fit(original, budget, plan, None, None, notes)
+        return self._surviving(
+            lambda: self._within(original, budget, memory_kind),
+            lambda: self._missed(original, budget, memory_kind, Tried.unchanged(whole)),
+        )
+
+    def smallest(self) -> Fit:
+        """The plan with the smallest peak that was found, measured and verified."""
+        original = self.observe_longest()
+        return self._surviving(
+            lambda: self._smallest(original),
+            lambda: self._verified(original, original.peak_bytes, Tried.unchanged(0)),
+        )
+
+    def _smallest(self, original: Trial) -> Fit:
+        planner = self.planner(original)
+        bias = original.peak_bytes - planner.simulated_original
+        plan = planner.floor_plan(original.peak_bytes, bias=bias)
+        planned = self.run_planned(plan)
+        tried = Tried(plan, planned, planned.peak_bytes)
+        if tried.used < original.peak_bytes:
+            return self._verified(original, original.peak_bytes, tried)
+        unchanged = Tried.unchanged(original.peak_bytes)
+        return self._verified(original, original.peak_bytes, unchanged)._replace(notes=(NOTHING,))
+
+    def verify(self, original: Trial, plan: Plan, planned: Trial | None = None) -> Certificate:
+        """Run the planned, unless it was; compare."""
+        with self._requested(plan) as request:
+            if planned is None:
+                planned = self._run(request, "planned")
+            contest = Contest(self.workload, self.workload, self._request, request)
+            return certify(contest, original, planned, self._progress)
+
+    def run_planned(self, plan: Plan) -> Trial:
+        """Run it planned. Raises `PlannedStepFailed`, which has the plan."""
+        try:
+            with self._requested(plan) as request:
+                return self._run(request, "planned")
+        except PlannedStepFailed as error:
+            error.plan = plan
+            raise
+
+    @contextmanager
+    def _requested(self, plan: Plan) -> Iterator[Request]:
+        """The request for a planned run."""
+        if not self._exports:
+            yield msgspec.structs.replace(self._request, plan=plan)
+            return
+        with self._folder() as folder:
+            path = folder / "planned.py"
+            path.write_text(exported(plan, ""), encoding="utf-8")
+            yield msgspec.structs.replace(self._request, plan=plan, exported=str(path))
+
+    def _surviving(self, attempt: Callable[[], Fit], otherwise: Callable[[], Fit]) -> Fit:
+        """What the attempt gives; where a planned step fails, without the places that made it fail."""
+        for _ in range(_ROUNDS + 1):
+            try:
+                found = attempt()
+                return found._replace(notes=(*self.notes, *found.notes))
+            except PlannedStepFailed as error:
+                if error.plan is None:
+                    raise
+                bad = failing_places(error, error.plan, self.run_planned)
+                self._check_pinned(error, bad)
+                profile = self.original.profile if self.original is not None else None
+                bad = of_techniques(bad, error.plan, profile)
+                self._dropped |= bad
+                self.notes.append(failure_note(error, bad))
+        return otherwise()._replace(notes=(*self.notes, "every plan that was tried failed"))
+
+    def _check_pinned(self, error: PlannedStepFailed, bad: Collection[str]) -> None:
+        """Raises it where what fails is pinned."""
+        assert self.original is not None
+        pinned = sorted(
+            {where for _, where in self.planner(self.original).pinned.forced} & set(bad)
+        )
+        if pinned:
+            said = f"`{pinned[0]}` is pinned under [pins], and fails there. Take it out. It says: {error}"
+            raise PlannedStepFailed(
+                said, place=pinned[0], learnt=error.learnt, traceback=error.traceback
+            ) from error
+
+    def _within(self, original: Trial, budget: int, kind: MemoryKind) -> Fit:
+        """A plan whose measured figure is within the budget, or the one that needs least."""
+        planner = self.planner(original)
+        whole = measured(original, kind)
+        bias = whole - planner.simulated_original
+        tried = [] if planner.pinned.forced else [Tried.unchanged(whole)]
+        notes: list[str] = []
+        for number in range(_ROUNDS + 1):
+            try:
+                plan = (
+                    planner.plan(budget, bias=bias, memory_kind=kind) if number < _ROUNDS else None
+                )
+            except InfeasibleBudget:
+                plan = None
+            if plan is None and any(one.used <= budget for one in tried):
+                break
+            last = plan is None
+            plan = plan or planner.floor_plan(budget, bias=bias, memory_kind=kind)
+            trial = self.run_planned(plan)
+            used = measured(trial, kind)
+            tried.append(Tried(plan, trial, used))
+            error = used - plan.predicted.peak_bytes
+            if last or (used <= budget and (used >= _WELL_USED * budget or error > -0.02 * budget)):
+                break
+            if used > budget:
+                notes.append(
+                    f"a plan predicted {format_bytes(plan.predicted.peak_bytes)} and measured "
+                    f"{format_bytes(used)}; planned again"
+                )
+            bias += error
+        fitting = [one for one in tried if one.used <= budget]
+        if fitting:
+            found = self._verified(original, budget, max(fitting, key=lambda one: one.used))
+        else:
+            found = self._missed(original, budget, kind, min(tried, key=lambda one: one.used))
+        return found._replace(notes=tuple(notes))
+
+    def _verified(self, original: Trial, budget: int, tried: Tried) -> Fit:
+        if tried.plan is None or tried.trial is None:
+            plan = self._unchanged(original, budget, "allocated")
+            return Fit(original, budget, plan, None, None, ())
+        certificate = self.verify(original, tried.plan, tried.trial)
+        return Fit(original, budget, tried.plan, tried.trial, certificate, ())
+
+    def _missed(self, original: Trial, budget: int, kind: MemoryKind, tried: Tried) -> Fit:
+        """The plan that needs least, and the error that says so and has it."""
+        found = self._verified(original, budget, tried)
+        seconds = found.planned.seconds if found.planned is not None else original.seconds
+        levers = levers_of(
+            lambda name: self.planner(original, only=name),
+            measured(original, kind),
+            kind,
+            Reached(found.plan.techniques, tried.used, seconds),
+            self._exclude,
+            self._allow,
+        )
+        missed = self.planner(original).infeasible(budget, tried.used)
+        if not found.plan.techniques:
+            missed = _nothing_helps(budget, tried.used, missed.set_by)
+        missed.plan, missed.certificate, missed.levers = found.plan, found.certificate, levers
+        return found._replace(missed=missed, levers=levers)
+
+    def _unchanged(self, original: Trial, budget: int, kind: MemoryKind) -> Plan:
+        """The plan that changes nothing."""
+        whole = measured(original, kind)
+        planner = self.planner(original)
+        bias = whole - planner.simulated_original
+        return planner.unchanged(budget, bias=bias, memory_kind=kind)
+
+    def _run(self, request: Request, what: str) -> Trial:
+        with self._folder() as folder:
+            return run_trial(
+                self.workload, request, folder, lambda text: self._progress(f"{what}: {text}")
+            )
+
+    @contextmanager
+    def _folder(self) -> Iterator[Path]:
+        with working_folder() as folder:
+            yield folder
+
+
+def _nothing_helps(budget: int, whole: int, set_by: str) -> InfeasibleBudget:
+    return InfeasibleBudget(
+        f"{NOTHING}: the peak stays at {format_bytes(whole)} ({whole} bytes), set by {set_by}, and "
+        f"{format_bytes(budget)} are wanted. Make the batch smaller, or look at what the peak is made of.",
+        smallest_bytes=whole,
+        set_by=set_by,
+    )
+
+
+def measured(trial: Trial, kind: MemoryKind) -> int:
+    """The trial's figure of that kind of memory. Raises `Unsupported` where it was not measured."""
+    figure = {
+        "allocated": trial.peak_bytes,
+        "reserved": max((step.reserved_bytes or 0 for step in trial.steps), default=0),
+        "rss": trial.rss_bytes or 0,
+    }[kind]
+    if not figure:
+        raise Unsupported(
+            f"--memory-kind {kind}: it is not measured on {trial.device}. "
+            "`allocated` is measured everywhere, `reserved` on CUDA, `rss` on CPU."
+        )
+    return figure
+
+
+def optimize_report(
+    workload: Workload,
+    memory: str | int,
+    request: Request,
+    *,
+    memory_kind: MemoryKind = "allocated",
+    allow: Equivalence = "BITWISE",
+    pins: Patterns | None = None,
+    fixes: bool = False,
+    progress: Progress = lambda _: None,
+) -> Result:
+    """The whole loop. Where nothing fits, it gives the plan with the smallest peak, and what would help.
+
+    `pins`: what holds in every plan. With `fixes`, a script's host-device syncs are fixed too, as a diff
+    beside the plan.
+    """
+    fitting = Fitting(workload, request, progress, allow=allow, pins=pins)
+    fixing = Fixing(workload, request, progress) if fixes and isinstance(workload, Script) else None
+    found = fitting.nearest(memory, memory_kind)
+    result = fitted(workload, found, memory_kind)
+    if fixing is not None and found.missed is None and isinstance(workload, Script):
+        fixed = fixing.fix(found.original)
+        cured = with_fixes(result.report, fixes_of(fixed, workload.project))
+        result = result._replace(report=cured)
+    return result
+
+
+def fitted(
+    workload: Workload, found: Fit, memory_kind: MemoryKind, verb: str = "optimize"
+) -> Result:
+    """What fitting gave, as a report."""
+    report = with_planned(
+        report_of(verb, workload, found.original), found.planned, found.certificate
+    )
+    report = with_plan(report, found.plan, memory_kind, found.budget_bytes)
+    report = msgspec.structs.replace(report, notes=(*found.original.notes, *found.notes))
+    after = found.planned.profile if found.planned else None
+    if found.missed is not None:
+        report = with_missed_budget(report, found.missed, memory_kind, found.budget_bytes, after)
+    return Result(report, found.original.profile, after, found.plan)
+
+
+def fit_model(
+    workload: Model,
+    memory: str | int,
+    steps: int,
+    memory_kind: MemoryKind,
+    allow: Equivalence,
+    pins: Patterns | None,
+    progress: Progress,
+) -> tuple[Fit, Applied]:
+    """Fit a live model, and leave the plan applied.
+
+    Raises `InfeasibleBudget`, and `ApplyFailed` if the planned step does not equal the original.
+    """
+    fitting = Fitting(workload, Request(steps=steps), progress, allow=allow, pins=pins)
+    found = fitting.fit(memory, memory_kind)
+    if found.certificate is not None and found.certificate.verdict == "NOT EQUAL":
+        raise ApplyFailed(
+            f"the planned step does not equal the original: {found.certificate.reason}. "
+            "The model is as it was."
+        )
+    return found, apply_plan(found.plan, named_roots((workload.model, *workload.optimizers)))

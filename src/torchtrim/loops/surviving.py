@@ -1,0 +1,85 @@
+"""A planned step that fails: which places of the plan made it fail, and how to plan without them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+
+from msgspec.structs import replace
+
+from torchtrim.errors import PlannedStepFailed
+from torchtrim.records.plan import Plan
+from torchtrim.records.profile import Profile
+from torchtrim.records.trial import Trial
+
+_RANGE = re.compile(r"(?P<path>.+)\[(?P<first>\d+):(?P<last>\d+)\]")
+
+
+def failing_places(error: PlannedStepFailed, plan: Plan, run: Callable[[Plan], Trial]) -> set[str]:
+    """The places to drop: the one that the error names, else the half of the plan that fails alone."""
+    places = [where for one in plan.techniques for where in one.where]
+    if error.place in places:
+        return {error.place}
+    if len(places) == 1:
+        return set(places)
+    half = places[: (len(places) + 1) // 2]
+    try:
+        run(_only(plan, half))
+    except PlannedStepFailed as again:
+        return {again.place} if again.place in half else set(half)
+    return set(places[len(half) :])
+
+
+def of_techniques(places: Collection[str], plan: Plan, profile: Profile | None) -> set[str]:
+    """The places, those of optimizers with the technique that failed there, since another may do."""
+    optimizers = (
+        {one.optimizer for one in profile.optimizer_steps} if profile is not None else set()
+    )
+    named = {
+        f"{one.name}:{where}"
+        for one in plan.techniques
+        for where in one.where
+        if where in optimizers
+    }
+    return {p for p in places if p not in optimizers} | {
+        n for n in named if n.partition(":")[2] in places
+    }
+
+
+def failure_note(error: PlannedStepFailed, dropped: Collection[str]) -> str:
+    """What a person is told of it."""
+    return (
+        f"a planned step failed, which the original does not, and was planned again without "
+        f"{', '.join(sorted(dropped))}: {str(error).splitlines()[0]}"
+    )
+
+
+def without_places(profile: Profile, places: Collection[str]) -> Profile:
+    """The profile in which nothing can be planned at these places, nor at what is around them."""
+    if not places:
+        return profile
+    barred = {number for place in places for number in _modules_at(profile, place)}
+    modules = [
+        replace(module, hooked=True) if number in barred else module
+        for number, module in enumerate(profile.modules)
+    ]
+    return replace(profile, modules=modules)
+
+
+def _only(plan: Plan, places: Collection[str]) -> Plan:
+    parts = (
+        replace(one, where=tuple(where for where in one.where if where in places))
+        for one in plan.techniques
+    )
+    return replace(plan, techniques=tuple(part for part in parts if part.where))
+
+
+def _modules_at(profile: Profile, place: str) -> list[int]:
+    """The module of that path, or the children of a range of a chain."""
+    numbers = {module.path: number for number, module in enumerate(profile.modules)}
+    match = _RANGE.fullmatch(place)
+    if match is None:
+        return [numbers[place]] if place in numbers else []
+    chain = numbers.get(match["path"], -1)
+    children = [n for n, module in enumerate(profile.modules) if module.parent == chain >= 0]
+    return children[int(match["first"]) : int(match["last"])]

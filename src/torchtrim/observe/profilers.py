@@ -1,0 +1,33 @@
+"""Whether the process's one profiler is taken: by the script, or by us."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+from torch._C._autograd import _profiler_enabled
+from torch.autograd import profiler as autograd_profiler
+
+
+def is_taken() -> bool:
+    """Whether a profiler runs, or waits to be started: to start another would crash it."""
+    return runs() or waits_to_start()
+
+
+def runs() -> bool:
+    """Whether a profiler runs."""
+    return bool(_profiler_enabled())
+
+
+def waits_to_start() -> bool:
+    """Whether a profiler is prepared and does not run yet. Looks through all objects, which takes a while."""
+    waits = torch.profiler.ProfilerAction.WARMUP
+    return any(
+        isinstance(thing, torch.profiler.profile) and thing.current_action is waits
+        for thing in gc.get_referrers(torch.profiler.profile)
+    ) or any(
+        isinstance(thing, autograd_profiler.profile)
+        and thing.entered
+        and thing.kineto_results is None
+        for thing in gc.get_referrers(autograd_profiler.profile)
+    )

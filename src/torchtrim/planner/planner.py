@@ -1,0 +1,373 @@
+"""Profile and budget -> plan. The one place that makes plans of a step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+from torchtrim.errors import InfeasibleBudget, UsageError
+from torchtrim.planner.bound import least_seconds
+from torchtrim.planner.front import Front, Point
+from torchtrim.planner.pins import Patterns, Pinned, overlap
+from torchtrim.planner.plans import made_plan
+from torchtrim.planner.problem import Problem
+from torchtrim.planner.solvers.exact import Exact
+from torchtrim.planner.solvers.integer import Answer, Integer
+from torchtrim.planner.solvers.local import Local
+from torchtrim.records.finding import EQUIVALENCES, Equivalence
+from torchtrim.records.plan import MemoryKind, Plan, Prediction, Technique
+from torchtrim.records.profile import Profile, is_emulated
+from torchtrim.records.report import FrontierPoint
+from torchtrim.rules.prices import device_of
+from torchtrim.step.costs import on_device
+from torchtrim.step.edits import Edit
+from torchtrim.step.from_profile import step_of
+from torchtrim.step.overwrite import overwritten
+from torchtrim.step.simulate import Outcome, simulate
+from torchtrim.step.step import Step
+from torchtrim.techniques.base import Option, Settings, names, technique
+from torchtrim.units import format_bytes
+
+_SOLVERS = (Exact(), Local())
+_LEAST_SECONDS = 1e-9
+_ALIKE = 1 + 1e-4
+
+
+class Choice(NamedTuple):
+    """Options, what the step is with them, and how sure it is that no others are quicker.
+
+    `bound_seconds`: what any choice that is as low adds at least.
+    """
+
+    options: tuple[Option, ...]
+    outcome: Outcome
+    optimal: bool
+    bound_seconds: float
+
+
+class Planner:
+    """Plans for one profile; `step_seconds` is the original's step without the recorder.
+
+    What overwrites its input costs nothing, so whatever may does, in every plan that changes something.
+    For an emulated device the options are chosen by what they cost there; predicted are the seconds here.
+    `exclude` names techniques, places, or places of one technique (`recompute:Net.a`), that are not to be
+    used; `allow` is the least equal result. `pins`: what holds in every plan (`planner.pins`). Raises
+    `UsageError` for pins that match nothing or contradict each other.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        *,
+        step_seconds: float,
+        fingerprint: Mapping[str, str],
+        script_sha256: str = "",
+        exclude: Collection[str] = (),
+        allow: Equivalence = "BITWISE",
+        pins: Patterns | None = None,
+    ) -> None:
+        self.profile = profile
+        self._fingerprint = dict(fingerprint)
+        self._sha256 = script_sha256
+        self._exclude = frozenset(exclude)
+        self._allow = allow
+        self._step = step_of(profile, step_seconds)
+        self._priced = _priced(self._step)
+        self._answers: dict[int, Answer] = {}
+        self._pins = pins or {}
+        self.pinned = Pinned(self._pins, self._priced, self._offered() if pins else ())
+        self._original = Choice((), simulate(self._step), optimal=True, bound_seconds=0.0)
+
+    @property
+    def simulated_original(self) -> int:
+        """The simulated peak of the step as it is, in bytes."""
+        return self._original.outcome.peak_bytes
+
+    @cached_property
+    def floor(self) -> Choice:
+        """The choice with the smallest peak; the step as it is where none is smaller."""
+        if self._integer is not None:
+            self._offer(self._integer.lowest(self._front.lowest.chosen))
+        lowest = self._front.lowest.peak_bytes
+        if not self.pinned.forced:
+            lowest = min(lowest, self.simulated_original)
+        choice = self._within(lowest)
+        assert choice is not None
+        return choice
+
+    def unchanged(
+        self, budget: int, *, bias: int = 0, memory_kind: MemoryKind = "allocated"
+    ) -> Plan:
+        """The plan that changes nothing."""
+        return self._plan(self._original, budget, bias, memory_kind)
+
+    def plan(self, budget: int, *, bias: int = 0, memory_kind: MemoryKind = "allocated") -> Plan:
+        """The quickest plan that is expected to stay within the budget.
+
+        `bias`: by how much the measured figure is over the simulated peak. Raises `InfeasibleBudget`
+        with the smallest feasible peak and what sets it.
+        """
+        choice = self._within(budget - bias)
+        if choice is None:
+            raise self.infeasible(budget, self.floor.outcome.peak_bytes + bias)
+        return self._plan(choice, budget, bias, memory_kind)
+
+    def floor_plan(
+        self, budget: int, *, bias: int = 0, memory_kind: MemoryKind = "allocated"
+    ) -> Plan:
+        """The plan with the smallest peak that was found."""
+        return self._plan(self.floor, budget, bias, memory_kind)
+
+    def infeasible(self, budget: int, smallest: int) -> InfeasibleBudget:
+        """The error that says what would fit and what sets the smallest peak."""
+        set_by = self.set_by(self.floor)
+        return InfeasibleBudget(
+            f"no plan brings the peak to {format_bytes(budget)}. The smallest found needs "
+            f"{format_bytes(smallest)} ({smallest} bytes), and it is set by {set_by}. "
+            f"{self._cost_of_pins(smallest)}Give --memory {smallest} or more, or make the batch smaller.",
+            smallest_bytes=smallest,
+            set_by=set_by,
+        )
+
+    def _cost_of_pins(self, smallest: int) -> str:
+        """What the smallest peak would be without the pins, as a sentence."""
+        if not self._pins:
+            return ""
+        free = Planner(
+            self.profile,
+            step_seconds=self._step.seconds,
+            fingerprint={},
+            exclude=self._exclude,
+            allow=self._allow,
+        )
+        without = free.floor.outcome.peak_bytes + smallest - self.floor.outcome.peak_bytes
+        return f"Without what is pinned under [pins] {format_bytes(without)} would do. "
+
+    def frontier(self, points: int = 8, *, bias: int = 0) -> tuple[FrontierPoint, ...]:
+        """The best plan for budgets from the original's peak down to the smallest feasible.
+
+        A looser budget never gets a slower plan than a tighter one.
+        """
+        low, high = self.floor.outcome.peak_bytes, self.simulated_original
+        if self.pinned.forced:
+            high = self._problem.run(()).peak_bytes
+        found = []
+        for step in range(points + 1):
+            budget = high - (high - low) * step // points
+            choice = self._within(budget) or self.floor
+            found.append(
+                FrontierPoint(
+                    budget_bytes=budget + bias,
+                    peak_bytes=choice.outcome.peak_bytes + bias,
+                    step_seconds=self._priced.seconds + choice.outcome.added_seconds,
+                    where=tuple(option.where for option in choice.options),
+                )
+            )
+        return tuple(found)
+
+    def set_by(self, choice: Choice) -> str:
+        """The operator during which memory is highest, in words."""
+        index = choice.outcome.task
+        if index < 0:
+            return "what was alive before the step"
+        op = self.profile.operators[index]
+        place = self.profile.place_of(index)
+        module = self.profile.module_of(index)
+        parts = [f"{op.name.rpartition('.')[0]} in the {op.phase}"]
+        if module:
+            parts.append(f"of {module}")
+        if place:
+            parts.append(f"({place.path}:{place.line})")
+        return " ".join(parts)
+
+    @cached_property
+    def _free(self) -> tuple[Option, ...]:
+        """The options that cost nothing, since they only overwrite."""
+        found = self._edits(self._priced)
+        free = tuple(o for o, edit in found if edit.overwrites and self.pinned.may(o))
+        if not self.pinned.forced:
+            return free
+        left = [option for option, _ in self._edits(self._overwritten(self._priced, free))]
+        if not self.pinned.missing((*free, *left)):
+            return free
+        return tuple(option for option in free if self.pinned.demands(option))
+
+    @cached_property
+    def _problem(self) -> Problem:
+        """The options that cost time, in the step in which what may overwrites its input."""
+        step, found = self._overwriting
+        claimed = [span for _, edit in self._forced for span in edit.claims]
+        costly = [
+            (option, edit)
+            for option, edit in found
+            if edit.seconds > _LEAST_SECONDS
+            and self.pinned.may(option)
+            and not overlap(edit.claims, claimed)
+        ]
+        forced = [edit for _, edit in self._forced]
+        return Problem(step, [o for o, _ in costly], [e for _, e in costly], forced)
+
+    @cached_property
+    def _overwriting(self) -> tuple[Step, list[tuple[Option, Edit]]]:
+        """The step in which what may overwrites its input, and what else can be done in it."""
+        step = self._overwritten(self._priced, self._free)
+        return step, [pair for pair in self._edits(step) if not pair[1].overwrites]
+
+    @cached_property
+    def _forced(self) -> list[tuple[Option, Edit]]:
+        """What is pinned, those apart that cost nothing."""
+        found = [pair for pair in self._overwriting[1] if self.pinned.demands(pair[0])]
+        missing = self.pinned.missing((*self._free, *(option for option, _ in found)))
+        if missing:
+            raise UsageError(
+                f"`{missing[0]}` is pinned under [pins], and cannot be where another pin lets an activation "
+                "overwrite its input. Take one of them out."
+            )
+        return found
+
+    def _overwritten(self, step: Step, free: Iterable[Option]) -> Step:
+        edits = (technique(o.technique).edits(step, o) for o in free)
+        return overwritten(step, (t for edit in edits if edit for t in edit.overwrites))
+
+    @cached_property
+    def _solved(self) -> tuple[Front, bool]:
+        for solver in _SOLVERS:
+            solved = solver.solve(self._problem)
+            if solved is not None:
+                return solved.front, solved.optimal
+        raise AssertionError("the local search takes any problem")
+
+    @property
+    def _front(self) -> Front:
+        return self._solved[0]
+
+    def _edits(self, step: Step) -> list[tuple[Option, Edit]]:
+        """The allowed options of a step, and what each changes."""
+        found = []
+        for name in names():
+            unit = technique(name)
+            if name in self._exclude or not _allowed(unit.equivalence, self._allow):
+                continue
+            for option in unit.options(step):
+                places = {option.where, f"{name}:{option.where}"}
+                barred = not places.isdisjoint(self._exclude)
+                if barred or not _allowed(_equivalence(option), self._allow):
+                    continue
+                edit = unit.edits(step, option)
+                if edit is not None:
+                    found.append((option, edit))
+        return found
+
+    def _offered(self) -> list[tuple[Option, Edit]]:
+        """What can be done, whether or not what may overwrites its input."""
+        found = self._edits(self._priced)
+        free = [option for option, edit in found if edit.overwrites]
+        known = {(option.technique, option.where) for option, _ in found}
+        more = self._edits(self._overwritten(self._priced, free))
+        return [*found, *(one for one in more if (one[0].technique, one[0].where) not in known)]
+
+    def _within(self, budget: int) -> Choice | None:
+        """The quickest choice whose simulated peak is within a budget."""
+        if self.simulated_original <= budget and not self.pinned.forced:
+            return self._original
+        answer = self._proof(budget)
+        point = self._front.within(budget)
+        if point is None:
+            return None
+        options = tuple(self._problem.options[number] for number in point.chosen)
+        outcome = self._problem.run(point.chosen)
+        bound = answer.bound if answer else least_seconds(self._problem, budget)
+        optimal = self._solved[1] or outcome.added_seconds <= bound * _ALIKE
+        forced = (option for option, _ in self._forced)
+        return Choice((*self._free, *forced, *options), outcome, optimal, bound)
+
+    @cached_property
+    def _integer(self) -> Integer | None:
+        """What proves choices; None where all were tried, or where it is too large or not installed."""
+        if self._solved[1] or not Integer.installed():
+            return None
+        integer = Integer(self._problem)
+        return integer if integer.fits else None
+
+    def _proof(self, budget: int) -> Answer | None:
+        """What the integer program says of a budget. Its choice joins the others if it is proven to be the
+        quickest: a looser budget then gets none that is slower."""
+        if self._integer is None:
+            return None
+        if budget not in self._answers:
+            known = self._front.within(budget)
+            answer = self._integer.quickest(budget, known.chosen if known else None)
+            if answer.proven:
+                self._offer(answer)
+            self._answers[budget] = answer
+        return self._answers[budget]
+
+    def _offer(self, answer: Answer) -> None:
+        if answer.chosen is not None:
+            outcome = self._problem.run(answer.chosen)
+            self._front.add(Point(outcome.peak_bytes, outcome.added_seconds, answer.chosen))
+
+    def _seconds(self, choice: Choice) -> tuple[float, float]:
+        """What a step takes here with a choice, and what one within its budget takes at least."""
+        added, bound = choice.outcome.added_seconds, choice.bound_seconds
+        if self._priced is not self._step:
+            step = self._overwritten(self._step, self._free)
+            costly = (technique(o.technique).edits(step, o) for o in choice.options)
+            added, bound = sum(edit.seconds for edit in costly if edit is not None), 0.0
+        return self._step.seconds + added, self._step.seconds + min(bound, added)
+
+    def _plan(self, choice: Choice, budget: int, bias: int, memory_kind: MemoryKind) -> Plan:
+        seconds, least = self._seconds(choice)
+        return made_plan(
+            self.profile,
+            fingerprint=self._fingerprint,
+            script_sha256=self._sha256,
+            budget_bytes=budget,
+            memory_kind=memory_kind,
+            techniques=_techniques(choice.options),
+            predicted=Prediction(
+                peak_bytes=max(choice.outcome.peak_bytes + bias, 0), step_seconds=seconds
+            ),
+            pins=self._pins,
+            status="optimal" if choice.optimal else "feasible",
+            bound_seconds=least,
+        )
+
+
+def _priced(step: Step) -> Step:
+    """The step with what its tasks cost on the device that it is for, where that is an emulated one."""
+    assert step.profile is not None
+    if not is_emulated(step.profile.device):
+        return step
+    return on_device(step, device_of(step.profile))
+
+
+def _allowed(equivalence: Equivalence, allow: Equivalence) -> bool:
+    return EQUIVALENCES.index(equivalence) <= EQUIVALENCES.index(allow)
+
+
+def _equivalence(option: Option) -> Equivalence:
+    return option.equivalence or technique(option.technique).equivalence
+
+
+def _techniques(options: Sequence[Option]) -> tuple[Technique, ...]:
+    """The options of a plan: those of one technique with the same settings together."""
+    places: defaultdict[tuple[str, Settings, Equivalence], list[str]] = defaultdict(list)
+    for option in options:
+        places[option.technique, option.settings, _equivalence(option)].append(option.where)
+    return tuple(
+        Technique(
+            name=name,
+            where=tuple(where),
+            options=dict(settings),
+            equivalence=equivalence,
+        )
+        for (name, settings, equivalence), where in places.items()
+    )
+
+
+def where_of(techniques: Iterable[Technique]) -> list[str]:
+    """All places of a plan."""
+    return [where for one in techniques for where in one.where]

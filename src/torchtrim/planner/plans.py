@@ -1,0 +1,49 @@
+"""The one maker of plans: whatever chose what is in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
+
+from torchtrim import __version__
+from torchtrim.records.plan import MemoryKind, Plan, Prediction, Status, Technique
+from torchtrim.records.profile import Profile
+
+
+def made_plan(
+    source: Profile | str,
+    *,
+    fingerprint: Mapping[str, str],
+    techniques: tuple[Technique, ...],
+    predicted: Prediction,
+    budget_bytes: int,
+    memory_kind: MemoryKind = "allocated",
+    script_sha256: str = "",
+    pins: Mapping[str, Sequence[str]] | None = None,
+    status: Status = "feasible",
+    bound_seconds: float | None = None,
+) -> Plan:
+    """A plan. `source`: the profile that it was made from, or the name of a live model.
+
+    `bound_seconds`: what a step within the budget takes at least, as far as is known.
+    """
+    script = source if isinstance(source, str) else _within(source.script, source.project)
+    return Plan(
+        torchtrim=__version__,
+        script=script,
+        script_sha256=script_sha256,
+        fingerprint=dict(fingerprint),
+        budget_bytes=budget_bytes,
+        memory_kind=memory_kind,
+        techniques=techniques,
+        predicted=predicted,
+        pins={what: tuple(patterns) for what, patterns in (pins or {}).items()},
+        status=status,
+        bound_seconds=bound_seconds,
+    )
+
+
+def _within(script: str, project: str) -> str:
+    """The script's path from its project, since a plan is committed there."""
+    path = PurePath(script)
+    return path.relative_to(project).as_posix() if path.is_relative_to(project) else script

@@ -1,0 +1,199 @@
+"""Local search on the simulator, begun from rankings of the options and from partitions of chains.
+
+Every set of options that is tried is simulated as a whole, so one that moves the peak elsewhere is seen, and
+each is offered to the front. First the peak is brought down as far as it goes, one change at a time, from the
+best of several starts, with all options and with each technique's alone; then for each of a fixed series of
+budgets the quickest choice known is made quicker. Which sets are tried depends on the problem alone, never
+on the budget that is asked for, so that a looser budget gets a plan that is as quick as a tighter one's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+
+from torchtrim.planner.front import Front, Point
+from torchtrim.planner.problem import Chosen, Problem
+from torchtrim.planner.solvers.base import Solved
+from torchtrim.planner.solvers.chains import Chains
+from torchtrim.step.simulate import Outcome
+
+_BUDGETS = 20
+_TRIES = 6000
+_WORK = 4_000_000
+_FEW = 60
+_NEAR = 10
+_STARTS = 4
+_LEAST_SECONDS = 1e-7
+_NONE: frozenset[int] = frozenset()
+Exchange = tuple[float, frozenset[int], frozenset[int]]
+"""Seconds that are saved, the options that go, and those that come."""
+
+
+class Local:
+    """Searches among sets of options that do not exclude each other."""
+
+    def solve(self, problem: Problem) -> Solved:
+        """The best choices found."""
+        return Solved(_Search(problem).run(), optimal=False)
+
+
+class _Search:
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._front = Front()
+        self._chains = Chains(problem)
+        size = len(problem.step.tasks) + 10 * len(problem.options)
+        self._tries = max(min(_TRIES, _WORK // (size + 1)), 200)
+        self._left = 0
+        self._pool: Sequence[int] = range(len(problem.options))
+        self._allowed = frozenset(self._pool)
+
+    def run(self) -> Front:
+        """Bring the peak down, then make the choice for each budget quicker."""
+        whole = self._try(()).peak_bytes
+        pools = self._pools()
+        for pool in pools:
+            self._pool, self._allowed = pool, frozenset(pool)
+            self._left = self._tries // (2 * len(pools))
+            starts = [start for ranking in self._rankings() for start in self._beginnings(ranking)]
+            partitions = self._chains.partitions() if pool is pools[0] else []
+            self._descend_from([*starts, *partitions])
+        lowest = self._front.lowest.peak_bytes
+        for number in range(_BUDGETS):
+            budget = lowest + (whole - lowest) * number // _BUDGETS
+            known = self._front.within(budget)
+            if known is not None:
+                self._left = max(self._tries // (2 * _BUDGETS), 40)
+                self._quicken(known.chosen, budget)
+        return self._front
+
+    def _pools(self) -> list[Sequence[int]]:
+        """All options, then those of each technique alone, which the best of all are often near."""
+        every = range(len(self._problem.options))
+        names = dict.fromkeys(option.technique for option in self._problem.options)
+        if len(names) == 1:
+            return [every]
+        of = [[i for i in every if self._problem.options[i].technique == name] for name in names]
+        return [every, *of]
+
+    def _try(self, chosen: Chosen) -> Outcome:
+        before = self._problem.tried
+        outcome = self._problem.run(chosen)
+        if self._problem.tried > before:
+            self._left -= 1
+            self._front.add(Point(outcome.peak_bytes, outcome.added_seconds, chosen))
+        return outcome
+
+    def _rankings(self) -> list[Chosen]:
+        """Orders in which options that do not exclude each other may be taken."""
+        problem = self._problem
+        peak = self._try(()).task
+        numbers = self._pool
+        sizes = [sum(c.last - c.first for c in edit.claims) for edit in problem.edits]
+        freed = {i: problem.freed(i, peak) for i in numbers}
+        orders = [
+            sorted(numbers, key=lambda i: -freed[i] / problem.seconds[i]),
+            sorted(numbers, key=lambda i: -freed[i]),
+        ]
+        for limit in (1.0, 0.5, 0.25, 0.125, 0.0625):
+            most = max(sizes, default=0) * limit
+            orders.append(sorted((i for i in numbers if sizes[i] <= most), key=lambda i: -sizes[i]))
+        return list(dict.fromkeys(tuple(problem.apart(order)) for order in orders))
+
+    def _beginnings(self, ranking: Chosen) -> Iterable[Chosen]:
+        """Beginnings of a ranking of several lengths, the whole one included."""
+        lengths = sorted({len(ranking) * k // 8 for k in range(9)})
+        return [tuple(sorted(ranking[:length])) for length in lengths]
+
+    def _descend_from(self, starts: Iterable[Chosen]) -> None:
+        """Go down from nothing, and from the lowest of the starts."""
+        order = sorted(dict.fromkeys(starts), key=lambda chosen: self._try(chosen).peak_bytes)
+        share = max(self._left // (_STARTS + 1), 20)
+        for start in ((), *order[:_STARTS]):
+            self._left = share
+            self._descend(start)
+
+    def _descend(self, chosen: Chosen) -> None:
+        """Change one option at a time, each time the one that lowers the peak most for its time."""
+        while self._left > 0:
+            now = self._try(chosen)
+            lower = [
+                (_gain(now, then), other)
+                for other in self._neighbours(chosen, now.task)
+                if (then := self._try(other)).peak_bytes < now.peak_bytes
+            ]
+            if not lower:
+                return
+            chosen = max(lower)[1]
+
+    def _neighbours(self, chosen: Chosen, peak: int) -> Iterator[Chosen]:
+        have = frozenset(chosen)
+        for number in self._near(have, peak):
+            if number in have:
+                yield tuple(sorted(have - {number}))
+            else:
+                yield tuple(sorted((have - self._problem.clashes[number]) | {number}))
+        for other in self._chains.recut(have):
+            if other <= self._allowed:
+                yield tuple(sorted(other))
+
+    def _near(self, have: frozenset[int], peak: int) -> Iterable[int]:
+        """Options to change: all if they are few, else those that bear on the peak."""
+        problem, numbers = self._problem, self._pool
+        if len(numbers) <= _FEW:
+            return numbers
+        freed = {i: f for i in numbers if i not in have and (f := problem.freed(i, peak)) > 0}
+        most = sorted(freed, key=lambda i: -freed[i])[:_NEAR]
+        dense = sorted(freed, key=lambda i: -freed[i] / problem.seconds[i])[:_NEAR]
+        running = [i for i in have if problem.freed(i, peak) < 0 or peak in problem.effects[i].runs]
+        near = (j for i in running for j in sorted(problem.clashes[i]) if j in self._allowed)
+        inner = list(islice(near, 2 * _NEAR))
+        return dict.fromkeys((*most, *dense, *running, *inner))
+
+    def _quicken(self, chosen: Chosen, budget: int) -> None:
+        """Take options away or exchange them, the slowest first, while the peak allows it."""
+        have, better = frozenset(chosen), True
+        while better and self._left > 0:
+            better = False
+            for _, out, into in self._exchanges(have):
+                if self._left <= 0:
+                    return
+                if not out <= have or not have.isdisjoint(into) or self._barred(have - out, into):
+                    continue
+                other = (have - out) | into
+                if self._try(tuple(sorted(other))).peak_bytes <= budget:
+                    have, better = other, True
+
+    def _barred(self, have: frozenset[int], into: frozenset[int]) -> bool:
+        """Whether options cannot join others."""
+        return any(not have.isdisjoint(self._problem.clashes[number]) for number in into)
+
+    def _exchanges(self, have: frozenset[int]) -> list[Exchange]:
+        """Options to take away, and others to put in their place, that save time: the most first."""
+        problem = self._problem
+        found = [(problem.seconds[i], frozenset((i,)), _NONE) for i in have]
+        for number in {j for i in have for j in problem.clashes[i]} - have:
+            out = have & problem.clashes[number]
+            saved = problem.sum(out) - problem.seconds[number]
+            found.append((saved, out, frozenset((number,))))
+        for other in self._chains.recut(have):
+            out, into = have - other, other - have
+            found.append((problem.sum(out) - problem.sum(into), out, into))
+        if len(problem.options) <= _FEW:
+            found += self._swaps(have)
+        return sorted((one for one in found if one[0] > _LEAST_SECONDS), key=lambda one: -one[0])
+
+    def _swaps(self, have: frozenset[int]) -> Iterator[Exchange]:
+        """One option for a quicker one elsewhere."""
+        problem = self._problem
+        for i in have:
+            for j in range(len(problem.options)):
+                saved = problem.seconds[i] - problem.seconds[j]
+                if saved > 0 and j not in have and not problem.clashes[j] & have:
+                    yield saved, frozenset((i,)), frozenset((j,))
+
+
+def _gain(now: Outcome, then: Outcome) -> float:
+    saved = now.peak_bytes - then.peak_bytes
+    return saved / max(then.added_seconds - now.added_seconds, 1e-6)

@@ -1,0 +1,117 @@
+"""A trial: one run of a workload, original or planned, and what it left as evidence."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Literal
+
+from msgspec import Struct
+
+from torchtrim.records.plan import Plan
+from torchtrim.records.profile import Profile
+from torchtrim.records.seen import Observed, Probe
+
+
+class Request(Struct, frozen=True, kw_only=True):
+    """What to run: `warmup` steps, one that is recorded, and `steps` that are timed and compared.
+
+    `times`: of how many more the times of operators are recorded, if the workload goes on by itself.
+    `keep`: evidence whose values are wanted, as `"step/quantity:name"`, saved in a folder.
+    `double`: run in float64. `dry`: nothing is computed, and what it would need is modelled.
+    `batch_size`: what a script's loaders are to give in a dry run, if not what they would.
+    `infers`: the script only runs its models; a step is a call of the first of them.
+    `texts`: what files, by absolute path, are run as instead. `probes`: expressions to look at.
+    `measured`: figures are wanted, not only evidence. `exported`: the file of a module whose `apply` stands
+    in for the plan.
+    """
+
+    plan: Plan | None = None
+    steps: int = 3
+    warmup: int = 1
+    keep: tuple[str, ...] = ()
+    double: bool = False
+    dry: bool = False
+    infers: bool = False
+    batch_size: int | None = None
+    device: str | None = None
+    texts: dict[str, str] = {}
+    probes: tuple[Probe, ...] = ()
+    times: int = 0
+    measured: bool = True
+    exported: str = ""
+
+    @property
+    def total(self) -> int:
+        """All steps."""
+        return self.warmup + 1 + self.steps
+
+
+class Step(Struct, kw_only=True):
+    """One step: digests by `(quantity, name)` joined with a colon, in the order they were seen."""
+
+    digests: dict[str, str] = {}
+    losses: list[float] = []
+    seconds: float = 0.0
+    peak_bytes: int = 0
+    reserved_bytes: int | None = None
+
+
+class Crash(Struct, frozen=True, kw_only=True):
+    """How the workload failed: `kind`, the error, and what was seen until then.
+
+    `place`: where a plan had changed what failed, empty where that is not known.
+    """
+
+    kind: Literal["crashed", "exited", "out of memory", "no step", "refused"]
+    message: str
+    traceback: str = ""
+    operator: str = ""
+    shapes: str = ""
+    phase: str = ""
+    path: str = ""
+    line: int = 0
+    place: str = ""
+
+
+class Trial(Struct, kw_only=True):
+    """What one run left. `profile` is of the recorded step, or of the one that failed.
+
+    `notes` say what an emulated device did not do as a real one would, and what a dry run assumed.
+    `batch_size` is what a script's loaders gave in a dry run, None where none was seen. `call_bytes`: what
+    the plans of the models' calls say that a call needs, None where a part has none.
+    """
+
+    request: Request
+    device: str = "cpu"
+    profile: Profile | None = None
+    recorded: int = -1
+    steps: list[Step] = []
+    forwards: int = 0
+    backwards: int = 0
+    optimizer_steps: int = 0
+    fingerprint: dict[str, str] = {}
+    seeds: Literal["script", "torchtrim"] = "torchtrim"
+    rss_bytes: int | None = None
+    notes: tuple[str, ...] = ()
+    batch_size: int | None = None
+    call_bytes: int | None = None
+    observed: tuple[Observed, ...] = ()
+    crash: Crash | None = None
+
+    @property
+    def timed(self) -> list[Step]:
+        """The steps that were timed; the recorded one if there are no others."""
+        timed = self.steps[self.request.warmup + 1 :]
+        return timed or self.steps[-1:]
+
+    @property
+    def seconds(self) -> float:
+        """Median time of the timed steps."""
+        return statistics.median(step.seconds for step in self.timed) if self.steps else 0.0
+
+    @property
+    def peak_bytes(self) -> int:
+        """Highest peak of all measured steps."""
+        peaks = [step.peak_bytes for step in self.steps[self.request.warmup :]]
+        recorded = self.profile.peak_bytes if self.profile else 0
+        return max((*peaks, recorded))

@@ -1,0 +1,169 @@
+"""Puts reports together from records. All reports of verbs that run something begin here."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from torchtrim import __version__
+from torchtrim.errors import InfeasibleBudget
+from torchtrim.memory.parts import peak_parts
+from torchtrim.memory.peak import holders
+from torchtrim.memory.timeline import by_kind, peak_operator
+from torchtrim.records.certificate import Certificate
+from torchtrim.records.finding import Finding
+from torchtrim.records.lever import Part
+from torchtrim.records.plan import MemoryKind, Plan
+from torchtrim.records.profile import Profile
+from torchtrim.records.report import Figures, PlanSummary, Report, Stream, Waiting
+from torchtrim.records.trial import Trial
+
+
+class Subject(NamedTuple):
+    """What a report is of, and on what it was measured: the device, the machine, torch's version."""
+
+    script: str
+    project: str
+    device: str
+    machine: str
+    torch: str
+
+
+class Found(NamedTuple):
+    """The findings of a profile, and what the waits among them cost."""
+
+    findings: tuple[Finding, ...] = ()
+    waiting: Waiting | None = None
+
+
+def figures_of(trial: Trial) -> Figures:
+    """The figures of a trial that has a profile."""
+    assert trial.profile is not None
+    times = [step.seconds for step in trial.timed]
+    reserved = [step.reserved_bytes for step in trial.steps if step.reserved_bytes]
+    return Figures(
+        peak_bytes=trial.peak_bytes,
+        tracked_peak_bytes=trial.profile.tracked_peak_bytes,
+        reserved_bytes=max(reserved, default=None),
+        rss_bytes=trial.rss_bytes,
+        step_seconds=trial.seconds,
+        spread_seconds=max(times) - min(times),
+        by_kind=dict(by_kind(trial.profile, peak_operator(trial.profile)))
+        if trial.profile.operators
+        else {},
+    )
+
+
+def original_report(verb: str, subject: Subject, trial: Trial, found: Found) -> Report:
+    """The original's figures, findings and what its peak is made of: what every other report begins with."""
+    profile = trial.profile
+    return Report(
+        torchtrim=__version__,
+        torch=subject.torch,
+        verb=verb,
+        device=subject.device,
+        script=subject.script,
+        project=subject.project,
+        machine=subject.machine,
+        steps=len(trial.timed),
+        original=figures_of(trial) if profile is not None else None,
+        findings=found.findings,
+        waiting=found.waiting,
+        holders=holders(profile) if profile is not None else (),
+        peak_parts=_parts(profile),
+        notes=trial.notes,
+    )
+
+
+def _parts(profile: Profile | None) -> tuple[Part, ...]:
+    return peak_parts(profile) if profile is not None and profile.operators else ()
+
+
+def with_plan(report: Report, plan: Plan, memory_kind: MemoryKind, budget_bytes: int) -> Report:
+    """The report with a plan and the budget that it is for."""
+    return msgspec.structs.replace(
+        report,
+        budget_bytes=budget_bytes,
+        memory_kind=memory_kind,
+        plan=PlanSummary(
+            techniques=plan.techniques,
+            predicted=plan.predicted,
+            status=plan.status,
+            bound_seconds=plan.bound_seconds,
+            gap=plan.gap,
+        ),
+    )
+
+
+def with_planned(report: Report, planned: Trial | None, certificate: Certificate | None) -> Report:
+    """The report with what the planned workload measured, and whether it equals the original."""
+    measured = planned is not None and planned.profile is not None
+    return msgspec.structs.replace(
+        report,
+        planned=figures_of(planned) if planned is not None and measured else None,
+        certificate=certificate,
+    )
+
+
+def with_missed_budget(
+    report: Report,
+    error: InfeasibleBudget,
+    memory_kind: MemoryKind,
+    budget_bytes: int,
+    floor: Profile | None = None,
+) -> Report:
+    """The report of a budget that no plan meets. `floor`: the profile of the plan that needs least."""
+    return msgspec.structs.replace(
+        report,
+        budget_bytes=budget_bytes,
+        floor_bytes=error.smallest_bytes,
+        memory_kind=memory_kind,
+        peak_parts=_parts(floor) or report.peak_parts,
+        levers=error.levers,
+        notes=(str(error), *report.notes),
+    )
+
+
+def stream_report(
+    verb: str,
+    subject: Subject,
+    stream: Stream,
+    findings: tuple[Finding, ...],
+    notes: tuple[str, ...],
+) -> Report:
+    """The report of a stream."""
+    return Report(
+        torchtrim=__version__,
+        torch=subject.torch,
+        verb=verb,
+        device=subject.device,
+        script=subject.script,
+        project=subject.project,
+        machine=subject.machine,
+        steps=stream.frames,
+        findings=findings,
+        notes=notes,
+        stream=stream,
+    )
+
+
+def lint_report(
+    paths: tuple[str, ...],
+    project: str,
+    torch: str,
+    findings: tuple[Finding, ...],
+    notes: tuple[str, ...],
+) -> Report:
+    """The report of source that was only read."""
+    return Report(
+        torchtrim=__version__,
+        torch=torch,
+        verb="lint",
+        device="",
+        script=", ".join(paths),
+        steps=0,
+        project=project,
+        findings=findings,
+        notes=notes,
+    )

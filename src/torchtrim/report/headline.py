@@ -1,0 +1,234 @@
+"""A report in one sentence, which is never stronger than the weakest thing that it speaks of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torchtrim.records import Report
+from torchtrim.records.finding import EQUIVALENCES, Equivalence
+from torchtrim.report.facts import (
+    PEAKS,
+    Tone,
+    bracketed,
+    count_of,
+    difference_of,
+    emulated_name,
+    home,
+    over_budget,
+    peak_after,
+    peak_before,
+    percent,
+    step_change,
+    step_name,
+    tone_of,
+)
+from torchtrim.units import format_bytes, format_seconds
+
+SAID: dict[Equivalence, str] = {
+    "BITWISE": "identical bit for bit",
+    "ROUNDING": "equal up to rounding",
+    "SEMANTIC": "those of a different function",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Headline:
+    """A sentence, its colour, and the further figures that belong to it. `verdict`: a word for machines."""
+
+    word: str
+    tone: Tone
+    parts: tuple[str, ...]
+    verdict: str
+
+
+def headline(report: Report) -> Headline:
+    """What the report says, and how sure that is."""
+    sentences = [*_fixes(report)]
+    if not sentences or not _is_of_fixes(report):
+        sentences.insert(0, _main(report))
+    parts = (*_budget_parts(report), *_step_parts(report), *_failure_parts(report))
+    return Headline(
+        word="; ".join(sentences),
+        tone=_tone(report),
+        parts=parts,
+        verdict=_verdict(report),
+    )
+
+
+def _is_of_fixes(report: Report) -> bool:
+    """Whether fixes are all that was made, and are equal."""
+    equal = report.certificate is None or tone_of(report.certificate) == "good"
+    return report.budget_bytes is None and report.plan is None and equal
+
+
+def _tone(report: Report) -> Tone:
+    if over_budget(report) > 0:
+        return "bad"
+    if report.certificate:
+        return tone_of(report.certificate)
+    if report.stream is not None:
+        return "bad" if _grows(report) else "good"
+    return "good" if report.estimated is not None and report.budget_bytes is not None else "neutral"
+
+
+def _main(report: Report) -> str:
+    """The sentence without its fixes."""
+    verdict = report.certificate.verdict if report.certificate else ""
+    peaks = _peaks(report)
+    if verdict == "NOT EQUAL":
+        return ", ".join(one for one in ("NOT EQUAL: it computes something else", peaks) if one)
+    if verdict == "UNDECIDED":
+        over = ", and it is over the budget" if over_budget(report) > 0 else ""
+        return f"UNDECIDED: the original does not equal itself{over}" + (
+            f", {peaks}" if peaks else ""
+        )
+    if report.stream is not None:
+        return _stream(report)
+    return _of_memory(report, peaks)
+
+
+def _of_memory(report: Report, peaks: str) -> str:
+    results = _results(report)
+    if report.floor_bytes is not None and over_budget(report) > 0:
+        missed = f"Does not fit {_budget(report)}: {_smallest(report)}"
+        return f"{missed}, {results}" if results else missed
+    if over_budget(report) > 0:
+        lead = f"Does not fit {_budget(report)}"
+    elif report.budget_bytes is not None and peaks:
+        lead = "Fits" if report.planned or report.estimated else "Predicted to fit"
+    elif results and report.verb == "verify":
+        return f"Verified: {results}" + (f", {peaks}" if peaks else "")
+    else:
+        lead = count_of(report.findings) if report.verb == "diagnose" else report.verb.capitalize()
+    return f"{lead}: {', '.join(one for one in (peaks, results) if one)}".rstrip(": ")
+
+
+def _smallest(report: Report) -> str:
+    """The smallest budget that can be met, and the cheapest way there."""
+    assert report.floor_bytes is not None
+    text = f"the smallest budget is {format_bytes(report.floor_bytes)}"
+    before = peak_before(report)
+    text += bracketed(f"{100 * report.floor_bytes / before:.0f} %") if before else ""
+    if report.peak_parts:
+        text += f", set by {report.peak_parts[0].what}"
+    return text
+
+
+def _budget(report: Report) -> str:
+    return format_bytes(report.budget_bytes or 0)
+
+
+def _peaks(report: Report) -> str:
+    name, before, after = PEAKS[report.memory_kind], peak_before(report), peak_after(report)
+    if before is None:
+        return ""
+    text = f"{name} {format_bytes(before)}"
+    if after is not None:
+        predicted = " predicted" if report.planned is None else ""
+        text += f" -> {format_bytes(after)}{predicted}{bracketed(percent(before, after))}"
+    return f"{text}{emulated_name(report)}"
+
+
+def _results(report: Report) -> str:
+    """How equal results are at most: by the certificate, and by what the plan changes."""
+    if report.certificate is None or report.certificate.verdict not in ("BITWISE", "ROUNDING"):
+        return ""
+    techniques = report.plan.techniques if report.plan else ()
+    applied = [one.equivalence for one in techniques]
+    if report.fixes and report.plan is None:
+        applied += [one.equivalence for one in report.fixes.places if one.state == "applied"]
+    measured: Equivalence = "BITWISE" if report.certificate.verdict == "BITWISE" else "ROUNDING"
+    return f"results {SAID[_weakest([measured, *applied])]}"
+
+
+def _weakest(several: Iterable[Equivalence]) -> Equivalence:
+    return max(several, key=EQUIVALENCES.index)
+
+
+def _fixes(report: Report) -> Iterable[str]:
+    """How many fixes, and how equal they are at most."""
+    fixes = report.fixes
+    if fixes is None or not fixes.diff:
+        return
+    applied = [one.equivalence for one in fixes.places if one.state == "applied"]
+    verdict = fixes.certificate.verdict if fixes.certificate else "BITWISE"
+    count = f"{len(applied)} fix{'' if len(applied) == 1 else 'es'}" if applied else "fixes"
+    text = f"{count} {'written' if fixes.written else 'suggested, not written yet'}"
+    if verdict in ("BITWISE", "ROUNDING"):
+        measured: Equivalence = "BITWISE" if verdict == "BITWISE" else "ROUNDING"
+        text += f", {SAID[_weakest([measured, *applied])]}"
+    else:
+        text += f", {verdict}"
+    yield f"{text}, syncs {fixes.syncs_before} -> {fixes.syncs_after} a step"
+
+
+def _stream(report: Report) -> str:
+    stream = report.stream
+    assert stream is not None
+    word = (
+        "Grows" if _grows(report) else "Does not grow" if not stream.growth_bytes else "In bounds"
+    )
+    text = f"{word}: {format_bytes(stream.growth_bytes)} a frame"
+    if stream.unbounded_growth_bytes is not None:
+        text += f", {format_bytes(stream.unbounded_growth_bytes)} without bounds"
+    results = _results(report)
+    text += f", over {stream.frames} frames"
+    found = f", {count_of(report.findings)}" if report.findings else ""
+    return f"{text}{found}, {results}" if results else f"{text}{found}"
+
+
+def _grows(report: Report) -> bool:
+    stream = report.stream
+    return stream is not None and stream.growth_bytes > (stream.max_growth_bytes or 0)
+
+
+def _budget_parts(report: Report) -> Iterable[str]:
+    if report.budget_bytes is not None and report.floor_bytes is None:
+        missed = over_budget(report)
+        by = f" missed by {format_bytes(missed)}" if missed > 0 else ""
+        yield f"budget {format_bytes(report.budget_bytes)}{by}"
+    if report.floor_bytes is not None or (_is_of_fixes(report) and any(_fixes(report))):
+        yield _peaks(report)
+
+
+def _step_parts(report: Report) -> Iterable[str]:
+    if report.original is None or not report.original.step_seconds:
+        return
+    text = f"{step_name(report)} {format_seconds(report.original.step_seconds)}"
+    if report.planned is not None:
+        change = step_change(report.original, report.planned)
+        text += f" -> {format_seconds(report.planned.step_seconds)}{bracketed(change)}"
+    elif report.plan is not None:
+        after = report.plan.predicted.step_seconds
+        change = percent(report.original.step_seconds, after)
+        text += f" -> {format_seconds(after)} predicted{bracketed(change)}"
+    elif report.original.spread_seconds:
+        text += f" +- {format_seconds(report.original.spread_seconds / 2)}"
+    yield text
+
+
+def _failure_parts(report: Report) -> Iterable[str]:
+    certificate = report.certificate
+    if certificate and certificate.first_difference and tone_of(certificate) != "good":
+        yield f"first difference: {difference_of(certificate, home(report))}"
+    if report.original is None and certificate and certificate.reason:
+        yield certificate.reason
+
+
+def _verdict(report: Report) -> str:
+    """The verdict in the words that scripts know."""
+    missed = over_budget(report) > 0
+    if report.certificate:
+        return (
+            f"{report.certificate.verdict}, BUDGET MISSED" if missed else report.certificate.verdict
+        )
+    if missed:
+        return "BUDGET MISSED"
+    if report.stream is not None:
+        return "GROWS" if _grows(report) else "FLAT"
+    if report.estimated is not None and report.budget_bytes is not None:
+        return "FITS"
+    if report.verb != "diagnose":
+        return report.verb.upper()
+    return count_of(report.findings) if report.findings else "CLEAN"

@@ -1,1 +1,0 @@
-"""The cures: each file has a `CURE`."""

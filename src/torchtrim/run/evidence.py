@@ -1,0 +1,167 @@
+"""Evidence of what a step computed: a digest of every loss, output, gradient, parameter, state, buffer
+and random generator, by name."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchtrim.observe.allocator import own
+from torchtrim.observe.modules import Modules
+from torchtrim.observe.optimizers import parameters_of
+from torchtrim.observe.recording import tensors_in
+from torchtrim.observe.spent import Spent
+from torchtrim.observe.watch import Listener
+from torchtrim.records.trial import Step
+
+QUANTITIES = (
+    "loss",
+    "output",
+    "gradient",
+    "parameter",
+    "optimizer state",
+    "buffer",
+    "random state",
+)
+
+
+class Evidence(Listener):
+    """Collects the evidence of a step. `keep` is called with the name and value of each tensor.
+
+    `graded`: outputs count only where gradients are on, since a step that trains may look at others.
+    """
+
+    def __init__(
+        self,
+        modules: Modules,
+        keep: Callable[[str, torch.Tensor], None] | None = None,
+        *,
+        graded: bool = True,
+    ) -> None:
+        self.step = Step()
+        self._modules = modules
+        self._keep = keep
+        self._graded = graded
+        self._counts: dict[str, int] = {}
+        self._known_names: dict[int, str] | None = None
+
+    def next_step(self) -> Step:
+        """The step so far; the next one begins."""
+        step, self.step = self.step, Step()
+        self._counts.clear()
+        self._known_names = None
+        return step
+
+    def module_ends(self, module: nn.Module, output: Any, depth: int) -> None:
+        if depth != 0 or (self._graded and not torch.is_grad_enabled()):
+            return
+        name = self._count(f"output:{self._root_name(module)}")
+        for number, tensor in enumerate(tensors_in(output)):
+            self._see(f"{name}.{number}", tensor)
+
+    def backward_starts(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        for tensor in tensors:
+            if tensor.dim() == 0:
+                self.step.losses.append(float(tensor.detach()))
+                self._see(self._count("loss:loss"), tensor)
+
+    def optimizer_ends(self, optimizer: torch.optim.Optimizer) -> None:
+        names = self._names()
+        for number, parameter in enumerate(parameters_of(optimizer)):
+            if parameter.grad is not None and not isinstance(parameter.grad, Spent):
+                name = names.get(id(parameter), f"{type(optimizer).__name__}.{number}")
+                self._see(self._count(f"gradient:{name}"), parameter.grad)
+
+    def update_starts(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+        if self._known_names is None:
+            self._known_names = self._names()
+        name = self._known_names.get(id(parameter), "")
+        if not name:
+            numbers = {id(p): number for number, p in enumerate(parameters_of(optimizer))}
+            name = f"{type(optimizer).__name__}.{numbers.get(id(parameter), -1)}"
+        if parameter.grad is not None:
+            self._see(self._count(f"gradient:{name}"), parameter.grad)
+
+    def state(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Add what the step left behind: parameters, buffers, optimizer states, random generators."""
+        for kind, name, tensor in self._modules.named_tensors():
+            self._see(f"{kind}:{name}", tensor)
+        names = self._names()
+        for number, optimizer in enumerate(optimizers):
+            for index, parameter in enumerate(parameters_of(optimizer)):
+                owner = names.get(id(parameter), str(index))
+                if id(parameter) not in names:
+                    self._see(f"parameter:optimizer{number}.{owner}", parameter)
+                self._state_of(optimizer.state.get(parameter, {}), f"{number}.{owner}")
+        for name, value in random_states():
+            self.step.digests[f"random state:{name}"] = value
+
+    def _state_of(self, state: Mapping[Any, Any], owner: str) -> None:
+        for key, value in state.items():
+            if isinstance(value, (int, float)):
+                self.step.digests[f"optimizer state:{owner}.{key}"] = repr(value)
+            for number, tensor in enumerate(tensors_in(value)):
+                self._see(f"optimizer state:{owner}.{key}.{number}", tensor)
+
+    def _names(self) -> dict[int, str]:
+        return {
+            id(tensor): name
+            for kind, name, tensor in self._modules.named_tensors()
+            if kind == "parameter"
+        }
+
+    def _root_name(self, module: nn.Module) -> str:
+        number = self._modules.number(module)
+        return self._modules.records[number].path if number >= 0 else type(module).__name__
+
+    def _count(self, name: str) -> str:
+        count = self._counts[name] = self._counts.get(name, 0) + 1
+        return name if count == 1 else f"{name} ({count})"
+
+    def _see(self, name: str, tensor: torch.Tensor) -> None:
+        if tensor.layout is not torch.strided or tensor.device.type == "meta":
+            return
+        with torch.no_grad(), own():
+            self.step.digests[name] = digest_of(tensor)
+            if self._keep is not None:
+                self._keep(name, tensor)
+
+
+def digest_of(tensor: torch.Tensor) -> str:
+    """Hash of shape, type and every bit. A dense tensor on CPU is read where it lies."""
+    digest = hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), digest_size=12)
+    digest.update(bytes_of(tensor))
+    return digest.hexdigest()
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes | memoryview:
+    """The elements in order, as bytes; shared with the tensor where it is contiguous and on CPU."""
+    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    size = flat.numel() * flat.element_size()
+    if not size:
+        return b""
+    view = memoryview((ctypes.c_ubyte * size).from_address(flat.data_ptr()))
+    shared = flat.data_ptr() == tensor.data_ptr() if tensor.device.type == "cpu" else False
+    return view if shared else bytes(view)
+
+
+def random_states() -> Iterator[tuple[str, str]]:
+    """Digests of the random generators of Python, torch and, where it is loaded, numpy."""
+    yield "python", _hash(repr(random.getstate()).encode())
+    yield "torch", digest_of(torch.get_rng_state())
+    if "numpy" in sys.modules:
+        yield "numpy", _hash(repr(sys.modules["numpy"].random.get_state()).encode())
+    if torch.cuda.is_available():
+        for number, state in enumerate(torch.cuda.get_rng_state_all()):
+            yield f"cuda:{number}", digest_of(state)
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=12).hexdigest()

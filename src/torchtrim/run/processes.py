@@ -1,0 +1,108 @@
+"""The process of a run: a fresh interpreter, or a fork of one that has imported torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Protocol
+
+POSIX = os.name == "posix"
+
+
+class Process(Protocol):
+    """A run's process, which leads a group of its own. `returncode` is known once it was ended."""
+
+    pid: int
+    returncode: int
+
+    def ended(self) -> bool:
+        """Whether it has ended by itself."""
+        ...
+
+    def end(self) -> None:
+        """End it and its group, workers too; it is gone when this returns."""
+        ...
+
+
+class Fresh:
+    """`python -m entry folder lifeline`. The lifeline is a pipe that ends with this process."""
+
+    def __init__(self, entry: str, folder: Path, output: Path, environment: dict[str, str]) -> None:
+        self._ends = os.pipe() if POSIX else (-1, -1)
+        self.returncode = 0
+        with output.open("wb") as sink:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", entry, str(folder), str(self._ends[0])],
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=POSIX,
+                pass_fds=self._ends[:1] if POSIX else (),
+            )
+        self.pid = self._process.pid
+
+    def ended(self) -> bool:
+        """Whether it has ended by itself."""
+        return self._process.poll() is not None
+
+    def end(self) -> None:
+        """End it and its group."""
+        if POSIX:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+        elif self._process.poll() is None:
+            self._process.kill()
+        self.returncode = self._process.wait()
+        for descriptor in self._ends if POSIX else ():
+            os.close(descriptor)
+        self._ends = (-1, -1)
+
+
+class Forked:
+    """A fork of the warm worker's. What looks after it tells its end, and kills it if the channel closes.
+
+    Raises `OSError` where there is no process.
+    """
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._text = b""
+        self._over = False
+        self.returncode = -signal.SIGKILL
+        self.pid = int(self._line() or self._gone())
+
+    def ended(self) -> bool:
+        """Whether it has ended by itself."""
+        self._channel.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            self._line()
+            self._over = True
+        return self._over
+
+    def end(self) -> None:
+        """End it and its group."""
+        self._channel.setblocking(True)
+        with self._channel, contextlib.suppress(OSError):
+            self._channel.shutdown(socket.SHUT_WR)
+            for line in iter(self._line, b""):
+                if line != b"ended":
+                    self.returncode = int(line)
+
+    def _line(self) -> bytes:
+        """The next line; empty where there is none any more."""
+        while b"\n" not in self._text:
+            part = self._channel.recv(64)
+            if not part:
+                return b""
+            self._text += part
+        line, _, self._text = self._text.partition(b"\n")
+        return line
+
+    def _gone(self) -> int:
+        raise ConnectionError("the warm worker is gone")

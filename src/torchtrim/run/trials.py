@@ -1,0 +1,253 @@
+"""Runs a workload once: a script in its own process, a live model in this one, state put back."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+import torch
+from torch.utils.checkpoint import CheckpointError
+
+from torchtrim.errors import ApplyFailed, PlannedStepFailed, ScriptFailed, UsageError
+from torchtrim.memory.peak import holders
+from torchtrim.observe.build import Setting
+from torchtrim.observe.dry.run import dry_run
+from torchtrim.observe.snapshot import Snapshot
+from torchtrim.observe.workload import Inference, TrainStep
+from torchtrim.records.trial import Crash, Request, Trial
+from torchtrim.run.script import Script, failure, run_script
+from torchtrim.run.session import Session
+from torchtrim.run.wide import Wide
+from torchtrim.run.worker import Task
+from torchtrim.techniques.failing import note, place_of
+from torchtrim.units import format_bytes
+
+Model = TrainStep | Inference
+Workload = Script | Model
+Progress = Callable[[str], None]
+
+
+def run_trial(
+    workload: Workload, request: Request, folder: Path, progress: Progress = lambda _: None
+) -> Trial:
+    """Run it. Kept values are in the folder.
+
+    Raises `ScriptFailed` with what was learnt, and `ApplyFailed` where a plan was refused.
+    """
+    if isinstance(workload, Script):
+        return _run_script(workload, request, folder, progress)
+    return _run_live(workload, request, folder, progress)
+
+
+def _run_script(script: Script, request: Request, folder: Path, progress: Progress) -> Trial:
+    script.check()
+    if script.device == "cuda" and request.dry:
+        raise UsageError(
+            "an estimate needs no GPU, but the name of one: --device h100, or emulated for any."
+        )
+    if script.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: there is no CUDA device here. Leave it out, or say cpu.")
+    task = Task(
+        target=script.target if script.module else str(script.path),
+        module=script.module,
+        args=script.args,
+        project=str(script.project),
+        request=msgspec.structs.replace(request, device=script.device),
+    )
+    ended = run_script(
+        script,
+        msgspec.json.encode(task),
+        entry="torchtrim.run.worker",
+        folder=folder,
+        progress=progress,
+        hide_gpu=request.dry,
+    )
+    if ended.outcome is None:
+        died = failure(ended, script.timeout)
+        ours = _is_planned(request, died) and not ended.timed_out
+        raise _of_plan(died, "") if ours else died
+    trial = msgspec.json.decode(ended.outcome, type=Trial)
+    if trial.crash is not None:
+        error = crash_error(trial, trial.crash, ended.output)
+        raise _of_plan(error, trial.crash.place) if _is_planned(request, error) else error
+    return trial
+
+
+def _run_live(
+    workload: TrainStep | Inference, request: Request, folder: Path, progress: Progress
+) -> Trial:
+    dry = request.dry
+    snapshot = Snapshot([workload.model], workload.optimizers, values=not dry)
+    setting = Setting(request.device or "", "", str(Path.cwd()))
+    if request.total > 1 and not dry:
+        workload.prepare()
+    workload.turn(0)
+    session = Session(
+        request,
+        setting,
+        folder=folder,
+        progress=progress,
+        trains=workload.trains,
+        ours=lambda: [*snapshot.kept(), *workload.spare()],
+    )
+    dtype = torch.float64 if request.double else None
+    kept_dtypes = [(p, p.dtype) for p in workload.model.parameters()] if dtype else []
+    try:
+        if dtype is not None:
+            _widen(workload.optimizers, dtype)
+        session.watcher.optimizers.extend(workload.optimizers)
+        wide = Wide() if dtype is not None else contextlib.nullcontext()
+        with session.watcher, _running_dry(dry) as notes, wide:
+            for number in range(request.total):
+                workload.step(0 if dry else number, dtype)
+                if not dry and number < request.total - 1:
+                    workload.turn(number + 1)
+                if not workload.trains or number == request.total - 1:
+                    session.step_ends()
+            _time_more(workload, session)
+        trial = session.finish()
+        trial.seeds = "script"
+        trial.notes += tuple(notes)
+        return trial
+    except Exception as error:
+        if not _is_planned(request, error):
+            raise
+        said = _not_the_same(error) if isinstance(error, CheckpointError) else _failed(error)
+        raise PlannedStepFailed(said, place=place_of(error)) from error
+    finally:
+        session.finish()
+        session.revert()
+        for parameter, kind in kept_dtypes:
+            parameter.data = parameter.data.to(kind)
+        workload.turn(0)
+        snapshot.restore()
+
+
+def _time_more(workload: TrainStep | Inference, session: Session) -> None:
+    """Run steps that are wanted for their times alone; one that raises is done without."""
+    with contextlib.suppress(Exception):
+        for number in itertools.count(session.trial.request.total):
+            if not session.times_more:
+                break
+            session.watcher.step_closed()
+            workload.step(number)
+            session.step_ends()
+
+
+@contextlib.contextmanager
+def _running_dry(dry: bool) -> Iterator[list[str]]:
+    """A dry run, if it is to be one; the list has its notes at the end."""
+    notes: list[str] = []
+    if not dry:
+        yield notes
+        return
+    with dry_run(str(Path.cwd()), owned_only=True) as mode:
+        yield notes
+        notes += mode.guesses.notes()
+
+
+def _is_planned(request: Request, error: Exception) -> bool:
+    """Whether it failed with a plan applied; one that was refused as a whole is not tried again."""
+    changes = request.plan is not None and bool(request.plan.techniques)
+    refused = isinstance(error, ApplyFailed) and not place_of(error)
+    return changes and not request.double and not refused
+
+
+def _of_plan(error: Exception, place: str) -> PlannedStepFailed:
+    learnt, trace = getattr(error, "learnt", ""), getattr(error, "traceback", "")
+    return PlannedStepFailed(str(error), place=place, learnt=learnt, traceback=trace)
+
+
+def _failed(error: Exception) -> str:
+    said = f"{type(error).__name__}: {error}"
+    return f"the step failed with the plan applied, and the model is as it was: {said}"
+
+
+def _not_the_same(error: CheckpointError) -> str:
+    """What a block that is not the same when it runs again tells the person."""
+    return (
+        "a block of the plan computes something else when it runs again in backward, so the planned step "
+        "failed; the model is as it was. Such a block depends on what torchtrim cannot put back: a list "
+        "or a cache that grows with every call, a global, a generator of its own. "
+        f"Take it out of the plan, or make it depend on its inputs only. torch says: {error}"
+    )
+
+
+def _widen(optimizers: Iterable[torch.optim.Optimizer], dtype: torch.dtype) -> None:
+    """Optimizer states in that type; the snapshot has the old ones."""
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    state[key] = value.to(dtype)
+
+
+def crash_error(trial: Trial, crash: Crash, output: str) -> Exception:
+    """The error for a script that failed: what happened, and what was learnt until then."""
+    if crash.kind == "refused":
+        refused = ApplyFailed(crash.message)
+        note(refused, crash.place)
+        return refused
+    learnt = _learnt(trial, crash)
+    trace = crash.traceback or output
+    if crash.kind == "no step":
+        return ScriptFailed(_no_step(trial), learnt=learnt, traceback=output)
+    if "EOFError" in crash.message:
+        return ScriptFailed(
+            "the script reads standard input, and torchtrim gives it none, since it runs the script "
+            "several times. Pass what it asks for as arguments, after `--`.",
+            learnt=learnt,
+            traceback=trace,
+        )
+    if crash.kind == "out of memory":
+        return ScriptFailed(
+            f"the script ran out of memory: {crash.message}", learnt=learnt, traceback=trace
+        )
+    return ScriptFailed(f"the script failed: {crash.message}", learnt=learnt, traceback=trace)
+
+
+def _no_step(trial: Trial) -> str:
+    if trial.request.infers:
+        return (
+            f"the script ended after {trial.forwards} calls of its models, and {trial.request.total} are "
+            "wanted of the first one. Let it run for more, or give --steps 1 --warmup 0."
+        )
+    if not trial.forwards:
+        return (
+            "the script ended, and it never called a module with gradients on. torchtrim needs a loop "
+            "that trains; check that the script was given the arguments with which it does. For one that "
+            "only runs a model: torchtrim optimize SCRIPT --mode inference."
+        )
+    if not trial.optimizer_steps:
+        return (
+            f"the script ended after {trial.forwards} forwards and {trial.backwards} backwards, and no "
+            "torch.optim.Optimizer ever stepped, so there is no step to record. If it updates its "
+            "parameters by hand, use torchtrim.TrainStep from Python."
+        )
+    return "the script ended before its first step was complete. Let it run for more steps."
+
+
+def _learnt(trial: Trial, crash: Crash) -> str:
+    """What was seen until the failure: the operator, and who was alive."""
+    lines = [
+        f"{len(trial.steps)} steps were complete; {trial.forwards} forwards, {trial.backwards} "
+        f"backwards, {trial.optimizer_steps} optimizer steps."
+    ]
+    if crash.operator:
+        place = f" at {crash.path}:{crash.line}" if crash.path else ""
+        lines.append(f"It failed in {crash.operator}({crash.shapes}) in the {crash.phase}{place}.")
+    profile = trial.profile
+    if profile is not None and profile.operators:
+        last = len(profile.operators) - 1
+        found = holders(profile, last, 6)
+        total = sum(holder.bytes for holder in found)
+        lines.append(f"{format_bytes(total)} were alive then:")
+        for holder in found:
+            place = f" {holder.path}:{holder.line}" if holder.path else ""
+            lines.append(
+                f"  {format_bytes(holder.bytes):>9}  {holder.kind} {holder.module}{place} ({holder.why})"
+            )
+    return "\n".join(lines)

@@ -1,0 +1,113 @@
+"""A profile -> the step that it recorded."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from torchtrim.records.profile import ALWAYS, Operator, Profile, SavedTensor, Storage
+from torchtrim.records.remembered import remembered
+from torchtrim.step.step import OVERHEAD, Call, Hold, Module, Span, Step, Task, Tensor
+
+_BACKWARD = ("backward", "recompute")
+
+
+@remembered
+def step_of(profile: Profile, seconds: float | None = None) -> Step:
+    """The recorded step. `seconds`: what it takes without a recorder, if that was measured."""
+    return Step(
+        tasks=tuple(map(_task, profile.operators)),
+        tensors=_Tensors(profile).all(),
+        modules=tuple(Module(m.path, m.type, m.parent, m.chain, m.hooked) for m in profile.modules),
+        calls=tuple(
+            Call(c.module, Span(c.first, c.last), c.inputs, c.outputs, c.graded)
+            for c in profile.calls
+        ),
+        seconds=profile.step_seconds if seconds is None else seconds,
+        overhead=OVERHEAD if _is_of_host(profile) else OVERHEAD._replace(random_state=0),
+        profile=profile,
+    )
+
+
+def _is_of_host(profile: Profile) -> bool:
+    return profile.device.startswith("cpu")
+
+
+def _task(op: Operator) -> Task:
+    return Task(
+        name=op.name,
+        phase=op.phase,
+        of=op.forward if op.phase in _BACKWARD else -1,
+        reads=tuple(dict.fromkeys(use.storage for use in op.inputs)),
+        makes=tuple(dict.fromkeys(use.storage for use in op.outputs)),
+        writes=op.mutates,
+        transient=op.transient_bytes,
+        seconds=op.seconds,
+    )
+
+
+class _Tensors:
+    """Reads why each storage is kept, and until when."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+        self._operators = profile.operators
+        self._readers: defaultdict[int, list[int]] = defaultdict(list)
+        self._last: dict[int, int] = {}
+        for index, op in enumerate(profile.operators):
+            for number in {use.storage for use in op.inputs}:
+                self._readers[number].append(index)
+            if op.phase in _BACKWARD and op.forward >= 0:
+                self._last[op.forward] = index
+        self._called: defaultdict[int, int] = defaultdict(int)
+        for call in profile.calls:
+            for number in call.inputs:
+                self._called[number] = max(self._called[number], call.last)
+        self._recorded: defaultdict[int, dict[int, SavedTensor]] = defaultdict(dict)
+        for one in profile.saved:
+            self._recorded[one.storage].setdefault(one.saver, one)
+
+    def all(self) -> tuple[Tensor, ...]:
+        """Every storage as a tensor of the step."""
+        return tuple(
+            Tensor(s.bytes, s.kind, s.pool, s.birth, self._holds(number, s))
+            for number, s in enumerate(self._profile.storages)
+        )
+
+    def _holds(self, number: int, storage: Storage) -> tuple[Hold, ...]:
+        if storage.kind in ALWAYS:
+            return (Hold(storage.death),)
+        readers = self._holders(number, storage)
+        if self._profile.saved_known:
+            saved = dict(self._saved(number, storage))
+        else:
+            saved = self._inferred(readers, storage)
+        others = [i + 1 for i in readers if self._operators[i].forward not in saved]
+        given = self._called[number] if saved else 0
+        rest = min(max((storage.birth + 1, given, *others)), storage.death)
+        return (Hold(rest), *saved.values())
+
+    def _saved(self, number: int, storage: Storage) -> Iterator[tuple[int, Hold]]:
+        """What autograd was seen to save: it holds that until backward has left the saver's node."""
+        for saver, one in self._recorded[number].items():
+            if saver < 0:
+                continue
+            leaves = self._last.get(saver, -1) + 1 if one.unpacked >= 0 else storage.death
+            until = min(max(leaves, one.unpacked + 1), storage.death)
+            yield saver, Hold(until, saver, one.packed, one.unpacked)
+
+    def _inferred(self, readers: list[int], storage: Storage) -> dict[int, Hold]:
+        """What backward reads was saved by the operator whose gradient it computes."""
+        found: dict[int, Hold] = {}
+        for index in readers:
+            op = self._operators[index]
+            if op.phase in _BACKWARD and op.forward >= max(storage.birth, 0):
+                first = found[op.forward].asked if op.forward in found else index
+                packed = max(op.forward - 1, storage.birth)
+                found[op.forward] = Hold(index + 1, op.forward, packed, first)
+        return found
+
+    def _holders(self, number: int, storage: Storage) -> list[int]:
+        """Its readers, and the operator after which it died: that one let go of it last."""
+        last = storage.death - 1
+        return [*self._readers[number], *([last] if last > storage.birth else [])]

@@ -1,0 +1,117 @@
+"""The edit of running spans of forward again in backward, instead of keeping what autograd saved there.
+
+The first unpacking of anything that a span saved runs the span again, up to the last thing that it saved;
+what it saved is then held until backward has used it, and its inputs until backward has left the span. So
+does torch.utils.checkpoint without re-entrance, which `techniques.rerun` rests on.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from torchtrim.step.edits import Block, Drop, Edit, Insert, Need, joined
+from torchtrim.step.step import DEVICE, Span, Step
+
+_STATE = frozenset(("parameter", "buffer", "optimizer_state", "gradient"))
+
+
+def rerun(step: Step, spans: Sequence[Span]) -> Edit | None:
+    """The edit for spans that run again, each by itself; None where backward asks nothing of them."""
+    found = [edit for span in spans if (edit := _of_span(step, span)) is not None]
+    return joined(found) if found else None
+
+
+class _Saved(NamedTuple):
+    """What autograd saved in a span: tensor, hold, the tasks of packing and asking, and its end."""
+
+    tensor: int
+    hold: int
+    packed: int
+    asked: int
+    until: int
+
+
+def _of_span(step: Step, span: Span) -> Edit | None:
+    saved = [
+        _Saved(tensor, hold, *_moments(step, tensor, hold))
+        for task in range(span.first, span.last)
+        for tensor, hold in step.saved[task]
+    ]
+    asked = [one for one in saved if one.asked >= 0]
+    if not asked:
+        return None
+    begins = min(one.asked for one in asked)
+    ends = max(one.until for one in asked)
+    last = max(max(one.packed for one in saved) + 1, span.first)
+    copies = _copies(saved, ends)
+    born = {number for task in range(span.first, last) for number in step.made_by[task]}
+    made = {number: until for number, until in copies.items() if number in born}
+    blocks = [Block(step.tensors[number].bytes, begins, until) for number, until in made.items()]
+    makes = sum(block.bytes for block in blocks)
+    again = range(span.first, last)
+    own, overhead = sum(step.tasks[i].seconds for i in again), step.overhead
+    seconds = own + len(again) * overhead.task + overhead.span
+    kept = overhead.random_state + _buffers(step, again)
+    return Edit(
+        drops=tuple(Drop(one.tensor, one.hold) for one in saved),
+        needs=tuple(Need(number, ends) for number in _inputs(step, span)),
+        blocks=(*blocks, Block(kept, span.first, ends)),
+        inserts=(Insert(begins, seconds, _rise(step, again, made), makes),),
+        claims=(span,),
+    )
+
+
+def _moments(step: Step, tensor: int, hold: int) -> tuple[int, int, int]:
+    found = step.tensors[tensor].holds[hold]
+    return found.packed, found.asked, found.until
+
+
+def _copies(saved: Iterable[_Saved], ends: int) -> dict[int, int]:
+    """Until when the second copy of each tensor is held; what nobody asks for until the span is left."""
+    until: defaultdict[int, int] = defaultdict(int)
+    for one in saved:
+        until[one.tensor] = max(until[one.tensor], min(one.until, ends))
+    return until
+
+
+def _inputs(step: Step, span: Span) -> list[int]:
+    """What was there before the span and is read in it: the call that is made again holds that."""
+    tasks = step.tasks[span.first : span.last]
+    read = dict.fromkeys(number for task in tasks for number in task.reads)
+    return [
+        number
+        for number in read
+        if step.tensors[number].birth < span.first
+        and step.tensors[number].kind not in _STATE
+        and step.tensors[number].pool == DEVICE
+    ]
+
+
+def _buffers(step: Step, again: range) -> int:
+    """Bytes of the buffers that the span reads: `techniques.rerun` keeps their values of before."""
+    read = {number for i in again for number in step.tasks[i].reads}
+    return sum(step.tensors[n].bytes for n in read if step.tensors[n].kind == "buffer")
+
+
+def _rise(step: Step, again: range, kept: dict[int, int]) -> int:
+    """The highest that memory rises while the span runs again; what is kept stays."""
+    rise = level = 0
+    ends: defaultdict[int, int] = defaultdict(int)
+    for i in again:
+        level -= ends.pop(i, 0)
+        rise = max(rise, level + step.tasks[i].transient)
+        for number in step.made_by[i]:
+            tensor = step.tensors[number]
+            if tensor.pool == DEVICE:
+                level += tensor.bytes
+                if number not in kept:
+                    ends[max(_read_until(step, number), i + 1)] += tensor.bytes
+    return max(rise, level)
+
+
+def _read_until(step: Step, number: int) -> int:
+    """Until when a tensor is held that nobody saves."""
+    tensor = step.tensors[number]
+    return max((h.until for h in tensor.holds if h.saver < 0), default=tensor.birth + 1)

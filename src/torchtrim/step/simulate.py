@@ -1,0 +1,95 @@
+"""The one simulator: a step with edits -> bytes over time, the peak and the seconds.
+
+`simulate` goes through the whole step once. `step.incremental` does the same for searches, one option at a
+time; tests/step/oracle.py is a slow one that shares no code with either.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from operator import add
+from typing import NamedTuple
+
+from torchtrim.memory.curve import Life, bytes_over_time
+from torchtrim.step.edits import Edit, Insert
+from torchtrim.step.step import DEVICE, Step
+
+
+class Outcome(NamedTuple):
+    """The highest bytes of a pool, the task during or before which they are reached, and added seconds.
+
+    `task` is -1 for a step without tasks.
+    """
+
+    peak_bytes: int
+    task: int
+    added_seconds: float
+
+
+class Timeline(NamedTuple):
+    """Bytes of a pool: going into each task, and the highest while it or what is inserted before it runs."""
+
+    before: list[int]
+    high: list[int]
+
+
+def simulate(step: Step, edits: Iterable[Edit] = (), pool: str = DEVICE) -> Outcome:
+    """The step with these edits, whose claims must not overlap."""
+    edits = tuple(edits)
+    high = timeline(step, edits, pool).high
+    peak = max(high, default=0)
+    added = sum(edit.seconds for edit in edits)
+    return Outcome(peak, high.index(peak) if high else -1, added)
+
+
+def timeline(step: Step, edits: Sequence[Edit] = (), pool: str = DEVICE) -> Timeline:
+    """Bytes of a pool over the tasks of the step with these edits."""
+    count = len(step.tasks)
+    before = bytes_over_time(count, lives(step, edits, pool))
+    if pool != DEVICE:
+        return Timeline(before, list(before))
+    high = list(map(add, before, (task.transient for task in step.tasks)))
+    for edit in edits:
+        for rise in edit.rises:
+            high[rise.task] = before[rise.task] + rise.bytes
+    for edit in edits:
+        for insert in edit.inserts:
+            if insert.at < count:
+                high[insert.at] = max(high[insert.at], before[insert.at] + level(insert))
+    return Timeline(before, high)
+
+
+def level(insert: Insert) -> int:
+    """How high inserted work goes over what is alive when the task that follows begins."""
+    return insert.rise - insert.makes
+
+
+def lives(step: Step, edits: Sequence[Edit] = (), pool: str = DEVICE) -> Iterable[Life]:
+    """When each tensor of a pool is alive, with edits: going into the tasks `first <= i < last`."""
+    ends = deaths(step, edits)
+    for number, tensor in enumerate(step.tensors):
+        if tensor.pool == pool:
+            yield tensor.bytes, tensor.birth + 1, ends.get(number, tensor.death)
+    for edit in edits:
+        for block in edit.blocks:
+            if block.pool == pool:
+                yield block.bytes, block.first, block.last
+
+
+def deaths(step: Step, edits: Iterable[Edit]) -> dict[int, int]:
+    """When the tensors die whose holds edits end, or which they need."""
+    dropped: defaultdict[int, set[int]] = defaultdict(set)
+    needed: defaultdict[int, int] = defaultdict(int)
+    for edit in edits:
+        for drop in edit.drops:
+            dropped[drop.tensor].add(drop.hold)
+        for need in edit.needs:
+            needed[need.tensor] = max(needed[need.tensor], need.until)
+    found = {}
+    for number in dropped.keys() | needed.keys():
+        tensor = step.tensors[number]
+        gone = dropped.get(number, ())
+        ends = [hold.until for place, hold in enumerate(tensor.holds) if place not in gone]
+        found[number] = max((tensor.birth + 1, needed.get(number, 0), *ends))
+    return found

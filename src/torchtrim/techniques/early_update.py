@@ -1,0 +1,156 @@
+"""Has one optimizer update each parameter in backward, as soon as its gradient is final."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from torchtrim.errors import ApplyFailed
+from torchtrim.observe.optimizers import parameters_of
+from torchtrim.observe.spent import Spent, updating
+from torchtrim.techniques.failing import note
+from torchtrim.techniques.stepping import Stepping
+
+
+class EarlyUpdates:
+    """An optimizer whose parameters are updated when their gradient was added to for the `added`-th time
+    since its last step; `step` updates the others.
+
+    `revert` makes the optimizer what it was. Raises `ApplyFailed`, in backward or `step`, where the script
+    does what would make the result another.
+    """
+
+    def __init__(self, where: str, optimizer: torch.optim.Optimizer, added: int) -> None:
+        _refuse(where, optimizer)
+        self._where = where
+        self._optimizer = optimizer
+        self._needed = added
+        self._added: Counter[int] = Counter()
+        self._used: list[torch.Tensor] = []
+        self._settings: dict[int, Any] = {}
+        self._stepping = Stepping(where, optimizer, self._around)
+        self._step: Any = getattr(type(optimizer).step, "__wrapped__")  # noqa: B009
+        self._groups: dict[int, int] = {}
+        self._marks: dict[int, Spent] = {}
+        self._hooks = []
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if parameter.requires_grad and parameter.is_leaf:
+                    self._groups[id(parameter)] = number
+                    self._hooks.append(
+                        parameter.register_post_accumulate_grad_hook(self._accumulated)
+                    )
+
+    def revert(self) -> None:
+        """Make the optimizer what it was; what marks used gradients goes."""
+        for hook in self._hooks:
+            hook.remove()
+        self._stepping.revert()
+        self._take_marks()
+
+    def _accumulated(self, parameter: torch.Tensor) -> None:
+        """A gradient was added to."""
+        self._added[id(parameter)] += 1
+        count = self._added[id(parameter)]
+        if count < self._needed:
+            return
+        if count > self._needed:
+            raise self._refused(
+                f"a gradient was added to {count} times before `step`, and the plan was made for "
+                f"{self._needed}"
+            )
+        self._update(parameter)
+
+    def _update(self, parameter: torch.Tensor) -> None:
+        """Run the optimizer's own step for one parameter, and let the gradient go."""
+        optimizer, number = self._optimizer, self._groups[id(parameter)]
+        whole = optimizer.param_groups
+        group = whole[number]
+        if number not in self._settings:
+            self._settings[number] = _settings(group)
+        with updating(optimizer, parameter):
+            optimizer.param_groups = [{**group, "params": [parameter]}]
+            try:
+                self._step(optimizer)
+            finally:
+                optimizer.param_groups = whole
+        parameter.grad = self._mark(parameter)
+        self._used.append(parameter)
+
+    def _mark(self, parameter: torch.Tensor) -> Spent:
+        """What stands for its gradient; a parameter may have changed its type or device."""
+        mark = self._marks.get(id(parameter))
+        if mark is None or (mark.dtype, mark.device) != (parameter.dtype, parameter.device):
+            mark = self._marks[id(parameter)] = Spent(parameter, self._where)
+        return mark
+
+    @contextlib.contextmanager
+    def _around(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """`step` runs: it passes over what was updated already."""
+        for number, settings in self._settings.items():
+            if settings != _settings(optimizer.param_groups[number]):
+                raise self._refused(
+                    "a parameter group's settings, such as the learning rate, were changed between backward "
+                    "and `step`, when parameters had been updated"
+                )
+        used = self._used
+        if not all(isinstance(parameter.grad, Spent) for parameter in used):
+            raise self._refused(
+                "gradients were dropped or put in place between backward and `step`, when parameters had "
+                "been updated"
+            )
+        self._take_marks()
+        self._settings.clear()
+        self._added.clear()
+        self._used = []
+        try:
+            yield
+        finally:
+            for parameter in used:
+                if parameter.grad is None:
+                    parameter.grad = self._mark(parameter)
+
+    def _take_marks(self) -> None:
+        for parameter in parameters_of(self._optimizer):
+            if isinstance(parameter.grad, Spent):
+                parameter.grad = None
+
+    def _refused(self, reason: str) -> ApplyFailed:
+        error = ApplyFailed(
+            f"`{self._where}`: {reason}, so optimizer_in_backward would give another result. Take it out of "
+            "the plan, or plan again for a step that is like the others."
+        )
+        note(error, self._where)
+        return error
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """A group's settings, those that are tensors as which tensor and how often it was written to."""
+    return {
+        key: (id(value), value._version) if isinstance(value, torch.Tensor) else value
+        for key, value in group.items()
+        if key != "params"
+    }
+
+
+def _refuse(where: str, optimizer: torch.optim.Optimizer) -> None:
+    if any(parameter.layout is not torch.strided for parameter in parameters_of(optimizer)):
+        raise ApplyFailed(
+            f"`{where}` has sparse parameters, which optimizer_in_backward does not take."
+        )
+    distributed = torch.distributed
+    several = distributed.is_available() and distributed.is_initialized()
+    if several and distributed.get_world_size() > 1:
+        raise ApplyFailed(
+            f"`{where}`: gradients are exchanged between processes after backward has made them, so they are "
+            "not final when it has. Take optimizer_in_backward out of the plan."
+        )
+    if not getattr(type(optimizer).step, "hooked", False):
+        raise ApplyFailed(
+            f"`{where}`: the `step` of its class was replaced, so it cannot be run for one parameter. Leave "
+            "this optimizer out of the plan."
+        )

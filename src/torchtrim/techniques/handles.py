@@ -1,0 +1,29 @@
+"""What is left in one's hand when a model was changed: a way back."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Handle(Protocol):
+    """An applied technique."""
+
+    def revert(self) -> None:
+        """Make the model what it was."""
+        ...
+
+
+class Handles:
+    """Several applied techniques or changed modules, reverted together."""
+
+    def __init__(self) -> None:
+        self._handles: list[Handle] = []
+
+    def add(self, handle: Handle) -> None:
+        """One more."""
+        self._handles.append(handle)
+
+    def revert(self) -> None:
+        """Make everything what it was, the last first."""
+        while self._handles:
+            self._handles.pop().revert()

@@ -1,0 +1,326 @@
+"""Watches modules run: notes how planned tensors are made, and gives autograd recipes in their place."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._C import _disabled_torch_dispatch_impl
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchtrim.techniques.base import Handle, Handles
+from torchtrim.techniques.failing import note
+from torchtrim.techniques.places import module_at
+from torchtrim.techniques.replay.places import Place, Run, place_of
+from torchtrim.techniques.replay.recipes import NEVER, SELF, Kept, Noise, Part, Recipe, Saved, Step
+from torchtrim.techniques.replay.table import BATCH_NORMS, DRAW, NOISE
+from torchtrim.techniques.swap import Swapped
+
+_STATISTICS, _TRAINS = 3, 5
+"""Where `native_batch_norm` has its running statistics, and whether it trains."""
+
+
+def watch(roots: Mapping[str, nn.Module], where: Sequence[str]) -> Handle:
+    """Watch the modules of these places. Raises `ApplyFailed`, the modules as they were."""
+    places: defaultdict[str, list[Place]] = defaultdict(list)
+    for place in map(place_of, where):
+        places[place.path].append(place)
+    watcher = Watcher({run.name for several in places.values() for p in several for run in p.runs})
+    handles = Handles()
+    try:
+        for path, several in places.items():
+            wrap = functools.partial(_watched, watcher, several)
+            handles.add(Swapped(module_at(roots, path), wrap))
+    except BaseException as error:
+        note(error, str(several[0]))
+        handles.revert()
+        raise
+    return handles
+
+
+def _watched(
+    watcher: Watcher, places: list[Place], forward: Callable[..., Any]
+) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or not watcher.may_watch():
+            return forward(*args, **kwargs)
+        return watcher.run(_Call(places), functools.partial(forward, *args, **kwargs))
+
+    return run
+
+
+class _Call:
+    """A call of a module that is watched: how often each operator has run in it, and what is noted of it."""
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        self.counts: Counter[str] = Counter()
+        self.groups: dict[Run, Place] = {run: place for place in places for run in place.runs}
+        self.where = str(places[0])
+        self.noted: list[int] = []
+        self.read: list[int] = []
+
+
+class _Found(NamedTuple):
+    """An operator that a plan names runs: in which call, and for which place."""
+
+    call: _Call
+    place: Place
+
+
+class _Noted(NamedTuple):
+    """How a storage was made, and the tensor's type and geometry.
+
+    The weak reference keeps the storage's number from being another's.
+    """
+
+    recipe: Recipe
+    storage: StorageWeakRef
+    found: _Found
+    dtype: torch.dtype
+    geometry: tuple[Any, ...]
+
+
+class _Kind(NamedTuple):
+    """What is known of an operator: its name if plans name it, and the arguments that it writes."""
+
+    name: str
+    writes: tuple[tuple[int, str], ...]
+
+
+class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """One for a plan. It is on while any of the planned modules runs.
+
+    What it notes of a call it forgets with that; only what autograd saved then holds a recipe.
+    """
+
+    def __init__(self, names: set[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names = names
+        self._kinds: dict[Any, _Kind] = {}
+        self._calls: list[_Call] = []
+        self._noted: dict[int, _Noted] = {}
+        self._readers: dict[int, list[Recipe]] = {}
+        self._resting = False
+        self._hooks = self._pack, _unpack
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """True: what the script compiles runs compiled."""
+        return True
+
+    def may_watch(self) -> bool:
+        """Whether hooks would act: under those of others, such as a checkpoint's, these alone do."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return top is None or top[1] is _unpack
+
+    def run(self, call: _Call, forward: Callable[[], Any]) -> Any:
+        """A call that is watched."""
+        self._calls.append(call)
+        try:
+            if len(self._calls) > 1:
+                return forward()
+            with torch.autograd.graph.saved_tensors_hooks(*self._hooks), self:
+                return forward()
+        except Exception as error:
+            note(error, call.where)
+            raise
+        finally:
+            self._calls.pop()
+            self._forget(call)
+
+    def _forget(self, call: _Call) -> None:
+        for storage in call.noted:
+            self._noted.pop(storage, None)
+        for storage in call.read:
+            self._readers.pop(storage, None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if types and any(map(_is_own, types)):
+            return NotImplemented
+        if self._resting:
+            return func(*args, **kwargs)
+        kind = self._kinds.get(func) or self._know(func)
+        found = self._count(kind.name) if kind.name else None
+        if kind.writes:
+            return self._write(func, args, kwargs, kind, found)
+        if found is None:
+            return func(*args, **kwargs)
+        where = str(found.place)
+        if kind.name == NOISE:
+            result = func(*args, **kwargs)
+            self._note(result, Noise(result, where), found)
+            return result
+        recipe = Recipe(self._step(func, args, kwargs, kind, found), where)
+        self._read_by(recipe, recipe.steps[0], found)
+        result = func(*args, **kwargs)
+        self._note(result, recipe, found)
+        return result
+
+    def _know(self, func: Any) -> _Kind:
+        namespace, _, name = str(func).partition(".")
+        plain = name.partition(".")[0]
+        writes = tuple(
+            (position, argument.name)
+            for position, argument in enumerate(func._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        )
+        planned = namespace == "aten" and plain in self._names
+        kind = self._kinds[func] = _Kind(plain if planned else "", writes)
+        return kind
+
+    def _count(self, name: str) -> _Found | None:
+        """One more operator of a name runs; for which place, if any names it."""
+        if torch._C._current_autograd_node() is not None:
+            return None
+        found = None
+        for call in self._calls:
+            place = call.groups.get(Run(name, call.counts[name]))
+            call.counts[name] += 1
+            if place is not None and torch.is_grad_enabled():
+                found = _Found(call, place)
+        return found
+
+    def _step(self, func: Any, args: Any, kwargs: Any, kind: _Kind, found: _Found) -> Step:
+        """What is kept to run an operator again."""
+        if kind.name == DRAW:
+            return NEVER
+        if kind.name in BATCH_NORMS and args[_TRAINS]:
+            args = (*args[:_STATISTICS], None, None, *args[_TRAINS:])
+        return Step(func, self._held(args, found), self._held(kwargs, found))
+
+    def _held(self, value: Any, found: _Found) -> Any:
+        """Arguments with what is kept in place of their tensors."""
+        if isinstance(value, torch.Tensor):
+            noted = self._of(value)
+            if noted is None or noted.found != found:
+                return Kept(value)
+            self._keep(noted.recipe, value)
+            return _part(noted.recipe, value)
+        if type(value) in (list, tuple):
+            return type(value)(self._held(one, found) for one in value)
+        if type(value) is dict:
+            return {key: self._held(one, found) for key, one in value.items()}
+        return value
+
+    def _keep(self, recipe: Recipe, value: torch.Tensor) -> None:
+        """Noise becomes bits before anything is made from it."""
+        if isinstance(recipe, Noise):
+            self._resting = True
+            try:
+                recipe.keep(value)
+            finally:
+                self._resting = False
+
+    def _read_by(self, recipe: Recipe, step: Step, found: _Found) -> None:
+        """A recipe rests on the tensors that a step keeps."""
+        for kept in _kept_among((step.args, step.kwargs)):
+            storage = _number(kept.tensor)
+            self._readers.setdefault(storage, []).append(recipe)
+            found.call.read.append(storage)
+
+    def _note(self, result: Any, recipe: Recipe, found: _Found) -> None:
+        made = result[0] if isinstance(result, (tuple, list)) else result
+        number = _number(made)
+        weak = StorageWeakRef(made.untyped_storage())  # type: ignore[no-untyped-call]
+        self._noted[number] = _Noted(recipe, weak, found, made.dtype, _geometry(made))
+        found.call.noted.append(number)
+
+    def _of(self, tensor: torch.Tensor) -> _Noted | None:
+        """How the storage of a tensor was made; None if that is not known."""
+        noted = self._noted.get(_number(tensor))
+        if noted is not None and isinstance(noted.recipe, Noise) and not noted.recipe.is_drawn:
+            return None
+        if noted is None or tensor.dtype != noted.dtype or tensor.is_conj() or tensor.is_neg():
+            return None
+        return noted
+
+    def _write(self, func: Any, args: Any, kwargs: Any, kind: _Kind, found: _Found | None) -> Any:
+        """An operator that writes in place: as a step of a recipe, or what is noted no longer holds."""
+        written = [
+            args[position] if position < len(args) else kwargs.get(name)
+            for position, name in kind.writes
+        ]
+        numbers = [_number(one) for one in _tensors_among(written)]
+        for number in numbers:
+            for recipe in self._readers.pop(number, ()):
+                recipe.pin()
+        noted = self._noted.get(numbers[0]) if found is not None else None
+        step = None
+        if found is not None and noted is not None and _may_add(noted, found, written):
+            step = self._step(func, (SELF, *args[1:]), kwargs, kind, found)
+        result = func(*args, **kwargs)
+        if step is not None and noted is not None and found is not None:
+            noted.recipe.add(step)
+            self._read_by(noted.recipe, step, found)
+        else:
+            for number in numbers:
+                self._noted.pop(number, None)
+        return result
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        noted = self._of(tensor) if self._noted and type(tensor) in _PLAIN else None
+        if noted is not None:
+            self._keep(noted.recipe, tensor)
+            return Saved(_part(noted.recipe, tensor))
+        if tensor.grad_fn is None:
+            return Kept(tensor)
+        with torch._C._DisableTorchDispatch():
+            return Kept(tensor.detach())
+
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+
+
+def _unpack(saved: Saved | Kept) -> torch.Tensor:
+    return saved.get()
+
+
+def _is_own(kind: type) -> bool:
+    own: Any = kind
+    return own.__torch_dispatch__ is not _disabled_torch_dispatch_impl
+
+
+def _may_add(noted: _Noted, found: _Found, written: list[Any]) -> bool:
+    """Whether a write to the whole of a tensor belongs to its recipe."""
+    return noted.found == found and len(written) == 1 and noted.geometry == _geometry(written[0])
+
+
+def _number(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+
+
+def _part(recipe: Recipe, tensor: torch.Tensor) -> Part:
+    size, stride, offset = _geometry(tensor)
+    return Part(recipe, size, stride, offset, len(recipe.steps))
+
+
+def _kept_among(value: Any) -> Iterator[Kept]:
+    if isinstance(value, Kept):
+        yield value
+    elif type(value) in (list, tuple):
+        for one in value:
+            yield from _kept_among(one)
+    elif type(value) is dict:
+        yield from _kept_among(tuple(value.values()))
+
+
+def _tensors_among(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif type(value) in (list, tuple):
+        for one in value:
+            yield from _tensors_among(one)

@@ -1,0 +1,145 @@
+"""Gives one optimizer another `step`, and takes it back."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from torchtrim.errors import ApplyFailed
+from torchtrim.observe.optimizers import parameters_of
+from torchtrim.step.optimizers import ONE_BY_ONE
+
+Around = Callable[[torch.optim.Optimizer], contextlib.AbstractContextManager[None]]
+Group = dict[str, Any]
+
+
+class Stepping:
+    """An optimizer each of whose steps runs inside a context, those with a closure apart. `revert` makes it
+    what it was.
+
+    A scheduler may wrap `step` before or after: what it has wrapped stays, and once reverted only calls on.
+    """
+
+    def __init__(self, where: str, optimizer: torch.optim.Optimizer, around: Around) -> None:
+        _refuse(where, optimizer)
+        self._optimizer = optimizer
+        self._own: Any = optimizer.__dict__.get("step")
+        self._around: Around | None = around
+        inner = optimizer.step
+        function: Any = getattr(inner, "__func__", inner)
+        bound = inner if function is inner else None
+
+        @functools.wraps(function)
+        def step(self_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            run = bound if bound is not None else functools.partial(function, self_)
+            if self._around is None or _has_closure(args, kwargs):
+                return run(*args, **kwargs)
+            with self._around(self_):
+                return run(*args, **kwargs)
+
+        self._ours = types.MethodType(step, optimizer)
+        optimizer.step = self._ours  # type: ignore[method-assign]
+
+    def revert(self) -> None:
+        """Make the optimizer what it was."""
+        self._around = None
+        if self._optimizer.__dict__.get("step") is not self._ours:
+            return
+        if self._own is None:
+            del self._optimizer.__dict__["step"]
+        else:
+            self._optimizer.__dict__["step"] = self._own
+
+
+def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether gradients are yet to be made, inside the step."""
+    return any(callable(value) for value in (*args, *kwargs.values()))
+
+
+def run_in_chunks(most: int) -> Around:
+    """While `step` runs, each parameter group is cut into groups of at most so many bytes, or of one.
+
+    Parameters without a gradient are in none: they are not updated.
+    """
+
+    @contextlib.contextmanager
+    def around(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        whole = optimizer.param_groups
+        optimizer.param_groups = [part for group in whole for part in _cut(group, most)]
+        try:
+            yield
+        finally:
+            optimizer.param_groups = whole
+
+    return around
+
+
+def run_fused(where: str, optimizer: torch.optim.Optimizer) -> Around:
+    """While `step` runs, the groups say `fused`. Raises `ApplyFailed` where torch has no such kernel."""
+    if not all("fused" in group for group in optimizer.param_groups):
+        raise ApplyFailed(
+            f"`{where}` is a {type(optimizer).__name__}, and this torch has no fused kernel of it. Plan "
+            "again without --allow rounding."
+        )
+    if not all(p.is_floating_point() for p in parameters_of(optimizer)):
+        raise ApplyFailed(
+            f"`{where}` has parameters that are no floating-point numbers, which the fused kernel cannot "
+            "update. Plan again without --allow rounding."
+        )
+
+    @contextlib.contextmanager
+    def around(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        groups = optimizer.param_groups
+        before = [(group["fused"], group["foreach"]) for group in groups]
+        _counts_to_devices(optimizer)
+        for group in groups:
+            group["fused"], group["foreach"] = True, False
+        try:
+            yield
+        finally:
+            for group, (fused, foreach) in zip(groups, before, strict=True):
+                group["fused"], group["foreach"] = fused, foreach
+
+    return around
+
+
+def _cut(group: Group, most: int) -> list[Group]:
+    parts: list[list[torch.Tensor]] = []
+    total = 0
+    for parameter in group["params"]:
+        if parameter.grad is None:
+            continue
+        size = parameter.untyped_storage().nbytes()
+        if not parts or total + size > most:
+            parts.append([])
+            total = 0
+        parts[-1].append(parameter)
+        total += size
+    return [{**group, "params": part} for part in parts]
+
+
+def _counts_to_devices(optimizer: torch.optim.Optimizer) -> None:
+    """A fused kernel reads its count of steps where the parameter is."""
+    for parameter in parameters_of(optimizer):
+        count = optimizer.state.get(parameter, {}).get("step")
+        if isinstance(count, torch.Tensor) and count.device != parameter.device:
+            optimizer.state[parameter]["step"] = count.to(parameter.device)
+
+
+def _refuse(where: str, optimizer: torch.optim.Optimizer) -> None:
+    kind = type(optimizer)
+    if f"{kind.__module__}.{kind.__qualname__}" not in ONE_BY_ONE:
+        raise ApplyFailed(
+            f"`{where}` is a {kind.__module__}.{kind.__qualname__}, and only torch's own optimizers that "
+            "update each element by itself can be planned. Plan again for this script."
+        )
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise ApplyFailed(
+            f"`{where}` carries step hooks of its own, which would see it in another state. Take them off, "
+            "or leave this optimizer out of the plan."
+        )

@@ -1,0 +1,196 @@
+"""Original and planned -> certificate. Where they differ, the original is compared with itself too."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from torchtrim.errors import ApplyFailed, ScriptFailed
+from torchtrim.records.certificate import Certificate, Difference, Verdict
+from torchtrim.records.trial import Request, Trial
+from torchtrim.run.trials import Progress, Workload, run_trial
+from torchtrim.verifier.compare import compared, differences, largest_difference
+
+NOISE_FACTOR = 2.0
+ROUNDING_LIMIT = 1e-2
+SHRINKS_BY = 1e4
+_MOST_KEPT = 48
+
+
+class Contest(NamedTuple):
+    """What is compared: a workload, and the workload and request that should equal it."""
+
+    original: Workload
+    planned: Workload
+    request: Request
+    planned_request: Request
+
+
+class Figures(NamedTuple):
+    """Largest relative differences: planned against original, and original against itself."""
+
+    difference: float
+    noise: float
+
+
+def certify(contest: Contest, original: Trial, planned: Trial, progress: Progress) -> Certificate:
+    """The verdict on a planned trial.
+
+    A planned run that gives the original's every bit has repeated it, and no more is run. Where bits differ,
+    the original is run again, for what it differs from itself.
+    """
+    found = differences(original, planned)
+    verdict: Verdict = "BITWISE"
+    figures = Figures(0.0, 0.0)
+    reason = "every bit of two runs agrees"
+    if found:
+        noise, figures = _measure(contest, original, found, progress)
+        verdict, reason = _judge(contest, found, noise, figures, progress)
+    return Certificate(
+        verdict=verdict,
+        compared=compared(original),
+        largest_difference=_finite(figures.difference),
+        first_difference=_first(original, found[0]) if found else None,
+        noise=_finite(figures.noise),
+        seeds=original.seeds,
+        steps=len(original.steps),
+        reason=reason,
+    )
+
+
+def _finite(figure: float) -> float | None:
+    """The figure, None where shapes or NaNs differ and there is none."""
+    return figure if math.isfinite(figure) else None
+
+
+def _judge(
+    contest: Contest, found: list[str], noise: list[str], figures: Figures, progress: Progress
+) -> tuple[Verdict, str]:
+    if noise:
+        if figures.difference <= NOISE_FACTOR * figures.noise:
+            return "UNDECIDED", (
+                f"the original does not equal itself ({figures.noise:.1e}, first in {noise[0]}), and "
+                f"the plan's difference lies within {NOISE_FACTOR:.0f} times that"
+            )
+        return "NOT EQUAL", (
+            f"the plan differs by {figures.difference:.1e}, the original from itself by "
+            f"{figures.noise:.1e}"
+        )
+    if math.isinf(figures.difference):
+        return "NOT EQUAL", f"what is there, a shape or a NaN differs, first in {found[0]}"
+    if figures.difference > ROUNDING_LIMIT:
+        return "NOT EQUAL", f"the difference, {figures.difference:.1e}, is too large for rounding"
+    if whole := [name for name in found if not _has_values(name)]:
+        return "NOT EQUAL", f"what has no rounding differs, first {whole[0].partition('/')[2]}"
+    shrunk = _in_double(contest, found, progress)
+    if shrunk is None:
+        return (
+            "NOT EQUAL",
+            "it differs, and could not be run in float64 to tell rounding from a bug",
+        )
+    if shrunk * SHRINKS_BY <= figures.difference:
+        return "ROUNDING", (
+            f"the difference shrinks from {figures.difference:.1e} to {shrunk:.1e} in float64, as "
+            "rounding does"
+        )
+    return "NOT EQUAL", (
+        f"the difference stays at {shrunk:.1e} in float64 ({figures.difference:.1e} before), which "
+        "rounding does not"
+    )
+
+
+def _measure(
+    contest: Contest, original: Trial, found: list[str], progress: Progress
+) -> tuple[list[str], Figures]:
+    """Run again and keep what differs: what of the original does not repeat itself, and by how much."""
+    names = _sample(found)
+    with _folders(3) as (one, two, three):
+        again = _attempt(contest.original, _keeping(contest.request, names), one, progress)
+        noise = differences(original, again)
+        if noise:
+            names = tuple(dict.fromkeys((*names, *_sample(noise))))
+            _attempt(contest.original, _keeping(contest.request, names), one, progress)
+            _attempt(contest.original, _keeping(contest.request, names), three, progress)
+        _attempt(contest.planned, _keeping(contest.planned_request, names), two, progress)
+        noise_level = largest_difference(one, three, names) if noise else 0.0
+        return noise, Figures(largest_difference(one, two, names), noise_level)
+
+
+def _in_double(contest: Contest, found: list[str], progress: Progress) -> float | None:
+    """The largest difference when both run in float64; None if one cannot."""
+    names = _sample(found)
+    with _folders(2) as (one, two):
+        doubled = [
+            _keeping(r, names, double=True) for r in (contest.request, contest.planned_request)
+        ]
+        try:
+            _attempt(contest.original, doubled[0], one, progress)
+            _attempt(contest.planned, doubled[1], two, progress)
+        except (ApplyFailed, ScriptFailed, RuntimeError):
+            return None
+        return largest_difference(one, two, names)
+
+
+def _sample(names: list[str]) -> tuple[str, ...]:
+    """The first of those that have values, and others spread over the rest."""
+    valued = [name for name in names if _has_values(name)]
+    if len(valued) <= _MOST_KEPT:
+        return tuple(valued)
+    half = _MOST_KEPT // 2
+    stride = max((len(valued) - half) // half, 1)
+    return (*valued[:half], *valued[half::stride][:half])
+
+
+def _has_values(name: str) -> bool:
+    """Whether it is of tensors: the states of random generators and the count of steps are not."""
+    return not name.partition("/")[2].startswith(("random state:", "step:"))
+
+
+def _keeping(request: Request, names: tuple[str, ...], *, double: bool = False) -> Request:
+    return msgspec.structs.replace(request, keep=names, double=double, measured=False)
+
+
+def _attempt(workload: Workload, request: Request, folder: Path, progress: Progress) -> Trial:
+    what = "looking closer, in float64" if request.double else "looking closer"
+    return run_trial(workload, request, folder, lambda text: progress(f"{what}: {text}"))
+
+
+@contextmanager
+def _folders(count: int) -> Iterator[tuple[Path, ...]]:
+    with ExitStack() as stack:
+        yield tuple(
+            Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="torchtrim-")))
+            for _ in range(count)
+        )
+
+
+def _first(trial: Trial, label: str) -> Difference:
+    """The first difference, with the line of the module that it belongs to."""
+    step, _, rest = label.partition("/")
+    quantity, _, name = rest.partition(":")
+    path, line = "", 0
+    if trial.profile is not None:
+        path, line = _line_of(trial, name)
+    return Difference(module=name, op=f"{quantity} in step {int(step) + 1}", path=path, line=line)
+
+
+def _line_of(trial: Trial, name: str) -> tuple[str, int]:
+    """Where the module that a name begins with was called."""
+    assert trial.profile is not None
+    profile = trial.profile
+    within = [
+        (len(module.path), number)
+        for number, module in enumerate(profile.modules)
+        if name == module.path or name.startswith(f"{module.path}.")
+    ]
+    for _, number in sorted(within, reverse=True):
+        for index, op in enumerate(profile.operators):
+            if op.module == number and (place := profile.place_of(index)) is not None:
+                return place.path, place.line
+    return "", 0

@@ -1,0 +1,99 @@
+"""Compares what two trials computed, step by step and name by name."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from torchtrim.records.trial import Trial
+from torchtrim.run.evidence import QUANTITIES
+
+_PLURAL = {"loss": "losses", "random state": "random generators"}
+_SINGULAR = {"random state": "random generator"}
+
+
+def differences(one: Trial, other: Trial) -> list[str]:
+    """What differs, as `"step/quantity:name"` in the order in which it was computed."""
+    found = []
+    for number, (a, b) in enumerate(zip(one.steps, other.steps, strict=False)):
+        names = [*a.digests, *(name for name in b.digests if name not in a.digests)]
+        found += [f"{number}/{n}" for n in names if a.digests.get(n) != b.digests.get(n)]
+    if len(one.steps) != len(other.steps):
+        found.append(f"{min(len(one.steps), len(other.steps))}/step:count")
+    return found
+
+
+def compared(one: Trial) -> tuple[str, ...]:
+    """What there was to compare, such as `"24 gradients x 4 steps"`."""
+    totals: Counter[str] = Counter()
+    steps: Counter[str] = Counter()
+    for step in one.steps:
+        kinds = Counter(name.partition(":")[0] for name in step.digests)
+        totals.update(kinds)
+        steps.update(kinds.keys())
+    return tuple(
+        f"{_counted(round(totals[kind] / steps[kind]), kind)} x {steps[kind]} steps"
+        for kind in QUANTITIES
+        if totals[kind]
+    )
+
+
+def _counted(count: int, kind: str) -> str:
+    if count == 1:
+        return f"1 {_SINGULAR.get(kind, kind)}"
+    return f"{count} {_PLURAL.get(kind, kind + 's')}"
+
+
+def load_kept(folder: Path, number: int) -> torch.Tensor | None:
+    """A kept value, in float64; None if it was not seen."""
+    path = folder / f"kept-{number}"
+    if not path.exists():
+        return None
+    header, _, data = path.read_bytes().partition(b"\n")
+    dtype = getattr(torch, header.split()[0].decode())
+    if not data:
+        return torch.empty(0, dtype=torch.float64)
+    flat = torch.frombuffer(bytearray(data), dtype=dtype)
+    return flat.to(torch.complex128 if dtype.is_complex else torch.float64)
+
+
+def largest_difference(one: Path, other: Path, names: Sequence[str]) -> float:
+    """The largest difference among kept values, relative to the largest magnitude of their group; inf
+    where shapes, NaNs or presence differ.
+
+    A group is one quantity in one step, so that a gradient which is zero but for rounding is measured
+    by the size of the others.
+    """
+    scales: dict[str, float] = {}
+    gaps: dict[str, float] = {}
+    for number, name in enumerate(names):
+        gap, scale = _gap(load_kept(one, number), load_kept(other, number))
+        group = _group(name)
+        scales[group] = max(scales.get(group, 0.0), scale)
+        gaps[group] = max(gaps.get(group, 0.0), gap)
+    return max((gap / scales[g] if gap else 0.0 for g, gap in gaps.items()), default=0.0)
+
+
+def _group(name: str) -> str:
+    """`"1/optimizer state:0.net.weight.exp_avg.0"` is of the group `"1/optimizer state exp_avg.0"`."""
+    quantity, _, rest = name.partition(":")
+    if quantity.endswith("optimizer state"):
+        return f"{quantity} {'.'.join(rest.split('.')[-2:])}"
+    return f"{quantity} {rest}" if quantity.endswith(("buffer", "output", "loss")) else quantity
+
+
+def _gap(one: torch.Tensor | None, other: torch.Tensor | None) -> tuple[float, float]:
+    """`(largest difference, largest magnitude)`."""
+    if one is None or other is None or one.shape != other.shape:
+        return float("inf"), 1.0
+    if one.numel() == 0:
+        return 0.0, 0.0
+    scale = max(float(one.abs().max()), float(other.abs().max()))
+    if torch.equal(one, other):
+        return 0.0, scale
+    gap = float((one - other).abs().max())
+    return (gap, scale) if math.isfinite(gap) and scale else (float("inf"), 1.0)

@@ -1,0 +1,328 @@
+"""Proves a fix: the same function, before and after, on inputs that differ in all that may matter.
+
+A case is a structure (shapes, types, strides, who is whose view) with several draws of values. The
+evidence is taken from the first draw alone, as a profile would, and the others must agree too: empty
+and full masks, NaN and infinities where they do no harm in the original, repeated indices.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+
+import draws
+import torchtrim
+from torchtrim.fixes.base import Fix, Rewrite
+from torchtrim.fixes.reading.facts import Facts, Refused
+from torchtrim.fixes.reading.source import Source
+from torchtrim.fixes.writing.edits import patch
+from torchtrim.observe.probes import Probes
+
+DRAWS = 4
+Inputs = dict[str, Any]
+Make = Callable[[random.Random], Iterator[Inputs]]
+_EPSILON = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+
+
+@dataclass
+class Proof:
+    """What became of the cases."""
+
+    agreed: int = 0
+    all_drawn: bool = True
+    refused: dict[str, int] = field(default_factory=dict)
+    unsafe: dict[str, int] = field(default_factory=dict)
+
+    def reaches(self, agreed: int) -> bool:
+        """Whether so many cases agreed of all structures; where few were drawn, whether any did."""
+        return self.agreed >= (agreed if self.all_drawn else 1)
+
+
+def prove(
+    fix: Fix,
+    code: str,
+    make: Make,
+    *,
+    structures: int = 250,
+    seed: int = 0,
+    suggested: bool = False,
+) -> Proof:
+    """Runs `function` of the code before and after the fix.
+
+    `make` yields the draws of one structure: keyword arguments, of which those that require a gradient
+    are compared in their gradients too. Counts each draw as a case. Raises `AssertionError` with the
+    inputs where anything differs: results, gradients, what was written in place, the random stream.
+    `suggested`: also where it is not safe. Few structures are drawn, with another seed, unless all are
+    wanted, or all of the few are refused.
+    """
+    few = draws.count(structures)
+    proof = Proof(all_drawn=few == structures)
+    start = f"{seed}" if proof.all_drawn else f"{seed}/{draws.seed()}"
+    for number in range(structures):
+        if number >= few and (proof.all_drawn or proof.agreed):
+            break
+        cases = list(make(random.Random(f"{start}/{number}")))
+        try:
+            rewrite = fixed(fix, code, cases[0])
+        except Refused as error:
+            reason = str(error)
+            proof.refused[reason] = proof.refused.get(reason, 0) + len(cases)
+            continue
+        if not rewrite.safe and not suggested:
+            reason = rewrite.risk or rewrite.open_needs[0]
+            proof.unsafe[reason] = proof.unsafe.get(reason, 0) + len(cases)
+            continue
+        after = patch(rewrite.match.source, [rewrite]).text
+        for draw in cases:
+            agree(rewrite, code, after, draw)
+            proof.agreed += 1
+    return proof
+
+
+def fixed(fix: Fix, code: str, inputs: Inputs) -> Rewrite:
+    """The fix of the only place in the code that has its form, by the evidence of one run."""
+    source = Source("case.py", code)
+    (match,) = fix.find(source)
+    probes = Probes([match.probe(0)])
+    probes.install()
+    try:
+        tree = probes.instrument("case.py", ast.parse(code))
+        run(compile(tree, "case.py", "exec"), inputs)
+    finally:
+        probes.remove()
+    return fix.rewrite(match, Facts(*probes.observed()))
+
+
+@cache
+def compiled(text: str) -> Any:
+    """The code of a case."""
+    return compile(text, "case.py", "exec")
+
+
+def waits(code: str, inputs: Inputs) -> int:
+    """How often `function`, and backward from what it gives, wait on an emulated device that has its
+    tensors already."""
+    space: dict[str, Any] = {}
+    exec(compiled(code), space)
+    there: Inputs = {}
+
+    def call() -> None:
+        if not there:
+            there.update({name: _on_device(value) for name, value in copied(inputs).items()})
+            return
+        losses = [one for one in leaves(space["function"](**there)) if one.requires_grad]
+        if losses:
+            torch.stack([one.sum() for one in losses]).sum().backward()
+
+    return sum(count for *_, count in torchtrim.measure(call, warmup=1).waits)
+
+
+def _on_device(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().to("cuda").requires_grad_(value.requires_grad)
+
+
+def syncs_go(fix: Fix, code: str, inputs: Inputs) -> tuple[int, int]:
+    """How often the code waits before and after the fix."""
+    rewrite = fixed(fix, code, inputs)
+    return waits(code, inputs), waits(patch(rewrite.match.source, [rewrite]).text, inputs)
+
+
+def run(code: Any, inputs: Inputs) -> tuple[Any, Inputs, Any]:
+    """What `function` gives, its inputs afterwards with their gradients, and the random stream."""
+    space: dict[str, Any] = {}
+    exec(code, space)
+    own = copied(inputs)
+    torch.manual_seed(5)
+    random.seed(5)
+    try:
+        result = space["function"](**own)
+    except Exception as error:
+        return type(error), own, None
+    losses = [one for one in leaves(result) if one.requires_grad and one.is_floating_point()]
+    if losses:
+        sum((one.double() * weight_of(one)).sum() for one in losses).backward()
+    return result, own, (torch.get_rng_state(), random.getstate())
+
+
+def weight_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A weight for each element, so that gradients tell elements apart."""
+    return torch.linspace(0.5, 1.5, max(tensor.numel(), 1), dtype=torch.float64)[
+        : tensor.numel()
+    ].view(tensor.shape)
+
+
+def agree(rewrite: Rewrite, before: str, after: str, inputs: Inputs) -> None:
+    """Raises `AssertionError` unless both give the same, up to rounding where the fix may round.
+
+    What differs by more than that, as a sum that nearly cancels may, has to agree in float64; a fix that has
+    found another type and keeps it, up to rounding of what is added up.
+    """
+    what = _difference(rewrite, before, after, inputs)
+    if what and rewrite.equivalence != "BITWISE":
+        what = _difference(rewrite, before, after, _widened(inputs))
+    if what and rewrite.equivalence != "BITWISE":
+        what = _difference(rewrite, before, after, inputs, _largest(inputs))
+    assert not what, what
+
+
+def _largest(inputs: Inputs) -> float:
+    """The largest magnitude among the floats that go in."""
+    floats = [v for v in inputs.values() if isinstance(v, torch.Tensor) and v.is_floating_point()]
+    finite = [value.detach()[value.isfinite()].abs().double() for value in floats]
+    return max((float(value.max()) for value in finite if value.numel()), default=0.0)
+
+
+def _difference(
+    rewrite: Rewrite, before: str, after: str, inputs: Inputs, terms: float = 0.0
+) -> str:
+    """Where the two differ, in words; empty for nowhere. `terms`: the size of what they add up."""
+    one, other = run(compiled(before), inputs), run(compiled(after), inputs)
+    what = f"{rewrite.match.fix.name}\n{after}\n{inputs}\nbefore {one[0]}\nafter {other[0]}"
+    exact = rewrite.equivalence == "BITWISE"
+    if not same(one[0], other[0], exact=exact, terms=terms):
+        return what
+    if not same(list(one[1].values()), list(other[1].values()), exact=exact, terms=terms):
+        return f"inputs: {what}"
+    for name in inputs:
+        grads = [getattr(run_[1][name], "grad", None) for run_ in (one, other)]
+        if not same(*grads, exact=exact, terms=terms):
+            return f"gradient of {name}: {grads}\n{what}"
+    if one[2] is not None:
+        alike = torch.equal(one[2][0], other[2][0]) and one[2][1] == other[2][1]
+        return "" if alike else f"random stream: {what}"
+    return ""
+
+
+def _widened(inputs: Inputs) -> Inputs:
+    """The inputs with their floats in float64."""
+    return {name: _wide(value) for name, value in inputs.items()}
+
+
+def _wide(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value.detach().double().requires_grad_(value.requires_grad)
+    return value
+
+
+def same(one: Any, other: Any, *, exact: bool, terms: float = 0.0) -> bool:
+    """Whether two results are alike: type, shape, values; NaN equals NaN, and zeros of either sign."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return _same_tensor(one.detach(), other.detach(), exact=exact, terms=terms)
+    if isinstance(one, list | tuple):
+        return (
+            type(one) is type(other)
+            and len(one) == len(other)
+            and all(same(a, b, exact=exact, terms=terms) for a, b in zip(one, other, strict=True))
+        )
+    if isinstance(one, dict):
+        return list(one) == list(other) and same(
+            list(one.values()), list(other.values()), exact=exact, terms=terms
+        )
+    near = not exact and isinstance(one, float) and isinstance(other, float)
+    alike = one == other or (one != one and other != other)
+    return type(one) is type(other) and (
+        alike or (near and math.isclose(one, other, rel_tol=1e-12))
+    )
+
+
+def _same_tensor(one: torch.Tensor, other: torch.Tensor, *, exact: bool, terms: float) -> bool:
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    if exact or not one.is_floating_point():
+        return torch.equal(torch.nan_to_num(one, nan=77.0), torch.nan_to_num(other, nan=77.0)) and (
+            torch.equal(one.isnan(), other.isnan())
+        )
+    near = _EPSILON[one.dtype]
+    finite = one[one.isfinite()]
+    scale = max(terms, float(finite.abs().max()) if finite.numel() else 0.0)
+    return torch.allclose(one, other, rtol=near, atol=near * scale, equal_nan=True)
+
+
+def leaves(result: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a result."""
+    if isinstance(result, torch.Tensor):
+        yield result
+    elif isinstance(result, list | tuple):
+        for one in result:
+            yield from leaves(one)
+    elif isinstance(result, dict):
+        yield from leaves(list(result.values()))
+
+
+def copied(inputs: Inputs) -> Inputs:
+    """The inputs anew, with strides, views of each other and requirements of gradients as they are."""
+    memo: dict[int, Any] = {}
+    return {name: _copied(value, memo) for name, value in inputs.items()}
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return copy.deepcopy(value)
+    storage = value.untyped_storage()
+    if storage._cdata not in memo:
+        memo[storage._cdata] = storage.clone()
+    new = torch.empty(0, dtype=value.dtype)
+    new.set_(memo[storage._cdata], value.storage_offset(), value.shape, value.stride())
+    return new.requires_grad_(value.requires_grad)
+
+
+# -- draws of values -----------------------------------------------------------------------------
+
+
+def shape(rng: random.Random, *, most: int = 3, least: int = 1) -> tuple[int, ...]:
+    """A small shape; now and then with a dimension of zero or one."""
+    return tuple(rng.choice((0, 1, 1, 2, 3, 4, 5)) for _ in range(rng.randint(least, most)))
+
+
+def floating(
+    rng: random.Random, size: tuple[int, ...], dtype: torch.dtype, *, odd: float = 0.0
+) -> torch.Tensor:
+    """Random numbers; a share of them NaN or infinite. Strided, now and then."""
+    full = torch.randn(
+        strided(rng, size), generator=torch.Generator().manual_seed(rng.randrange(2**31))
+    ).to(dtype)
+    for value in (float("nan"), float("inf"), float("-inf"), 0.0, -0.0):
+        hit = torch.rand(full.shape, generator=torch.Generator().manual_seed(rng.randrange(2**31)))
+        full[hit < odd / 5] = value
+    return _narrowed(full, size)
+
+
+def integral(
+    rng: random.Random, size: tuple[int, ...], dtype: torch.dtype, low: int = -3, high: int = 4
+) -> torch.Tensor:
+    """Random integers of few values."""
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    full = torch.randint(low, high, strided(rng, size), generator=generator)
+    return _narrowed(full.to(dtype), size)
+
+
+def mask(rng: random.Random, size: tuple[int, ...]) -> torch.Tensor:
+    """A mask: empty, full or mixed."""
+    share = rng.choice((0.0, 0.1, 0.5, 0.9, 1.0))
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    return _narrowed(torch.rand(strided(rng, size), generator=generator) < share, size)
+
+
+def strided(rng: random.Random, size: tuple[int, ...]) -> tuple[int, ...]:
+    """The size, or one of which every second element of a dimension is taken."""
+    if not size or rng.random() < 0.6:
+        return size
+    at = rng.randrange(len(size))
+    return (*size[:at], size[at] * 2, *size[at + 1 :])
+
+
+def _narrowed(full: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
+    for at, (has, wanted) in enumerate(zip(full.shape, size, strict=True)):
+        if has != wanted:
+            full = full[(slice(None),) * at + (slice(None, None, 2),)]
+    return full

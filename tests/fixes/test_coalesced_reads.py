@@ -1,0 +1,101 @@
+"""Several `.item()` as one `torch.stack(...).tolist()`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from fixes import proving
+from torchtrim.fixes.coalesced_reads import FIX
+from torchtrim.fixes.reading.facts import Refused
+from torchtrim.fixes.reading.source import Source
+
+pytestmark = pytest.mark.filterwarnings("ignore:Converting a tensor")
+TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def make(rng: random.Random) -> Iterator[proving.Inputs]:
+    size, dtype, graded = proving.shape(rng), rng.choice(TYPES), rng.random() < 0.5
+    for _ in range(proving.DRAWS):
+        x = proving.floating(rng, size, dtype, odd=rng.choice((0, 0.3))).requires_grad_(graded)
+        yield {"x": x, "mask": proving.mask(rng, size)}
+
+
+BODIES = {
+    "accuracies": """
+    wrong = (x > 0.0) != mask
+    accuracy = 1 - (wrong.sum().item() / max(wrong.numel(), 1.0))
+    num_positive = mask.sum().item()
+    false_positive = (wrong & ~mask).sum().item() / max(
+        mask.numel() - num_positive, 1.0
+    )
+    false_negative = (wrong & mask).sum().item() / max(num_positive, 1.0)
+    return accuracy, num_positive, false_positive, false_negative
+""",
+    "dictionary": """
+    logs, right = {}, (x > 0).sum()
+    logs["loss"] = x.sum().item()
+    logs["right"] = right.item()  # a count
+    logs["again"] = float(x.sum())
+    logs["bool"] = mask.any().item()
+    return logs
+""",
+    "text": """
+    loss, aux = x.sum(), x.abs().sum()
+    return f"loss {loss.item():.4f} {aux.item()!r}", float(loss)
+""",
+    "arguments": "    return dict(a=x.sum().item(), b=[int(mask.sum()), float(x.sum())])\n",
+    "condition": """
+    low, high = x.detach().sum(), x.detach().abs().sum()
+    if low.item() < high.item() - 1:
+        return 1
+    return 2
+""",
+}
+
+
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+def test_it_is_sound(body: str) -> None:
+    code = f"import torch\ndef function(x, mask):\n{body}"
+    proof = proving.prove(FIX, code, make, structures=52)
+    assert proof.reaches(200), proof
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "    a = x.sum().item()\n    x.zero_()\n    b = x.mean().item()\n    return a, b\n",
+        "    a = x.sum().item()\n    work(x)\n    b = x.mean().item()\n    return a, b\n",
+        "    a = x.sum().item()\n    x = x + a\n    b = x.mean().item()\n    return a, b\n",
+        "    return [v.item() for v in x]\n",
+        "    return x.sum().item() if x is not None else x.mean().item()\n",
+        "    return lambda: (x.sum().item(), x.mean().item())\n",
+        "    return work(x.sum().item(), work(x), x.mean().item())\n",
+        "    s = v = x\n    s += x.sum().item()\n    return v.mean().item()\n",
+    ],
+)
+def test_what_is_not_the_same_moment_is_no_match(body: str) -> None:
+    assert not list(FIX.find(Source("case.py", f"def f(x, work):\n{body}")))
+
+
+@pytest.mark.parametrize(
+    "body", ["    return x.sum().item(), n.item()\n", "    return float(7), float('3')\n"]
+)
+def test_it_is_refused(body: str) -> None:
+    code = f"def function(x, n):\n{body}".replace("float('3')", "float(n)").replace(
+        "float(7)", "float(x)"
+    )
+    inputs = (
+        {"x": torch.randn(3), "n": torch.tensor(2**62 + 1)} if "sum" in body else {"x": 7, "n": 3}
+    )
+    with pytest.raises(Refused):
+        proving.fixed(FIX, code, inputs)
+
+
+def test_they_wait_once() -> None:
+    code = f"import torch\ndef function(x, mask):\n{BODIES['accuracies']}"
+    inputs = {"x": torch.randn(4, 5), "mask": torch.ones(4, 5, dtype=torch.bool)}
+    assert proving.syncs_go(FIX, code, inputs) == (4, 1)

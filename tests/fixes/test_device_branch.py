@@ -1,0 +1,186 @@
+"""`if c: return a` and `return b` as one `torch.where`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from fixes import proving
+from torchtrim.fixes.device_branch import FIX
+from torchtrim.fixes.reading.facts import Facts, Refused
+from torchtrim.fixes.reading.source import Source
+from torchtrim.fixes.writing.edits import patch
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+SEGMENTATION = """\
+import torch
+from torch import nn
+
+IGNORE = -1
+
+class MaskedLoss(nn.Module):
+    def forward(self, scores, labels):
+        if (
+            (labels.flatten().sort().values.diff() != 0).sum() + (labels.numel() > 0)
+            - (labels == IGNORE).any().long()
+        ) < 2:
+            # too few classes to learn from
+            return 0.0 * scores.sum()
+        mask = labels != IGNORE
+        return nn.functional.cross_entropy(
+            scores.masked_fill(~mask.unsqueeze(-1), 0),  # what is not labelled
+            torch.where(mask, labels, -100),
+        )
+
+def function(scores, labels):
+    return MaskedLoss()(scores, labels)
+"""
+
+
+def of_segmentation(rng: random.Random) -> Iterator[proving.Inputs]:
+    rows, classes = rng.randint(1, 6), rng.randint(2, 4)
+    graded = rng.random() < 0.7
+    for _ in range(proving.DRAWS):
+        scores = proving.floating(rng, (rows, classes), torch.float32, odd=rng.choice((0, 0, 0.3)))
+        few = rng.choice((1, 1, classes))
+        labels = proving.integral(rng, (rows,), torch.int64, -1, few)
+        if rng.random() < 0.2:
+            labels = torch.full((rows,), 300)
+        yield {"scores": scores.requires_grad_(graded), "labels": labels}
+
+
+def test_the_loss_of_segmentation_is_sound() -> None:
+    assert proving.prove(FIX, SEGMENTATION, of_segmentation, structures=70).reaches(275)
+
+
+def test_it_keeps_comments_and_waits_no_more() -> None:
+    inputs = {
+        "scores": torch.randn(5, 3, requires_grad=True),
+        "labels": torch.tensor([0, 1, 2, -1, 0]),
+    }
+    rewrite = proving.fixed(FIX, SEGMENTATION, inputs)
+    after = patch(rewrite.match.source, [rewrite]).text
+    assert "# too few classes to learn from" in after
+    assert "# what is not labelled" in after
+    assert proving.syncs_go(FIX, SEGMENTATION, inputs) == (1, 0)
+
+
+def make(rng: random.Random) -> Iterator[proving.Inputs]:
+    size = proving.shape(rng)
+    dtype = rng.choice(FLOATS)
+    graded = rng.random() < 0.5
+    for _ in range(proving.DRAWS):
+        x = proving.floating(rng, size, dtype, odd=rng.choice((0, 0.3, 1.0)))
+        yield {"x": x.requires_grad_(graded), "limit": rng.choice((-1e9, 0.1, 1.0, 1e9))}
+
+
+BODIES = {
+    "two returns": """
+    norm = x.norm()
+    if norm < limit:
+        return x * 0.5
+    else:
+        return x / norm
+""",
+    "turned": """
+    norm = x.norm()
+    if not norm < limit:
+        scale = 1 / norm.sqrt()
+        return x * scale
+    y = x.exp()
+    return y.log() * 3
+""",
+    "two assignments": """
+    if (x.sum() > limit):
+        y = x.abs().sqrt()
+    else:
+        y = torch.log(x)
+    return y
+""",
+    "expression": "    return (x.reciprocal() if x.sum() > limit else torch.sqrt(x)) + 1\n",
+    "a number is true": "    return x.relu() if x.sum() else x.sqrt()\n",
+    "fresh before": """
+    y = x * 2
+    if y.mean() > limit:
+        y = y / y.norm()
+    return y
+""",
+}
+
+
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+def test_it_is_sound(body: str) -> None:
+    code = f"import torch\ndef function(x, limit):\n{body}"
+    proof = proving.prove(FIX, code, make, structures=60)
+    assert proof.reaches(230), proof
+
+
+def test_a_gradient_to_another_tensor_makes_it_unsafe() -> None:
+    code = """
+import torch
+def function(g, eps):
+    norm = torch.linalg.norm(g)
+    if norm < eps:
+        return torch.zeros_like(g)
+    else:
+        return g / norm
+"""
+    plain = proving.fixed(FIX, code, {"g": torch.randn(3), "eps": 1e-3})
+    assert plain.safe
+    assert plain.equivalence == "BITWISE"
+    graded = proving.fixed(FIX, code, {"g": torch.randn(3, requires_grad=True), "eps": 1e-3})
+    assert "only one way passes a gradient to `g`" in graded.risk
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("    return x if x.sum() > 0 else x * 2\n", "would give a copy"),
+        ("    if x.sum() > 0:\n        x = x * 2\n    return x\n", "would give a copy"),
+        ("    return x.sum() if x.sum() > 0 else 0.0\n", "a number of Python's"),
+        ("    return x.sum() if x.sum() > 0 else x * 2\n", "which it is decides what can follow"),
+        ("    return x * 3 if x > 0 else x * 2\n", "no tensor of zero dimensions"),
+        ("    return x * 3 if x.ndim > 0 else x * 2\n", "no tensor"),
+    ],
+)
+def test_it_is_refused(body: str, reason: str) -> None:
+    x = torch.randn(1) if "x > 0" in body else torch.randn(2, 3)
+    with pytest.raises(Refused, match=reason):
+        proving.fixed(FIX, f"def function(x):\n{body}", {"x": x})
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        "torch.randn_like(x)",
+        "x.nonzero()",
+        "work(x)",
+        "x.add_(1)",
+        "x[i]",
+        "F.dropout(x)",
+        "x.inverse()",
+    ],
+)
+def test_what_may_do_more_is_no_match(way: str) -> None:
+    head = "import torch\nimport torch.nn.functional as F\ndef f(x, i):\n"
+    code = f"{head}    return {way} if x.sum() > 0 else x * 2\n"
+    assert not list(FIX.find(Source("case.py", code)))
+
+
+def test_without_evidence_it_is_open() -> None:
+    source = Source("case.py", "def f(x):\n    return x * 3 if x.sum() > 0 else x * 2\n")
+    (match,) = FIX.find(source)
+    assert not FIX.rewrite(match, Facts()).safe
+
+
+def test_the_example_has_a_place_for_it() -> None:
+    path = Path(__file__).parents[2] / "examples" / "segmentation.py"
+    text = path.read_text().replace("torch.unique(labels)", "labels.sort().values")
+    text = text.replace("[mask]", ".abs()")
+    found = list(FIX.find(Source(str(path), text)))
+    assert any("MIN_CLASSES" in match.text("C") for match in found)

@@ -1,0 +1,77 @@
+"""`torch.cuda.synchronize()`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from fixes import proving
+from torchtrim.fixes.explicit_synchronize import FIX
+from torchtrim.fixes.reading.facts import Facts, Refused
+from torchtrim.fixes.reading.source import Source
+from torchtrim.fixes.writing.edits import patch
+
+
+def make(rng: random.Random) -> Iterator[proving.Inputs]:
+    size = proving.shape(rng)
+    for _ in range(proving.DRAWS):
+        yield {"x": proving.floating(rng, size, torch.float32, odd=0.2).requires_grad_()}
+
+
+BODIES = {
+    "between": """
+    y = x * 2
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    y += 1
+    return y
+""",
+    "alone": "    if torch.cuda.is_available(): torch.cuda.synchronize()\n    return x.exp()\n",
+    "in a loop": """
+    for _ in range(3):
+        x = x * 1.5
+        if x.is_cuda:
+            # wait for it
+            torch.cuda.synchronize(x.device)
+            x = x + 1
+    return x
+""",
+    "renamed": "    if x.is_cuda:\n        y = x\n        sync()\n    return x.sin()\n",
+}
+
+
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+def test_it_is_sound(body: str) -> None:
+    head = "import torch\nfrom torch.cuda import synchronize as sync\ndef function(x):\n"
+    proof = proving.prove(FIX, head + body, make, structures=64)
+    assert proof.reaches(256), proof
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("start = time.perf_counter()", "looks at a clock"),
+        ("peak = torch.cuda.max_memory_allocated()", "may rely on it"),
+        ("y = x.to('cpu', non_blocking=True)", "may rely on it"),
+        ("with torch.cuda.stream(s): x += 1", "may rely on it"),
+        ("dist.barrier()", "may rely on it"),
+    ],
+)
+def test_it_is_refused(line: str, reason: str) -> None:
+    code = f"import torch\ndef f(x, s, dist):\n    torch.cuda.synchronize()\n    {line}\n"
+    (match,) = FIX.find(Source("case.py", code))
+    with pytest.raises(Refused, match=reason):
+        FIX.rewrite(match, Facts())
+
+
+def test_the_line_goes_and_the_wait_with_it() -> None:
+    code = "import torch\ndef function(x):\n    y = x * 2\n    torch.cuda.synchronize()\n    return y\n"
+    (match,) = FIX.find(Source("case.py", code))
+    rewrite = FIX.rewrite(match, Facts())
+    patched = patch(match.source, [rewrite])
+    assert patched.text == "import torch\ndef function(x):\n    y = x * 2\n    return y\n"
+    inputs = {"x": torch.ones(3)}
+    assert (proving.waits(code, inputs), proving.waits(patched.text, inputs)) == (1, 0)

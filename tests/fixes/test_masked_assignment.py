@@ -1,0 +1,233 @@
+"""`x[mask] = v` with a value that lies on the device."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from fixes import proving
+from torchtrim.fixes.masked_assignment import FIX
+from torchtrim.fixes.reading.facts import Facts, Refused
+from torchtrim.fixes.reading.source import Source
+from torchtrim.fixes.writing.edits import patch
+
+FLOATS = (torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16)
+WHOLE = (torch.int64, torch.uint8, torch.bool, torch.int32)
+HEAD = "import torch\nimport torch.nn.functional as F\ndef function(x, y, mask, v):\n"
+
+
+def code_of(body: str) -> str:
+    return HEAD + "".join(f"    {line}\n" for line in body.splitlines())
+
+
+def filled(rng: random.Random, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    if dtype.is_floating_point:
+        return proving.floating(rng, size, dtype, odd=0.3)
+    return proving.integral(rng, size, dtype, 0, 3)
+
+
+def make(
+    rng: random.Random, dtypes: tuple[torch.dtype, ...] = FLOATS + WHOLE
+) -> Iterator[proving.Inputs]:
+    """A tensor with NaN and infinities all over, one like it, and a number or a row as the value."""
+    size = proving.shape(rng)
+    of_mask = size[: rng.randint(1, len(size))]
+    row = size[len(of_mask) :] if rng.random() < 0.6 else ()
+    dtype = rng.choice(dtypes)
+    graded = dtype.is_floating_point and rng.random() < 0.6
+    scaled = dtype.is_floating_point and rng.random() < 0.5
+    for _ in range(proving.DRAWS):
+        yield {
+            "x": filled(rng, size, dtype).requires_grad_(graded),
+            "y": filled(rng, size, dtype).requires_grad_(scaled),
+            "mask": proving.mask(rng, of_mask),
+            "v": filled(rng, row, dtype).requires_grad_(graded and scaled),
+        }
+
+
+def harmless(rng: random.Random) -> Iterator[proving.Inputs]:
+    """NaN and infinities only where the mask does not select."""
+    for draw in make(rng, FLOATS):
+        mask = draw["mask"]
+        for name in ("x", "y"):
+            tensor = draw[name].detach()
+            view = mask.reshape(mask.shape + (1,) * (tensor.dim() - mask.dim()))
+            size = torch.where(view & ~tensor.isfinite(), 1, tensor)
+            draw[name] = size.requires_grad_(draw[name].requires_grad)
+        yield draw
+
+
+def packed(rng: random.Random) -> Iterator[proving.Inputs]:
+    """A value with a row for each selected element; in the draw that is watched, not one row."""
+    size = proving.shape(rng)
+    of_mask = size[: rng.randint(1, len(size))]
+    dtype = rng.choice(FLOATS + WHOLE)
+    graded = dtype.is_floating_point and rng.random() < 0.6
+    for _ in range(proving.DRAWS):
+        mask = proving.mask(rng, of_mask)
+        rows = (int(mask.sum()), *size[len(of_mask) :])
+        yield {
+            "x": filled(rng, size, dtype),
+            "y": filled(rng, size, dtype).requires_grad_(graded),
+            "mask": mask,
+            "v": filled(rng, rows, dtype).requires_grad_(graded),
+        }
+
+
+OF_ANY = [
+    "x = x.clone()\nold = x\nx[mask] = v",
+    "x = x + y\nview = x[..., :1]\nx[mask] = y[mask]\nx = x, view",
+    "x = x.clone()\nx[mask, ...] = v.clone()  # the token",
+    "x = [x.clone(), y]\nx[0][mask.bool()] = v.detach()",
+]
+OF_NUMBERS = [
+    "x = x.clone()\nx[mask] += v",
+    "x = x * y\nx[mask] *= y[mask]",
+    "x = x.clone()\nx[mask] = x[mask].clamp(min=0) + y[mask]",
+    "x = x * 1\nx[mask] /= y[mask].exp() + 1",
+    "x = x.clone()\nx[mask] = (y[mask] * v).sigmoid()",
+    "x = x.clone()\nx[mask] -= 2 * v",
+]
+OF_PACKED = [
+    "x = x.clone()\nx[mask] = v",
+    "x = x.clone()\nx[mask.bool()] = v.flip(0)",
+    "x = x + y\nx[mask] = v",
+]
+
+
+def prove(bodies: str, make: proving.Make, structures: int) -> proving.Proof:
+    proof = proving.prove(FIX, code_of(f"{bodies}\nreturn x"), make, structures=structures)
+    assert not proof.unsafe, proof
+    return proof
+
+
+@pytest.mark.parametrize("body", OF_ANY)
+def test_a_number_a_row_or_a_selection(body: str) -> None:
+    assert prove(body, make, 35).reaches(130)
+
+
+@pytest.mark.parametrize("body", OF_NUMBERS)
+def test_computed_element_by_element(body: str) -> None:
+    assert prove(body, harmless, 24).reaches(88)
+
+
+@pytest.mark.parametrize("body", OF_PACKED)
+def test_rows_for_the_selected(body: str) -> None:
+    assert prove(body, packed, 40).reaches(100)
+
+
+MASK = torch.tensor([True, False, True])
+ROWS = {"x": torch.ones(3, 2), "y": torch.ones(3, 2), "mask": MASK, "v": torch.zeros(2)}
+
+
+def fixed(body: str, inputs: proving.Inputs) -> str:
+    rewrite = proving.fixed(FIX, code_of(body), inputs)
+    assert rewrite.safe
+    return patch(rewrite.match.source, [rewrite]).text.removeprefix(HEAD)
+
+
+def test_what_is_written_reads_like_its_surroundings() -> None:
+    assert fixed("x[mask] = v  # the token", ROWS) == (
+        "    x.copy_(torch.where(mask[..., None], v, x))  # the token\n"
+    )
+    assert fixed("y = [x]\ny[-1][mask > 0] *= 2", ROWS) == (
+        "    y = [x]\n    target = y[-1]\n    kept = mask > 0\n"
+        "    target.copy_(torch.where(kept[..., None], target * 2, target))\n"
+    )
+    assert fixed("x[mask == 1] = F.relu(v)", {**ROWS, "v": torch.zeros(2, 2)}) == (
+        "    rows = F.relu(v)\n    x[torch.nonzero_static(mask == 1, size=len(rows)).unbind(1)] = rows\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "value", "why"),
+    [
+        ("x[mask] = v", torch.zeros((), dtype=torch.float64), "of the type"),
+        ("x[mask] = v", torch.zeros(1, 2), "not one row"),
+        ("x[mask] = v", 2.0, "without a wait"),
+        ("x[mask.nonzero()[:, 0]] = v", torch.zeros(()), "is a boolean mask"),
+        ("x.long()[mask] /= v", torch.zeros(()), "of the type"),
+        ("y = [x]\ny[0][mask] = print(v) or v", torch.zeros(()), "Give the value a name first"),
+        ("try:\n    x[mask] = v\nexcept IndexError:\n    pass", torch.zeros(2, 2), "may be caught"),
+        ("if x is not None: x[mask > 0] = v", torch.zeros(()), "Give that part a name first"),
+        (
+            "w = v.clone().requires_grad_()\nx[mask] *= w\nmask[0] = False",
+            torch.zeros(()),
+            "changes the mask",
+        ),
+    ],
+)
+def test_refused(body: str, value: object, why: str) -> None:
+    with pytest.raises(Refused, match=why):
+        proving.fixed(FIX, code_of(body), {**ROWS, "v": value})
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "x[mask] = 0.0",
+        "x[0] = v",
+        "x[1:] = v",
+        "x[mask] //= v",
+        "x[mask] = y[mask] = v",
+        "x[:, mask] = v",
+    ],
+)
+def test_not_its_business(body: str) -> None:
+    assert not list(FIX.find(Source("case.py", code_of(body))))
+
+
+def test_a_value_that_changes_the_tensor_is_computed_first() -> None:
+    proof = proving.prove(
+        FIX,
+        code_of("x[mask] = x.mul_(2)[0].clone()\nreturn x"),
+        lambda rng: iter([ROWS]),
+        structures=1,
+    )
+    assert proof.agreed == 1
+
+
+def test_rows_are_added_too() -> None:
+    inputs = {**ROWS, "v": torch.ones(2, 2)}
+    proof = proving.prove(
+        FIX, code_of("x[mask] += v\nreturn x"), lambda rng: iter([inputs]), structures=1
+    )
+    assert proof.agreed == 1
+
+
+def test_without_evidence_it_is_not_safe() -> None:
+    (match,) = FIX.find(Source("case.py", code_of("x[mask] = v")))
+    assert not FIX.rewrite(match, Facts()).safe
+
+
+@pytest.mark.parametrize(
+    ("body", "value"),
+    [
+        ("x[mask] = v", torch.zeros(2)),
+        ("x[mask] = v", torch.zeros(2, 2)),
+        ("x[mask] *= y[mask].exp()", torch.zeros(())),
+    ],
+)
+def test_it_waits_no_more(body: str, value: torch.Tensor) -> None:
+    before, after = proving.syncs_go(FIX, code_of(f"{body}\nreturn x"), {**ROWS, "v": value})
+    assert before >= 1
+    assert after == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "grade"),
+    [
+        ("y[mask].exp()", "ROUNDING"),
+        ("torch.sigmoid(y[mask])", "ROUNDING"),
+        ("y[mask] ** 0.5", "ROUNDING"),
+        ("y[mask].softmax(-1)", "ROUNDING"),
+        ("y[mask] ** 2", "BITWISE"),
+        ("y[mask].clamp(min=0) * 3", "BITWISE"),
+    ],
+)
+def test_what_depends_on_its_place_is_up_to_rounding(value: str, grade: str) -> None:
+    rewrite = proving.fixed(FIX, code_of(f"x[mask] = {value}\nreturn x"), ROWS)
+    assert rewrite.equivalence == grade

@@ -1,0 +1,23 @@
+"""The page of the fixes is what their docstrings say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from torchtrim.fixes.base import Fix
+from torchtrim.fixes.pages import page
+from torchtrim.fixes.registry import all_fixes
+
+PAGE = Path(__file__).parents[2] / "docs" / "fixes.md"
+
+
+def test_the_page_is_current() -> None:
+    assert PAGE.read_text() == page(), "python -m torchtrim.fixes.pages docs/fixes.md"
+
+
+@pytest.mark.parametrize("fix", all_fixes(), ids=lambda fix: fix.name)
+def test_a_fix_says_what_it_does_and_has_a_test_of_its_own(fix: Fix) -> None:
+    assert len(fix.summary) > 20
+    assert Path(__file__).with_name(f"test_{fix.name}.py").is_file()

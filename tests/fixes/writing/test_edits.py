@@ -1,0 +1,44 @@
+"""Several rewrites in one text: where they stand, and which exclude each other."""
+
+from __future__ import annotations
+
+from torchtrim.fixes.base import Edit, Fix, Match, Rewrite, Writing
+from torchtrim.fixes.reading.source import Source
+from torchtrim.fixes.writing.edits import compatible, diff_of, line_before, patch
+
+TEXT = "a = 1\nb = 2\nc = 3\nd = 4\n"
+
+
+def rewrite(source: Source, *edits: Edit) -> Rewrite:
+    fix = Fix(
+        codes=(), equivalence="BITWISE", find=lambda _: iter(()), write=lambda *_: Writing(())
+    )
+    match = Match(fix=fix, source=source, node=source.tree.body[0], parts={})
+    return Rewrite(match=match, edits=edits, equivalence="BITWISE")
+
+
+def test_fixes_stand_where_their_regions_say() -> None:
+    source = Source("case.py", TEXT)
+    one = rewrite(source, Edit(6, 11, "b = 22"), Edit(0, 0, "import x\n"))
+    other = rewrite(source, Edit(18, 23, "d = [\n    4,\n]"))
+    found = patch(source, [one, other])
+    assert found.text == "import x\na = 1\nb = 22\nc = 3\nd = [\n    4,\n]\n"
+    assert found.regions == (((1, 1), (3, 3)), ((5, 7),))
+
+
+def test_of_fixes_that_touch_only_the_first_is_made() -> None:
+    source = Source("case.py", TEXT)
+    one, other = rewrite(source, Edit(4, 9, "x")), rewrite(source, Edit(8, 10, "y"))
+    apart = rewrite(source, Edit(12, 14, "z"))
+    assert compatible([one, other, apart]) == [one, apart]
+
+
+def test_a_line_is_found_in_the_text_before() -> None:
+    after = "import x\na = 1\nb = 22\nb = 23\nc = 3\nd = 4\n"
+    assert [line_before(TEXT, after, line) for line in (2, 3, 4, 5, 6)] == [1, 2, 2, 3, 4]
+
+
+def test_a_diff_says_when_a_file_does_not_end_its_last_line() -> None:
+    assert diff_of("case.py", "a = 1", "a = 2\n") == (
+        "--- a/case.py\n+++ b/case.py\n@@ -1 +1 @@\n-a = 1\n\\ No newline at end of file\n+a = 2\n"
+    )

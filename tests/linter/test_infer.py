@@ -1,0 +1,95 @@
+"""What an expression is."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from torchtrim.linter.infer import Inference
+from torchtrim.linter.kinds import (
+    ARRAY,
+    LAYER,
+    NUMBERS,
+    PLAIN,
+    UNKNOWN,
+    Kind,
+    device,
+    sequence,
+    singled,
+    tensor,
+)
+from torchtrim.linter.scope import FileFacts
+
+IMPORTS = {"torch": "torch", "F": "torch.nn.functional", "nn": "torch.nn", "np": "numpy"}
+NAMES = {
+    "x": tensor("device"),
+    "m": tensor("device", "bool"),
+    "i": tensor("device", "int"),
+    "h": tensor("host"),
+    "n": PLAIN,
+    "layer": LAYER,
+}
+DEVICE, HOST = tensor("device"), tensor("host")
+
+
+def value(text: str) -> Kind:
+    infer = Inference(FileFacts(imports=dict(IMPORTS)), lambda row, node: None)
+    infer.env = dict(NAMES)
+    return infer.value(ast.parse(text, mode="eval").body)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("x + 1", DEVICE),
+        ("-x.mT", DEVICE),
+        ("x > 0", tensor("device", "bool")),
+        ("m & ~m", tensor("device", "bool")),
+        ("i % 2", tensor("device", "int")),
+        ("i / 2", DEVICE),
+        ("x.sum()", singled(DEVICE)),
+        ("x.sum(1)", DEVICE),
+        ("m.any()", singled(tensor("device", "bool"))),
+        ("x.max(1)", sequence(DEVICE)),
+        ("x.max(1).values", DEVICE),
+        ("x.max()", singled(DEVICE)),
+        ("torch.max(x, x)", DEVICE),
+        ("x.shape[0]", PLAIN),
+        ("x.size(0)", PLAIN),
+        ("x.tolist()", NUMBERS),
+        ("x.cpu().numpy()", ARRAY),
+        ("x.to(h)", HOST),
+        ("h.to(x.device)", DEVICE),
+        ("x.to(torch.bool)", tensor("device", "bool")),
+        ("torch.zeros(3)", HOST),
+        ("torch.zeros(3, device=x.device)", DEVICE),
+        ("torch.zeros_like(x)", DEVICE),
+        ("torch.arange(n)", HOST),
+        ("torch.cat([h, h])", HOST),
+        ("h + unknown", tensor("mixed")),
+        ("torch.topk(x, 2)", sequence(DEVICE)),
+        ("F.softmax(x, -1)", DEVICE),
+        ("F.cross_entropy(x, i)", singled(DEVICE)),
+        ("F.cross_entropy(x, i, reduction='none')", DEVICE),
+        ("nn.Linear(3, 3)", LAYER),
+        ("layer(x)", tensor()),
+        ("np.ones(3) * 2", ARRAY),
+        ("x.device", device("device")),
+        ("x is None", PLAIN),
+        ("x == 'mean'", PLAIN),
+        ("[x, x]", sequence(DEVICE)),
+        ("[t for t in (h, h)]", sequence(HOST)),
+        ("unknown", UNKNOWN),
+        ("unknown(x)", UNKNOWN),
+        ("unknown.unsqueeze(0)", tensor()),
+        ("unknown.nonzero()", UNKNOWN),
+        ("x if n else unknown", UNKNOWN),
+        ("x if n else None", DEVICE),
+        ("len(x)", PLAIN),
+        ("max(n, 3)", PLAIN),
+        ("lambda: x", UNKNOWN),
+    ],
+)
+def test_kinds_of_expressions(text: str, kind: Kind) -> None:
+    assert value(text) == kind

@@ -1,0 +1,273 @@
+"""Which lines wait, told from the source: the emulated device is the judge of each."""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torchtrim
+from torchtrim.linter.static_syncs import static_syncs
+from torchtrim.sync.table.lookup import row
+
+HEAD = """
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def body(x: Tensor, mask: torch.BoolTensor, labels: torch.LongTensor, device: torch.device, n: int):
+"""
+WAIT = [
+    "x.sum().item()",
+    "float(x.sum())",
+    "int(labels.max()) + 1",
+    "bool(mask.any())",
+    "x.tolist()",
+    "x.cpu()",
+    "x.to('cpu')",
+    "x.detach().cpu().numpy()",
+    "if (labels == 0).any(): pass",
+    "if not mask.all(): pass",
+    "if n > 0 and mask.any(): pass",
+    "y = x if mask.any() else -x",
+    "assert (labels >= 0).all()",
+    "while (labels > 90).any(): break",
+    "print(f'{x.sum()}')",
+    "max(x.sum(), 0)",
+    "torch.equal(x, x + 1)",
+    "torch.allclose(x, x + 1)",
+    "x[:labels.argmax()]",
+    "torch.arange(labels.max())",
+    "x.view(labels.size(0), -1).add(x, alpha=x.sum())",
+    "x[mask]",
+    "x[labels == 1]",
+    "x[x.sum(1) > 0]",
+    "x[mask] = x[0].clone()",
+    "mask.nonzero()",
+    "torch.where(mask)",
+    "labels.unique()",
+    "torch.unique_consecutive(labels)",
+    "torch.bincount(labels)",
+    "x.masked_select(mask[:, None])",
+    "x.repeat_interleave(labels, dim=0)",
+    "F.one_hot(labels)",
+    "torch.tensor([1.0, 2.0], device=device)",
+    "torch.tensor(0.5, device=x.device)",
+    "x.new_tensor([1.0])",
+    "torch.as_tensor([1, 2], device=device)",
+    "torch.zeros(3).to(device)",
+    "torch.arange(n).to(x.device)",
+    "torch.linspace(0, 1, n).cuda()",
+    "torch.from_numpy(np.zeros(3)).to(device)",
+    "x[:, [0, 1]]",
+    "x[labels] = 1.0",
+    "torch.cuda.synchronize()",
+    "[t.item() for t in x.sum(0)]",
+    "for value in x.sum(0): float(value)",
+    "torch.linalg.eigh(x @ x.T)",
+]
+WAIT_NOT = [
+    "x[mask] = 0.0",
+    "x.masked_fill(mask[:, None], 0.0)",
+    "F.one_hot(labels, 8)",
+    "x.repeat_interleave(2, dim=0)",
+    "x.repeat_interleave(labels, dim=0, output_size=6)",
+    "x.shape[0] + x.numel() + x.dim()",
+    "if x.shape[0] > 2: pass",
+    "if x is not None and x.is_floating_point(): pass",
+    "assert x.shape == (4, 3)",
+    "torch.where(mask[:, None], x, 0.0)",
+    "torch.zeros(3, device=device)",
+    "torch.full((2,), 1.0, device=x.device)",
+    "torch.arange(n, device=device)",
+    "torch.tensor([1.0, 2.0]).sum().item()",
+    "torch.rand([]).item() < 0.5",
+    "torch.tensor([3])[torch.tensor([True])]",
+    "float(np.ones(3).sum())",
+    "[value.item() for value in torch.linspace(0, 1, 4)]",
+    "if device.type == 'cpu': x.sum().item()",
+    "if not x.is_cuda: x.tolist()",
+    "if torch.jit.is_scripting(): x.sum().item()",
+    "if isinstance(n, torch.Tensor): n.item()",
+    "max(n, 3)",
+    "len(x)",
+    "for row in x: row.mul(2)",
+    "x.size(0) if x.requires_grad else x.stride(0)",
+    "x[labels]",
+    "x[..., :2]",
+    "x.to(torch.float16)",
+    "torch.is_floating_point(x)",
+    "x.to(device)",
+    "torch.sort(labels).values",
+    "x.max(dim=1).values",
+    "int(n)",
+    "str(x.shape)",
+    "{'a': x}['a']",
+]
+
+
+def snippet(line: str) -> str:
+    return HEAD + textwrap.indent(line, "    ") + "\n"
+
+
+@pytest.fixture(scope="module")
+def waits_when_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], set[str]]]:
+    """The codes of what a snippet waits for, on an emulated device."""
+    path = tmp_path_factory.mktemp("snippets") / "snippet.py"
+    with torchtrim.emulate():
+        x = torch.ones(4, 3, device="cuda")
+        labels = torch.arange(4, device="cuda")
+
+        def run(text: str) -> set[str]:
+            names: dict[str, Any] = {}
+            exec(compile(text, str(path), "exec"), names)
+            given = (x.clone(), labels > 1, labels.clone(), x.device, 4)
+            measured = torchtrim.measure(lambda: names["body"](*given), project=path.parent)
+            return {row(name).code for _, _, _, name, _ in measured.waits}
+
+        yield run
+
+
+def told(text: str) -> set[str]:
+    return {row(one.row).code for one in static_syncs(ast.parse(text), "snippet.py")}
+
+
+@pytest.mark.parametrize("line", WAIT)
+def test_a_line_that_waits_is_found(line: str, waits_when_run: Callable[[str], set[str]]) -> None:
+    found = told(snippet(line))
+    assert found
+    assert found <= waits_when_run(snippet(line))
+
+
+@pytest.mark.parametrize("line", WAIT_NOT)
+def test_a_line_that_does_not_wait_is_left_alone(
+    line: str, waits_when_run: Callable[[str], set[str]]
+) -> None:
+    assert told(snippet(line)) == set()
+    assert waits_when_run(snippet(line)) == set()
+
+
+def lines(text: str, path: str = "model.py") -> list[int]:
+    return [one.node.lineno for one in static_syncs(ast.parse(textwrap.dedent(text)), path)]
+
+
+MODULE = """
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self, rates):
+        super().__init__()
+        self.rates = [r.item() for r in torch.linspace(0, 1, 3).cuda()]
+        self.layer = nn.Linear(3, 3)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.table = torch.arange(10)
+
+    def forward(self, x, config):
+        y = self.layer(x)
+        if config.any or self.training:
+            y = y[y.sum(1) > 0]
+        if self.count.item() > 3:
+            y = y + self.table.to(y.device)
+        return y, self.unknown(x).item()
+"""
+
+
+def test_attributes_of_a_module_are_known_from_its_constructor_which_runs_once() -> None:
+    assert lines(MODULE) == [18, 19, 20]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["__init__", "reset_parameters", "_init_weights", "from_pretrained", "load_state", "save_it"],
+)
+def test_code_that_runs_once_is_left_out(name: str) -> None:
+    code = f"import torch\nclass A:\n    def {name}(self, x: torch.Tensor):\n        x.item()\n"
+    assert lines(code) == []
+    assert lines(code.replace(name, "step")) == [4]
+
+
+@pytest.mark.parametrize(
+    ("base", "method", "found"),
+    [
+        ("Dataset", "step", []),
+        ("ImageProcessor", "pad", []),
+        ("ImageProcessor", "post_process_masks", [4]),
+        ("Pipeline", "postprocess", []),
+        ("Pipeline", "_forward", [4]),
+        ("DiffusionPipeline", "__call__", [4]),
+    ],
+)
+def test_classes_that_work_on_the_host(base: str, method: str, found: list[int]) -> None:
+    code = f"import torch\nclass A({base}):\n    def {method}(self, x: torch.Tensor):\n        x.item()\n"
+    assert lines(code) == found
+
+
+def test_files_that_run_once() -> None:
+    code = "import torch\ndef f(x: torch.Tensor):\n    x.item()\n"
+    assert lines(code, "convert_weights.py") == []
+    assert lines(code, "model.py") == [3]
+
+
+def test_a_name_that_may_be_a_number_is_not_taken_for_a_tensor() -> None:
+    assert lines("import torch\ndef f(x: torch.Tensor | float):\n    if x > 0: pass\n") == []
+    assert (
+        lines("import torch\ndef f(x, y: torch.Tensor):\n    if x > 0: x = y\n    float(x)\n") == []
+    )
+
+
+def test_both_ways_of_a_branch_are_followed() -> None:
+    code = """
+    import torch
+    def f(x: torch.Tensor, host: bool):
+        if host:
+            y = x.cpu()
+            return y.item()
+        try:
+            y = x.sum()
+        except ValueError:
+            raise
+        else:
+            pass
+        with torch.no_grad():
+            z = y + 1
+        def inner():
+            return z.item()
+        match host:
+            case True:
+                z.item()
+        return inner, lambda: z.tolist()
+    """
+    assert lines(code) == [5, 16, 19, 20]
+
+
+def test_what_only_raises_an_error_is_left_out() -> None:
+    assert (
+        lines("import torch\ndef f(x: torch.Tensor):\n    raise ValueError(f'{x.sum()}')\n") == []
+    )
+
+
+def test_names_of_torch_may_be_called_anything() -> None:
+    code = """
+    import torch as th
+    from torch import nonzero as nz
+    from torch.nn import functional as fn
+    def f(x, m: th.Tensor):
+        torch = m
+        return nz(m), fn.one_hot(m), torch.item(), th.unique(x)
+    """
+    assert len(lines(code)) == 4
+
+
+def test_any_python_is_walked() -> None:
+    for path in sorted(Path(ast.__file__).parent.glob("*.py"))[:60]:
+        static_syncs(ast.parse(path.read_bytes()), str(path))

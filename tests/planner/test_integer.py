@@ -1,0 +1,70 @@
+"""The integer program, against every choice there is, and the planner with and without it."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+import draws
+from planner.test_planner import planner_of, profile_of
+from planner.test_solvers import CASES, brute, problem_of
+from torchtrim.planner.solvers import integer
+from torchtrim.planner.solvers.integer import Integer
+
+pytest.importorskip("highspy")
+
+
+@pytest.mark.parametrize("cases", draws.some(CASES[::5]), ids=str)
+def test_it_proves_the_quickest_choice_of_every_budget(cases: range) -> None:
+    for number in cases:
+        rng = random.Random(number)
+        problem = problem_of(rng, rng.randrange(1, 5))
+        every = brute(problem.step, list(problem.edits))
+        program = Integer(problem)
+        for budget in sorted({size for size, _ in every}):
+            best = min(seconds for size, seconds in every if size <= budget)
+            answer = program.quickest(budget)
+            assert answer.proven
+            assert answer.chosen is not None
+            assert problem.run(answer.chosen).peak_bytes <= budget
+            assert problem.sum(answer.chosen) == pytest.approx(best, rel=1e-5, abs=1e-9)
+            assert answer.bound <= best + 1e-9
+        lowest = min(size for size, _ in every)
+        assert program.quickest(lowest - 1) == (None, math.inf, True)
+        chosen = program.lowest().chosen
+        assert chosen is not None
+        assert problem.run(chosen).peak_bytes == lowest
+
+
+def test_it_begins_with_what_is_known_and_keeps_it_when_there_is_no_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problem = problem_of(random.Random(3), 12)
+    everything = tuple(problem.apart(range(len(problem.options))))
+    budget = problem.run(everything).peak_bytes
+    monkeypatch.setattr(integer, "_SECONDS", 0.0)
+    answer = Integer(problem).quickest(budget, everything)
+    assert not answer.proven or answer.chosen is not None
+    assert answer.bound <= problem.sum(everything)
+
+
+def test_plans_are_proven_and_without_the_solver_no_quicker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(integer, "_SECONDS", 600.0)
+    profile = profile_of("blocks")
+    proven = planner_of(profile, exclude=("replay",))
+    lowest = proven.floor.outcome.peak_bytes
+    monkeypatch.setattr(Integer, "installed", staticmethod(lambda: False))
+    plain = planner_of(profile, exclude=("replay",))
+    low, high = plain.floor.outcome.peak_bytes, plain.simulated_original
+    assert lowest <= low
+    for step in range(1, 8):
+        budget = low + (high - low) * step // 8
+        sure, found = proven.plan(budget), plain.plan(budget)
+        assert (sure.status, sure.gap) == ("optimal", 0.0)
+        assert sure.predicted.step_seconds <= found.predicted.step_seconds
+        assert found.bound_seconds is not None
+        assert found.bound_seconds <= sure.predicted.step_seconds

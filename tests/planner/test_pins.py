@@ -1,0 +1,179 @@
+"""What a person pins holds in every plan; what cannot hold is told."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import pytest
+import torch
+
+from steps import ConvNet, Fitting, Request, images, quiet, train_step, trial
+from torchtrim import InfeasibleBudget, fit
+from torchtrim.errors import PlannedStepFailed, UsageError
+from torchtrim.planner.pins import compiled
+from torchtrim.planner.planner import Planner
+from torchtrim.records.plan import Plan
+from torchtrim.records.profile import Profile
+from torchtrim.step.from_profile import step_of
+from torchtrim.step.rerun import rerun
+from torchtrim.step.simulate import simulate
+
+PINS = [
+    {"keep": ["*.blocks.1", "*.blocks.3.conv"]},
+    {"recompute": ["*.blocks.2", "*.blocks.5.norm"]},
+]
+
+
+@cache
+def profile() -> Profile:
+    torch.manual_seed(0)
+    return trial(train_step(ConvNet(), images()))[1]
+
+
+def planner_of(pins: dict[str, list[str]]) -> Planner:
+    seen = profile()
+    return Planner(seen, step_seconds=seen.step_seconds, fingerprint={}, pins=pins)
+
+
+def places(plan: Plan, name: str = "recompute") -> list[str]:
+    return [where for one in plan.techniques if one.name == name for where in one.where]
+
+
+def touches(where: str, kept: str) -> bool:
+    return where == kept or where.startswith(f"{kept}.") or kept.startswith(f"{where}.")
+
+
+@pytest.mark.parametrize("pins", PINS)
+def test_pins_hold_at_every_budget_and_a_looser_one_is_never_slower(
+    pins: dict[str, list[str]],
+) -> None:
+    planner = planner_of(pins)
+    low, high = planner.floor.outcome.peak_bytes, planner.simulated_original
+    before = math.inf
+    for number in range(11):
+        plan = planner.plan(max(low + (high - low) * number // 10, low))
+        found = places(plan)
+        for pattern in pins.get("keep", ()):
+            assert not any(touches(where, pattern.replace("*", "ConvNet")) for where in found)
+        for pattern in pins.get("recompute", ()):
+            assert pattern.replace("*", "ConvNet") in found
+        assert plan.predicted.step_seconds <= before
+        assert plan.bound_seconds is not None
+        assert plan.bound_seconds <= plan.predicted.step_seconds + 1e-12
+        assert {what: list(texts) for what, texts in plan.pins.items()} == pins
+        before = plan.predicted.step_seconds
+
+
+def test_what_is_pinned_is_simulated_with_what_is_chosen() -> None:
+    planner = planner_of({"recompute": ["*.blocks.2"]})
+    seen = profile()
+    step = step_of(seen, seen.step_seconds)
+    calls = [c.span for c in step.calls if step.modules[c.module].path == "ConvNet.blocks.2"]
+    edit = rerun(step, calls)
+    assert edit is not None
+    whole = planner.plan(2**60)
+    assert places(whole) == ["ConvNet.blocks.2"]
+    assert whole.predicted.step_seconds == pytest.approx(step.seconds + edit.seconds)
+    assert whole.predicted.peak_bytes == simulate(step, [edit]).peak_bytes
+
+
+def test_of_nested_places_that_a_pattern_names_the_outermost_is_meant() -> None:
+    plan = planner_of({"recompute": ["ConvNet.blocks.*"]}).plan(2**60)
+    assert places(plan) == [f"ConvNet.blocks.{number}" for number in range(6)]
+
+
+def test_a_floor_below_says_what_the_pins_cost() -> None:
+    free, pinned = planner_of({}), planner_of({"keep": ["*.blocks.*"]})
+    lowest = free.floor.outcome.peak_bytes
+    assert pinned.floor.outcome.peak_bytes > lowest
+    with pytest.raises(InfeasibleBudget, match=r"Without what is pinned under \[pins\]") as caught:
+        pinned.plan(lowest)
+    assert caught.value.smallest_bytes == pinned.floor.outcome.peak_bytes
+    with pytest.raises(InfeasibleBudget) as without:
+        free.plan(lowest - 1)
+    assert "pinned" not in str(without.value)
+
+
+@pytest.mark.parametrize(
+    ("pins", "said"),
+    [
+        ({"keep": ["*.attn"]}, r"names no module that the step calls. There are ConvNet"),
+        ({"keep": ["ConvNet.block.1"]}, r"There are ConvNet.blocks.1"),
+        ({"recompute": ["*.nothing"]}, r"No such place. It can be pinned at ConvNet"),
+        ({"recompute": ["*.head"]}, r"There is ConvNet.head, and recompute saves nothing there"),
+        ({"recompte": ["*"]}, r"no technique. Pin with keep"),
+        ({"relative_attention": ["*"]}, r"is not allowed; --allow says what is"),
+        ({"keep": ["*.conv"], "recompute": ["*.2"]}, r"keeps `ConvNet.blocks.2.conv`"),
+        ({"recompute": ["*.2", "*.2.norm"]}, r"one runs within the other"),
+    ],
+)
+def test_pins_that_cannot_be_meant(pins: dict[str, list[str]], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        planner_of(pins)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "meant"),
+    [
+        ("*.attn", {"Net.attn", "Net.a.attn"}),
+        ("Net.?", {"Net.a", "Net.b"}),
+        ("N*.a*n", {"Net.attn", "Net.a.attn"}),
+        ("*", {"Net.attn", "Net.a.attn", "Net.a", "Net.b"}),
+        ("Net.b[*]", {"Net.b[0:2]", "Net.b[2:4]"}),
+        ("Net.b[0:2]", {"Net.b[0:2]"}),
+        ("Net", set()),
+        ("*a" * 40, set()),
+    ],
+)
+def test_what_a_pattern_means(pattern: str, meant: set[str]) -> None:
+    known = ("Net.attn", "Net.a.attn", "Net.a", "Net.b", "Net.b[0:2]", "Net.b[2:4]", "a" * 39)
+    assert {where for where in known if compiled(pattern).fullmatch(where)} == meant | (
+        {"a" * 39} if pattern == "*" else set()
+    )
+
+
+def test_a_range_is_meant_where_a_pattern_says_so() -> None:
+    from steps import flat
+
+    torch.manual_seed(0)
+    seen = trial(train_step(flat(), images()))[1]
+
+    def planner(pattern: str) -> Planner:
+        pins = {"recompute": [pattern]}
+        return Planner(seen, step_seconds=seen.step_seconds, fingerprint={}, pins=pins)
+
+    (where, *_) = (w for w in places(planner("Sequential").floor_plan(0)) if "[" not in w)
+    assert where == "Sequential"
+    free = Planner(seen, step_seconds=seen.step_seconds, fingerprint={}, exclude=("replay",))
+    ranges = [w for w in places(free.floor_plan(0)) if "[" in w]
+    assert ranges
+    assert places(planner(ranges[0]).plan(2**60)) == ranges[:1]
+
+
+def test_a_live_model_is_fitted_with_what_is_pinned() -> None:
+    torch.manual_seed(0)
+    step = train_step(ConvNet(), images())
+    pins = {"keep": ["*.blocks.0"], "recompute": ["*.blocks.4"]}
+    with fit(step, "100%", steps=1, pins=pins) as fitted:
+        assert places(fitted.plan) == ["ConvNet.blocks.4"]
+        assert fitted.certificate is not None
+        assert fitted.certificate.verdict == "BITWISE"
+
+
+def test_a_pinned_place_that_fails_is_told() -> None:
+    torch.manual_seed(0)
+    step = train_step(ConvNet(), images())
+    fitting = Fitting(step, Request(steps=1), quiet, pins={"recompute": ["*.blocks.4"]})
+    run = fitting.run_planned
+
+    def failing(plan: Plan) -> object:
+        if "ConvNet.blocks.4" in places(plan):
+            error = PlannedStepFailed("it failed", place="ConvNet.blocks.4")
+            error.plan = plan
+            raise error
+        return run(plan)
+
+    fitting.run_planned = failing  # type: ignore[method-assign, assignment]
+    with pytest.raises(PlannedStepFailed, match=r"pinned under \[pins\], and fails there"):
+        fitting.nearest("90%")

@@ -1,0 +1,73 @@
+"""Plans of recorded steps: monotone, sure of themselves as far as they say, and only what is allowed."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from bench import zoo
+
+from steps import STEPS, trial
+from torchtrim import TrainStep
+from torchtrim.errors import InfeasibleBudget
+from torchtrim.planner.planner import Planner
+from torchtrim.records.profile import Profile
+
+MODELS = [name for name in zoo.OWN if name.startswith("own ")]
+"""Those that need no other library."""
+
+
+def profile_of(name: str) -> Profile:
+    torch.manual_seed(0)
+    if name in STEPS:
+        return trial(STEPS[name]())[1]
+    sample = zoo.OWN[name]()
+    optimizer = torch.optim.SGD(sample.model.parameters(), 1e-3)
+    return trial(TrainStep(sample.model.train(), sample.loss, optimizer, sample.batch))[1]
+
+
+def planner_of(profile: Profile, **options: object) -> Planner:
+    return Planner(profile, step_seconds=profile.step_seconds, fingerprint={}, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "name", [*STEPS, *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS)]
+)
+def test_a_looser_budget_never_gets_a_slower_plan(name: str) -> None:
+    planner = planner_of(profile_of(name))
+    low, high = planner.floor.outcome.peak_bytes, planner.simulated_original
+    assert low <= high
+    before = math.inf
+    for step in range(21):
+        budget = low + (high - low) * step // 20
+        plan = planner.plan(budget)
+        assert plan.predicted.peak_bytes <= budget
+        assert plan.predicted.step_seconds <= before
+        assert plan.bound_seconds is not None
+        assert plan.bound_seconds <= plan.predicted.step_seconds
+        assert plan.gap is not None
+        assert 0 <= plan.gap < 1
+        before = plan.predicted.step_seconds
+    assert plan.techniques == ()
+
+
+def test_below_the_floor_it_says_what_would_fit() -> None:
+    planner = planner_of(profile_of("blocks"))
+    floor = planner.floor.outcome.peak_bytes
+    with pytest.raises(InfeasibleBudget) as caught:
+        planner.plan(floor - 1)
+    assert caught.value.smallest_bytes == floor
+    assert planner.plan(floor).predicted.peak_bytes == floor
+
+
+@pytest.mark.usefixtures("without_replay")
+def test_what_is_excluded_is_not_in_a_plan() -> None:
+    profile = profile_of("blocks")
+    planner = planner_of(profile)
+    (recompute,) = (t for t in planner.floor_plan(0).techniques if t.name == "recompute")
+    without = planner_of(profile, exclude=recompute.where[:1]).floor_plan(0)
+    places = [where for one in without.techniques for where in one.where]
+    assert recompute.where[0] not in places
+    every = "recompute", "overwrite", "optimizer_in_backward"
+    assert planner_of(profile, exclude=every).floor_plan(0).techniques == ()

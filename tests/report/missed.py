@@ -1,0 +1,61 @@
+"""A report of a budget that is missed."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from torchtrim.records.finding import Equivalence
+from torchtrim.records.lever import Lever, Part
+from torchtrim.records.report import Report
+
+MIB = 2**20
+
+
+def missed(fitted: Report) -> Report:
+    """The report as it would be if no plan needed less than this one's, and less were asked for."""
+    assert fitted.original is not None
+    assert fitted.planned is not None
+    before, after = fitted.original, fitted.planned
+    return msgspec.structs.replace(
+        fitted,
+        budget_bytes=100 * MIB,
+        floor_bytes=after.peak_bytes,
+        peak_parts=(
+            Part(what="activations of model.encoder.layers.*", bytes=after.peak_bytes - 90 * MIB),
+            Part(what="state", bytes=60 * MIB),
+            Part(what="loss", bytes=30 * MIB),
+        ),
+        levers=(
+            lever("overwrite", before.peak_bytes - 3 * MIB, before.step_seconds),
+            lever("overwrite + recompute", after.peak_bytes, after.step_seconds, source="measured"),
+            lever(
+                "relative_attention",
+                before.peak_bytes - 40 * MIB,
+                2 * before.step_seconds,
+                equivalence="ROUNDING",
+                needs="--allow rounding",
+            ),
+        ),
+        next="torchtrim run train.py --plan torchtrim-out/train/plan.toml",
+    )
+
+
+def lever(
+    technique: str,
+    peak: int,
+    seconds: float,
+    *,
+    equivalence: Equivalence = "BITWISE",
+    needs: str = "",
+    source: Literal["measured", "simulated"] = "simulated",
+) -> Lever:
+    return Lever(
+        technique=technique,
+        equivalence=equivalence,
+        peak_bytes=peak,
+        step_seconds=seconds,
+        needs=needs,
+        source=source,
+    )

@@ -1,0 +1,80 @@
+"""A headline is a sentence, and never stronger than its weakest part."""
+
+from __future__ import annotations
+
+import msgspec
+
+from report import samples
+from torchtrim.records import Report
+from torchtrim.records.finding import Equivalence
+from torchtrim.report.headline import headline
+
+ROUNDING = msgspec.structs.replace(samples.BITWISE, verdict="ROUNDING", largest_difference=1e-7)
+
+
+def with_fixes(report: Report, equivalence: Equivalence, *, written: bool = False) -> Report:
+    assert samples.FIXED.fixes is not None
+    first, *_ = samples.FIXED.fixes.places
+    places = (first, msgspec.structs.replace(first, equivalence=equivalence))
+    fixes = msgspec.structs.replace(samples.FIXED.fixes, places=places, written=written)
+    return msgspec.structs.replace(report, fixes=fixes)
+
+
+def test_a_plan_that_fits_says_what_its_results_are() -> None:
+    assert headline(samples.OPTIMIZE).word == (
+        "Fits: peak 412 MiB -> 236 MiB (-43 %), results identical bit for bit"
+    )
+
+
+def test_fixes_that_round_do_not_hide_behind_an_identical_plan() -> None:
+    word = headline(with_fixes(samples.OPTIMIZE, "ROUNDING")).word
+    assert word.endswith(
+        "results identical bit for bit; 2 fixes suggested, not written yet, equal up to rounding, "
+        "syncs 4 -> 1 a step"
+    )
+
+
+def test_a_technique_that_rounds_is_no_identity_though_this_run_was_equal() -> None:
+    plan = samples.PLAN
+    rounding = msgspec.structs.replace(plan.techniques[0], equivalence="ROUNDING")
+    report = msgspec.structs.replace(
+        samples.OPTIMIZE, plan=msgspec.structs.replace(plan, techniques=(rounding,))
+    )
+    assert "results equal up to rounding" in headline(report).word
+    assert "identical" not in headline(report).word
+
+
+def test_fixes_alone_are_the_sentence() -> None:
+    found = headline(with_fixes(samples.FIXED, "BITWISE", written=True))
+    assert found.word == "2 fixes written, identical bit for bit, syncs 4 -> 1 a step"
+    assert "peak 412 MiB" in found.parts
+
+
+def test_fixes_that_measured_rounding_are_not_called_identical() -> None:
+    report = with_fixes(samples.FIXED, "BITWISE")
+    assert report.fixes is not None
+    report = msgspec.structs.replace(
+        report,
+        certificate=ROUNDING,
+        fixes=msgspec.structs.replace(report.fixes, certificate=ROUNDING),
+    )
+    assert "identical" not in headline(report).word
+
+
+def test_a_missed_budget_leads_with_the_smallest_and_why() -> None:
+    assert headline(samples.MISSED).word.startswith(
+        "Does not fit 100 MiB: the smallest budget is 236 MiB (57 %), set by activations of"
+    )
+
+
+def test_what_is_not_equal_never_fits() -> None:
+    assert headline(samples.NOT_EQUAL).word.startswith("NOT EQUAL: ")
+    assert headline(samples.NOT_EQUAL).tone == "bad"
+
+
+def test_scripts_keep_their_word() -> None:
+    verdicts = {name: headline(report).verdict for name, report in samples.ALL.items()}
+    assert verdicts["optimize"] == "BITWISE"
+    assert verdicts["missed"] == "BITWISE, BUDGET MISSED"
+    assert verdicts["stream"] == "GROWS"
+    assert verdicts["estimate"] == "FITS"

@@ -1,0 +1,333 @@
+"""Gradients that are used as soon as they are final: the same to the bit, and refused where they are read."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torchtrim
+from steps import squared
+from techniques.test_plain_optimizer import KINDS, assert_same, network, optimizer_of, wide_step
+from torchtrim.errors import ApplyFailed
+from torchtrim.loops.optimize import Fitting
+from torchtrim.observe.spent import Spent
+from torchtrim.planner.planner import Planner
+from torchtrim.records.plan import Technique
+from torchtrim.records.trial import Request, Trial
+from torchtrim.techniques.failing import place_of
+from torchtrim.techniques.optimizer_in_backward import TECHNIQUE
+
+NAME = "optimizer_in_backward"
+
+
+def applied(optimizer: torch.optim.Optimizer, backwards: int = 1) -> Any:
+    name = type(optimizer).__name__
+    plan = Technique(name=NAME, where=(name,), options={"backwards": backwards})
+    return TECHNIQUE.apply({name: optimizer}, plan)
+
+
+class Run:
+    """A loop with a scheduler and accumulation, whose state can be saved and loaded."""
+
+    def __init__(self, kind: str, backwards: int = 1, early: bool = False) -> None:
+        self.net = network()
+        self.optimizer = optimizer_of(self.net, kind)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 50)
+        self.backwards = backwards
+        self.handle = applied(self.optimizer, backwards) if early else None
+
+    def train(self, first: int, last: int) -> None:
+        for number in range(first, last):
+            for part in range(self.backwards):
+                torch.manual_seed(10 * number + part)
+                squared(self.net, torch.randn(8, 37)).backward()
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+
+    def saved(self) -> dict[str, Any]:
+        parts = self.net, self.optimizer, self.scheduler
+        return copy.deepcopy({str(n): part.state_dict() for n, part in enumerate(parts)})
+
+    def load(self, state: dict[str, Any]) -> None:
+        for number, part in enumerate((self.net, self.optimizer, self.scheduler)):
+            part.load_state_dict(state[str(number)])
+
+
+def same(one: Run, other: Run) -> None:
+    assert_same(one.net, other.net, one.optimizer, other.optimizer)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_the_same_to_the_bit(kind: str) -> None:
+    original, planned = Run(kind, 2), Run(kind, 2, early=True)
+    original.train(0, 4)
+    planned.train(0, 4)
+    same(original, planned)
+    again = Run(kind, 2, early=True)
+    again.load(planned.saved())
+    for run in (original, planned, again):
+        run.train(4, 6)
+    same(original, planned)
+    same(original, again)
+    assert planned.handle is not None
+    planned.handle.revert()
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in planned.net.parameters())
+    original.train(6, 7)
+    planned.train(6, 7)
+    same(original, planned)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["SGD", "momentum", "Adam", "AdamW", "RMSprop", "Adagrad"])
+def test_it_is_the_same_over_a_thousand_steps(kind: str) -> None:
+    backwards = 2
+    original, planned = Run(kind, backwards), Run(kind, backwards, early=True)
+    original.train(0, 1000)
+    planned.train(0, 500)
+    loaded = Run(kind, backwards, early=True)
+    loaded.load(planned.saved())
+    loaded.train(500, 1000)
+    same(original, loaded)
+
+
+def test_gradients_never_lie_there_together() -> None:
+    run = Run("AdamW", early=True)
+    alive: list[int] = []
+    for parameter in run.net.parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda _: alive.append(
+                sum(
+                    p.grad is not None and not isinstance(p.grad, Spent)
+                    for p in run.net.parameters()
+                )
+            )
+        )
+    run.train(0, 2)
+    assert len(alive) == 12
+    assert max(alive) == 0
+
+
+def test_fewer_backwards_leave_the_update_to_the_step() -> None:
+    original, planned = Run("AdamW", 3), Run("AdamW", 3, early=True)
+    for run in (original, planned):
+        run.train(0, 2)
+        run.backwards = 2
+        run.train(2, 4)
+    same(original, planned)
+
+
+def fails(run: Run) -> str:
+    """What it says, which names the optimizer for the plan to do without."""
+    with pytest.raises(ApplyFailed) as caught:
+        run.train(1, 2)
+    assert place_of(caught.value) == "AdamW"
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda run: torch.nn.utils.clip_grad_norm_(run.net.parameters(), 1.0),
+        lambda run: torch.nn.utils.clip_grad_value_(run.net.parameters(), 1.0),
+        lambda run: [p.grad.norm() for p in run.net.parameters()],
+        lambda run: [p.grad.clone() for p in run.net.parameters()],
+        lambda run: [float(p.grad.abs().max()) for p in run.net.parameters()],
+    ],
+    ids=["clip", "clip value", "norm", "clone", "max"],
+)
+@pytest.mark.parametrize("when", ["before the step", "after the step"])
+def test_reading_a_gradient_is_refused(read: Any, when: str) -> None:
+    run = Run("AdamW", early=True)
+    squared(run.net, torch.randn(8, 37)).backward()
+    if when == "after the step":
+        run.optimizer.step()
+    with pytest.raises(ApplyFailed, match="optimizer_in_backward has used it up") as caught:
+        read(run)
+    assert place_of(caught.value) == "AdamW"
+    run.optimizer.zero_grad()
+    assert all(parameter.grad is None for parameter in run.net.parameters())
+
+
+def test_more_backwards_are_refused() -> None:
+    run = Run("AdamW", early=True)
+    run.backwards = 2
+    assert "adds to a gradient" in fails(run)
+    run = Run("AdamW", early=True)
+    squared(run.net, torch.randn(8, 37)).backward()
+    run.optimizer.zero_grad()
+    assert "added to 2 times before `step`" in fails(run)
+
+
+def test_gradients_that_are_never_zeroed_are_refused() -> None:
+    run = Run("AdamW", early=True)
+    run.optimizer.zero_grad = lambda *_: None  # type: ignore[method-assign, assignment]
+    run.train(0, 1)
+    assert "adds to a gradient" in fails(run)
+
+
+def test_a_learning_rate_that_changes_in_between_is_refused() -> None:
+    run = Run("AdamW", early=True)
+    squared(run.net, torch.randn(8, 37)).backward()
+    run.optimizer.param_groups[1]["lr"] = 0.5
+    with pytest.raises(ApplyFailed, match="changed between backward and `step`"):
+        run.optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda run: run.optimizer.zero_grad(),
+        lambda run: setattr(next(run.net.parameters()), "grad", torch.zeros(64, 37)),
+    ],
+    ids=["dropped", "replaced"],
+)
+def test_gradients_that_are_dropped_or_replaced_are_refused(change: Any) -> None:
+    run = Run("AdamW", early=True)
+    squared(run.net, torch.randn(8, 37)).backward()
+    change(run)
+    with pytest.raises(ApplyFailed, match="dropped or put in place"):
+        run.optimizer.step()
+
+
+def test_a_closure_is_refused() -> None:
+    run = Run("AdamW", early=True)
+
+    def closure() -> torch.Tensor:
+        loss = squared(run.net, torch.randn(8, 37))
+        loss.backward()
+        return loss
+
+    with pytest.raises(ApplyFailed):
+        run.optimizer.step(closure)
+
+
+def test_a_plan_without_its_count_is_refused() -> None:
+    run = Run("AdamW")
+    with pytest.raises(ApplyFailed, match="needs `backwards`"):
+        applied(run.optimizer, 0)
+
+
+@pytest.mark.parametrize("settings", [{"foreach": True}, {"foreach": False}, {"fused": True}])
+def test_it_is_planned_to_the_byte_and_certified(settings: dict[str, bool]) -> None:
+    found = Fitting(
+        wide_step(**settings), Request(steps=2), lambda _: None, exclude=("recompute",)
+    ).smallest()
+    (chosen,) = found.plan.techniques
+    assert (chosen.name, chosen.options) == (NAME, {"backwards": 1})
+    assert found.certificate is not None
+    assert found.certificate.verdict == "BITWISE"
+    assert any("12 gradients" in said for said in found.certificate.compared)
+    assert found.planned is not None
+    assert found.planned.peak_bytes == found.plan.predicted.peak_bytes < found.original.peak_bytes
+
+
+def test_a_live_step_is_fitted_and_reverted() -> None:
+    step = wide_step()
+    (optimizer,) = step.optimizers
+    with torchtrim.fit(step, "85%", steps=2) as fitted:
+        assert [one.name for one in fitted.plan.techniques] == [NAME]
+        assert "step" in vars(optimizer)
+        step.step(0)
+    assert "step" not in vars(optimizer)
+    assert not any(p._post_accumulate_grad_hooks for p in step.model.parameters())
+    assert all(p.grad is None for p in step.model.parameters())
+
+
+def names_planned(trial: Trial) -> list[str]:
+    assert trial.profile is not None
+    planner = Planner(trial.profile, step_seconds=0.01, fingerprint={}, exclude=("recompute",))
+    return [one.name for one in planner.floor_plan(0).techniques]
+
+
+def observed(step: torchtrim.TrainStep) -> Trial:
+    return Fitting(step, Request(steps=1), lambda _: None).observe()
+
+
+class Clipping(torchtrim.TrainStep):
+    """A step that reads its gradients between backward and the optimizer's step."""
+
+    def step(self, number: int, dtype: torch.dtype | None = None) -> None:
+        squared(self.model, self.batch).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        (optimizer,) = self.optimizers
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Filling(torchtrim.TrainStep):
+    """A step that fills its gradients with zeros."""
+
+    def step(self, number: int, dtype: torch.dtype | None = None) -> None:
+        squared(self.model, self.batch).backward()
+        (optimizer,) = self.optimizers
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize("kind", [Clipping, Filling])
+def test_it_is_not_planned_where_gradients_are_read_or_kept(
+    kind: type[torchtrim.TrainStep],
+) -> None:
+    plain = wide_step(foreach=True)
+    assert NAME in names_planned(observed(plain))
+    optimizer = torch.optim.AdamW(plain.model.parameters(), foreach=True)
+    step = kind(plain.model, squared, optimizer, plain.batch)
+    assert names_planned(observed(step)) == ["plain_optimizer"]
+
+
+def test_a_tied_parameter_is_updated_once() -> None:
+    nets = [nn.Sequential(nn.Linear(37, 37), nn.Tanh(), nn.Linear(37, 37)) for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    for net in nets:
+        net[2].weight = net[0].weight
+    one, two = (torch.optim.Adam(net.parameters()) for net in nets)
+    applied(two)
+    for net, optimizer in zip(nets, (one, two), strict=True):
+        for number in range(3):
+            torch.manual_seed(number)
+            squared(net, torch.randn(8, 37)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(nets[0], nets[1], one, two)
+
+
+class Watching(torchtrim.TrainStep):
+    """A step that reads a gradient, but only from its second time on."""
+
+    def step(self, number: int, dtype: torch.dtype | None = None) -> None:
+        squared(self.model, self._batch_of(number, dtype)).backward()
+        if number > 1:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        (optimizer,) = self.optimizers
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_where_a_later_step_reads_a_gradient_another_technique_is_planned() -> None:
+    plain = wide_step(foreach=True)
+    step = Watching(plain.model, squared, plain.optimizers[0], plain.batch)
+    found = Fitting(step, Request(steps=2), lambda _: None, exclude=("recompute",)).smallest()
+    assert [one.name for one in found.plan.techniques] == ["plain_optimizer"]
+    assert found.certificate is not None
+    assert found.certificate.verdict == "BITWISE"
+    assert any("planned again without optimizer_in_backward:AdamW" in note for note in found.notes)
+
+
+def test_it_works_on_an_emulated_device() -> None:
+    with torchtrim.emulate():
+        torch.manual_seed(0)
+        net = nn.Sequential(*(nn.Linear(128, 128) for _ in range(6))).to("cuda")
+        optimizer = torch.optim.AdamW(net.parameters())
+        batch = torch.randn(8, 128, device="cuda")
+        step = torchtrim.TrainStep(net, squared, optimizer, batch)
+        found = Fitting(step, Request(steps=1), lambda _: None, exclude=("recompute",)).smallest()
+    assert [one.name for one in found.plan.techniques] == [NAME]
+    assert found.certificate is not None
+    assert found.certificate.verdict == "BITWISE"
+    assert found.planned is not None
+    assert found.planned.peak_bytes == found.plan.predicted.peak_bytes
