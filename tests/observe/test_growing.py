@@ -60,6 +60,13 @@ def names(measured: Measured) -> list[tuple[str, str]]:
     return [(one.kind, one.name) for one in measured.profile.growths]
 
 
+def test_what_coverage_keeps_is_no_growth() -> None:
+    pytest.importorskip("coverage")
+    collector = type("Collector", (), {"__module__": "coverage.collector"})()
+    collector.data = {"file.py": set()}
+    assert not names(stream(lambda model, frame, output: collector.data["file.py"].add(frame)))
+
+
 def test_containers_of_all_kinds_are_named() -> None:
     model = Model()
     newest: Any = collections.deque()

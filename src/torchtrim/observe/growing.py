@@ -21,6 +21,7 @@ from torchtrim.observe.containers import (
     is_bounded,
     kind_of,
     length,
+    of_coverage,
     weigh,
 )
 from torchtrim.observe.fillers import Filler, Fillers, line_at
@@ -181,7 +182,7 @@ class Growing(Listener):
         before, self._before = self._before, {}
         suspects: dict[int, Suspect] = {}
         found: dict[int, Any] = {}
-        own = self._own() | {id(suspects), id(found), id(before)}
+        own = self._own() | of_coverage() | {id(suspects), id(found), id(before)}
         own.add(id(own))
         for container in containers():
             number = id(container)
