@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import gc
 import json
+import random
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -30,11 +32,12 @@ from bench.optnet import OPTNET, prepared
 from torchtrim import Script, TrainStep
 from torchtrim.loops.optimize import Fitting
 from torchtrim.loops.training import step_of as network_step
-from torchtrim.records.trial import Request
+from torchtrim.records.trial import Request, Trial
 
 SHARES = (0.85, 0.7, 0.55, 0.4)
 APART = 0.1
 NETWORK_BATCH = 8
+STEPS, ROUNDS = 5, 3
 Work = Callable[[], Script | TrainStep]
 
 
@@ -127,48 +130,69 @@ def works(part: str) -> dict[str, Work]:
 
 def points(work: Script | TrainStep) -> Iterator[dict[str, Any]]:
     """The step as it is, and planned for each share that the simulator says can be reached."""
-    fitting = Fitting(work, Request(steps=5), lambda _: None)
+    fitting = Fitting(work, Request(steps=STEPS), lambda _: None)
     original = fitting.observe()
     planner = fitting.planner(original)
     bias = original.peak_bytes - planner.simulated_original
     floor = planner.floor.outcome.peak_bytes + bias
+    plans = {}
+    for share in (*SHARES, floor / original.peak_bytes):
+        plan = planner.plan(max(int(original.peak_bytes * share), floor), bias=bias)
+        places = tuple((one.name, one.where) for one in plan.techniques)
+        if places:
+            plans.setdefault(places, (share, plan))
+    trials = [fitting.run_planned(plan) for _, plan in plans.values()]
+    runs = [
+        lambda: Fitting(work, Request(steps=STEPS), lambda _: None).observe(),
+        *(partial(fitting.run_planned, plan) for _, plan in plans.values()),
+    ]
+    seconds = interleaved(runs)
     yield {
         "share": 1.0,
         "measured_bytes": original.peak_bytes,
         "simulated_bytes": planner.simulated_original,
         "floor_bytes": floor,
-        "measured_seconds": original.seconds,
+        "predicted_seconds": original.seconds,
+        "measured_seconds": seconds[0],
     }
-    tried = set()
-    for share in (*SHARES, floor / original.peak_bytes):
-        budget = max(int(original.peak_bytes * share), floor)
-        plan = planner.plan(budget, bias=bias)
-        places = tuple((one.name, one.where) for one in plan.techniques)
-        if places in tried or not places:
-            continue
-        tried.add(places)
-        planned = fitting.run_planned(plan)
+    for (share, plan), planned, median in zip(plans.values(), trials, seconds[1:], strict=True):
         yield {
             "share": round(share, 3),
             "predicted_bytes": plan.predicted.peak_bytes,
             "measured_bytes": planned.peak_bytes,
             "predicted_seconds": plan.predicted.step_seconds,
-            "measured_seconds": planned.seconds,
+            "measured_seconds": median,
             "places": sum(len(one.where) for one in plan.techniques),
             "gap": plan.gap,
         }
 
 
+def interleaved(runs: list[Callable[[], Trial]]) -> list[float]:
+    """The median step of each over some rounds in random order, so that all meet the same machine."""
+    seconds: list[list[float]] = [[] for _ in runs]
+    for _ in range(ROUNDS):
+        for number in random.sample(range(len(runs)), len(runs)):
+            seconds[number].append(runs[number]().seconds)
+    return [statistics.median(one) for one in seconds]
+
+
+def longer(one: dict[str, Any], way: str) -> float:
+    """By what factor a plan's step is longer than the original's, as `way` says."""
+    return one[f"{way}_seconds"] / one["original"][f"{way}_seconds"]
+
+
 def summary(steps: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """What the goals are about. The order counts pairs of plans of one step that are apart in time."""
-    plans = [one for several in steps.values() for one in several if "predicted_bytes" in one]
-    bytes_off = sorted(abs(p["predicted_bytes"] / p["measured_bytes"] - 1) for p in plans)
-    time_off = sorted(abs(p["predicted_seconds"] / p["measured_seconds"] - 1) for p in plans)
+    """What the goals are about. Times are compared as factors of the original's in the same rounds; the order
+    counts pairs of plans of one step that are apart in time."""
+    planned = [[{**one, "original": first} for one in rest] for first, *rest in steps.values()]
+    plans = [one for several in planned for one in several]
+    bytes_off = [abs(p["predicted_bytes"] / p["measured_bytes"] - 1) for p in plans]
+    time_off = [abs(longer(p, "predicted") / longer(p, "measured") - 1) for p in plans]
     right = [
         (one["predicted_seconds"] < other["predicted_seconds"])
         == (one["measured_seconds"] < other["measured_seconds"])
-        for several in steps.values()
-        for one, other in combinations([p for p in several if "predicted_seconds" in p], 2)
+        for several in planned
+        for one, other in combinations(several, 2)
         if abs(one["measured_seconds"] / other["measured_seconds"] - 1) > APART
     ]
     return {

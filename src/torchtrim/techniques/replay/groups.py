@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -92,11 +92,15 @@ class _Finder:
     def groups(self) -> dict[str, Group]:
         """All groups whose place means the same in each call of its module."""
         found: defaultdict[Place, list[GroupCall]] = defaultdict(list)
-        several = {frozenset(made.tensor for made in members): members for members in self._sets()}
-        calls = {key: call for key, one in several.items() if (call := self._call_of(one))}
-        sharing = Counter(call for key, call in calls.items())
-        for key, call in calls.items():
-            group = GroupCall(several[key], call, sharing[call])
+        sets: dict[frozenset[int], tuple[tuple[Made, ...], Call]] = {}
+        wanted: defaultdict[Call, set[int]] = defaultdict(set)
+        for target, members in self._sets():
+            call = self._call_of(members)
+            if call is not None:
+                sets[frozenset(made.tensor for made in members)] = members, call
+                wanted[call].add(target)
+        for members, call in sets.values():
+            group = GroupCall(members, call, len(wanted[call]))
             found[self._place(group)].append(group)
         return {
             str(place): Group(tuple(several))
@@ -104,7 +108,7 @@ class _Finder:
             if len(several) == self._calls[several[0].call.module]
         }
 
-    def _sets(self) -> Iterator[tuple[Made, ...]]:
+    def _sets(self) -> Iterator[tuple[int, tuple[Made, ...]]]:
         """For each saved tensor: itself, then with what it is made from, ever further back."""
         for number in range(len(self._step.tensors)):
             if (target := self._worth(number)) is None:
@@ -113,7 +117,7 @@ class _Finder:
             for _ in range(_DEEPEST):
                 if members is None or not self._close(members):
                     break
-                yield tuple(sorted(members.values(), key=lambda made: made.tasks[0]))
+                yield number, tuple(sorted(members.values(), key=lambda made: made.tasks[0]))
                 members = self._deeper(members)
 
     def _worth(self, number: int) -> Made | None:

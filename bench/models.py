@@ -1,0 +1,279 @@
+"""How far the peak of real models falls with BITWISE levers, and at what time, beside checkpointing by hand.
+
+    pip install --no-deps torchvision==0.28.0 timm
+    python -m bench.models [MODEL ...]
+
+Budgets keep 70, 50 and 35 % of the bytes of kind activation at the original's peak, and the rest of the
+peak whole. Each plan is run and certified; 15 more budgets are predicted. By hand: each block, or
+every second one, is checkpointed; beside it is our plan for the peak which that reaches. Times are medians of
+rounds in random order, as shares of the original's.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import re
+import statistics
+import sys
+import time
+from collections import defaultdict
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from bench import nets, zoo
+from bench.machine import RESULTS, save, slug
+from torchtrim import TrainStep
+from torchtrim.errors import TorchtrimError
+from torchtrim.loops.optimize import Fitting
+from torchtrim.memory.timeline import by_kind, peak_operator
+from torchtrim.planner.planner import Planner
+from torchtrim.records.plan import Plan, Technique
+from torchtrim.records.trial import Request, Trial
+from torchtrim.step.from_profile import step_of
+from torchtrim.techniques.apply import apply_plan, named_roots
+from torchtrim.techniques.base import technique
+
+ROUNDS, PREDICTED = 5, 15
+KEPT = (0.7, 0.5, 0.35)
+GOALS = {0.7: 0.95, 0.5: 0.9, 0.35: 0.75}
+_TEXT = {"n_positions": 512, "vocab_size": 2000, "n_embd": 192, "n_layer": 6, "n_head": 6}
+_NARROW = {"hidden_size": 192, "num_hidden_layers": 6, "num_attention_heads": 6}
+_WORDS = {**_NARROW, "intermediate_size": 768, "vocab_size": 2000}
+
+
+class Gated(nn.Module):
+    """Blocks of which each call takes some, by what it sees: control flow."""
+
+    def __init__(self, width: int = 192, depth: int = 8) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.LayerNorm(width),
+                nn.Linear(width, 4 * width),
+                nn.GELU(),
+                nn.Linear(4 * width, width),
+            )
+            for _ in range(depth)
+        )
+        self.last = nn.Linear(width, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for number, block in enumerate(self.blocks):
+            if number % 3 != 2 or float(x.detach().mean()) > -1:
+                x = x + block(x)
+        return self.last(x.mean(1))
+
+
+def _vectors() -> Any:
+    return torch.randn(16, 256, 64), torch.randint(10, (16,))
+
+
+MODELS: dict[str, zoo.Maker] = {
+    "encoder": zoo.own(nets.Encoder, lambda: zoo.tokens(16, 128), zoo.next_token),
+    "u-net": zoo.own(nets.UNet, lambda: zoo.pixels(16, 128)),
+    "lstm": zoo.own(lambda: nets.Recurrent(nn.LSTM), lambda: zoo.tokens(16, 128), zoo.next_token),
+    "control flow": zoo.own(Gated, _vectors),
+    "gpt2": zoo.transformer("GPT2", "CausalLM", 256, 8, **_TEXT),
+    "llama": zoo.transformer("Llama", "CausalLM", 256, 8, num_key_value_heads=2, **_WORDS),
+    "bert": zoo.transformer("Bert", "MaskedLM", 256, 8, **_WORDS),
+    "t5": zoo.transformer(
+        "T5",
+        "Seq2SeqLM",
+        128,
+        8,
+        d_model=192,
+        d_kv=32,
+        d_ff=768,
+        num_layers=4,
+        num_heads=6,
+        vocab_size=2000,
+        decoder_start_token_id=0,
+    ),
+    "mamba": zoo.transformer(
+        "Mamba", "CausalLM", 64, 4, hidden_size=96, num_hidden_layers=2, vocab_size=2000
+    ),
+    "qwen2": zoo.transformer("Qwen2", "CausalLM", 256, 8, num_key_value_heads=2, **_WORDS),
+    "vit": zoo.timm("vit_tiny_patch16_224", 224, 8),
+    "deit": zoo.timm("deit3_small_patch16_224", 224, 4),
+    "swin": zoo.timm("swin_tiny_patch4_window7_224", 224, 4),
+    "convnext": zoo.timm("convnext_atto", 160, 8),
+    "resnet": zoo.timm("resnet26", 128, 16),
+    "densenet": zoo.vision("densenet121", 96, 16),
+    "mixer": zoo.timm("mixer_s32_224", 224, 32),
+    "efficientnet": zoo.timm("efficientnet_b0", 128, 16),
+    "mobilenet": zoo.vision("mobilenet_v2", 128, 16),
+    "sam 2's encoder": zoo.timm("hiera_tiny_224", 224, 4),
+    "regnet": zoo.timm("regnety_004", 128, 16),
+    "poolformer": zoo.timm("poolformer_s12", 128, 8),
+}
+
+
+def blocks_of(planner: Planner) -> list[str]:
+    """The blocks that a person would checkpoint: the largest family of numbered modules, in their order."""
+    families: defaultdict[str, list[tuple[int, str, int]]] = defaultdict(list)
+    for option in technique("recompute").options(step_of(planner.profile, 0.0)):
+        found = re.fullmatch(r"(.+)\.(\d+)", option.where)
+        if found:
+            size = sum(span.last - span.first for span in option.spans)
+            families[found[1]].append((int(found[2]), option.where, size))
+    several = [family for family in families.values() if len(family) > 1]
+    largest = max(several, key=lambda family: sum(size for *_, size in family), default=[])
+    return [where for _, where, _ in sorted(largest)]
+
+
+def by_hand(planner: Planner, peak: int) -> dict[str, Plan]:
+    """The model with each block checkpointed, and with every second."""
+    plain, blocks = planner.unchanged(peak), blocks_of(planner)
+    made = {"each block": tuple(blocks), "every second block": tuple(blocks[::2])}
+    return {
+        name: msgspec.structs.replace(
+            plain, techniques=(Technique(name="recompute", where=where, equivalence="BITWISE"),)
+        )
+        for name, where in made.items()
+        if where
+    }
+
+
+def timed(work: TrainStep, plans: dict[str, Plan | None]) -> dict[str, float]:
+    """The median seconds of a step under each plan, in rounds of random order."""
+    taken: dict[str, list[float]] = {name: [] for name in plans}
+    roots = named_roots((work.model, *work.optimizers))
+    for _ in range(ROUNDS + 1):
+        for name in random.sample(list(plans), len(plans)):
+            plan = plans[name]
+            applied = apply_plan(plan, roots) if plan is not None else None
+            begin = time.perf_counter()
+            work.step(0)
+            taken[name].append(time.perf_counter() - begin)
+            if applied is not None:
+                applied.revert()
+    return {name: statistics.median(several[1:]) for name, several in taken.items()}
+
+
+def measure(make: zoo.Maker) -> dict[str, Any]:
+    """One model: what is reached, by hand and planned."""
+    torch.manual_seed(0)
+    sample = make()
+    optimizer = torch.optim.AdamW(sample.model.parameters(), 1e-4)
+    work = TrainStep(sample.model.train(), sample.loss, optimizer, sample.batch)
+    fitting = Fitting(work, Request(steps=3), lambda _: None)
+    original = fitting.observe()
+    assert original.profile is not None
+    planner = fitting.planner(original)
+    peak, bias = original.peak_bytes, original.peak_bytes - planner.simulated_original
+    floor = planner.floor.outcome.peak_bytes + bias
+    kept = by_kind(original.profile, peak_operator(original.profile)).get("activation", 0)
+    plans: dict[str, Plan | None] = {"original": None}
+    found: dict[str, Any] = {"peak": peak, "activations": kept, "floor": floor, "reached": {}}
+    for share in KEPT:
+        budget = int(peak - (1 - share) * kept)
+        row: dict[str, Any] = {"budget": budget, "within_floor": floor <= budget}
+        found["reached"][f"{share:.0%}"] = row
+        if floor <= budget:
+            fit = fitting.fit(budget)
+            assert fit.planned is not None
+            assert fit.certificate is not None
+            row |= _figures(fit.plan, fit.planned) | {"verdict": fit.certificate.verdict}
+            plans[f"{share:.0%}"] = fit.plan
+    found["hand"] = _hand(fitting, planner, peak, bias, plans)
+    found["inversions"] = inversions(planner, peak, floor, bias)
+    seconds = timed(work, plans)
+    found["original_seconds"] = round(seconds["original"], 4)
+    for name, value in seconds.items():
+        _row(found, name)["time"] = round(value / seconds["original"] - 1, 4)
+    return found
+
+
+def _figures(plan: Plan, trial: Trial) -> dict[str, Any]:
+    return {
+        "predicted": plan.predicted.peak_bytes,
+        "measured": trial.peak_bytes,
+        "techniques": {one.name: len(one.where) for one in plan.techniques},
+        "predicted_time": plan.predicted.step_seconds,
+    }
+
+
+def _row(found: dict[str, Any], name: str) -> dict[str, Any]:
+    if name in found["reached"]:
+        row: dict[str, Any] = found["reached"][name]
+        return row
+    return found["hand"].setdefault(name, {})
+
+
+def _hand(
+    fitting: Fitting, planner: Planner, peak: int, bias: int, plans: dict[str, Plan | None]
+) -> dict[str, Any]:
+    """What a person reaches by hand, and our plan for the same peak."""
+    found = {}
+    for name, plan in by_hand(planner, peak).items():
+        trial = fitting.run_planned(plan)
+        found[name] = {"measured": trial.peak_bytes}
+        if trial.peak_bytes >= peak:
+            continue
+        ours = planner.plan(trial.peak_bytes, bias=bias)
+        plans[name], plans[f"ours at {name}"] = plan, ours
+        found[f"ours at {name}"] = _figures(ours, fitting.run_planned(ours))
+    return found
+
+
+def inversions(planner: Planner, peak: int, floor: int, bias: int) -> int:
+    """How often a looser of many budgets gets a slower plan than a tighter one."""
+    budgets = [floor + (peak - floor) * number // PREDICTED for number in range(PREDICTED)]
+    times = [planner.plan(one, bias=bias).predicted.step_seconds for one in budgets]
+    return sum(later > earlier * (1 + 1e-9) for earlier, later in pairwise(times))
+
+
+def summary(models: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What the goals are about."""
+    found: dict[str, Any] = {"models": len(models)}
+    for share in KEPT:
+        rows = [one["reached"][f"{share:.0%}"] for one in models.values()]
+        met = [row for row in rows if row.get("measured", row["budget"] + 1) <= row["budget"]]
+        found[f"{share:.0%}"] = {
+            "reached": round(len(met) / len(rows), 3),
+            "goal": GOALS[share],
+            "bitwise": sum(row["verdict"] == "BITWISE" for row in met),
+            "median_time": statistics.median([row["time"] for row in met]) if met else None,
+        }
+    pairs = [
+        (one["hand"][name]["time"], one["hand"][f"ours at {name}"]["time"])
+        for one in models.values()
+        for name in ("each block", "every second block")
+        if "time" in one["hand"].get(name, {})
+    ]
+    found["never slower than by hand"] = f"{sum(b <= a for a, b in pairs)} of {len(pairs)}"
+    found["median by hand"] = statistics.median([a for a, _ in pairs]) if pairs else None
+    found["median ours at the same peak"] = (
+        statistics.median([b for _, b in pairs]) if pairs else None
+    )
+    found["inversions"] = sum(one["inversions"] for one in models.values())
+    return found
+
+
+def main() -> None:
+    """The named models, or all; keeps the results of the others."""
+    zoo.import_libraries()
+    path = RESULTS / slug() / "models.json"
+    models = json.loads(path.read_text())["models"] if path.exists() else {}
+    for name in sys.argv[1:] or MODELS:
+        try:
+            models[name] = measure(MODELS[name])
+        except (TorchtrimError, RuntimeError) as error:
+            print(f"{name}: {type(error).__name__}: {error}", flush=True)
+            continue
+        gc.collect()
+        print(name, json.dumps(models[name]), flush=True)
+        save("models", {"summary": summary(models), "models": models})
+    print(json.dumps(summary(models), indent=1))
+
+
+if __name__ == "__main__":
+    main()
