@@ -182,14 +182,23 @@ PLANNING = msgspec.structs.replace(
     planned=None,
     certificate=None,
     findings=(),
-    frontier=tuple(
+    frontier=(
+        *(
+            FrontierPoint(
+                budget_bytes=mib * MIB,
+                peak_bytes=(mib - 7) * MIB,
+                step_seconds=0.9 - mib / 1000,
+                where=("model.encoder.layers.0", "model.encoder.layers.1"),
+            )
+            for mib in (400, 300, 247, 200)
+        ),
         FrontierPoint(
-            budget_bytes=mib * MIB,
-            peak_bytes=(mib - 7) * MIB,
-            step_seconds=0.9 - mib / 1000,
-            where=("model.encoder.layers.0", "model.encoder.layers.1"),
-        )
-        for mib in (400, 300, 247, 200)
+            budget_bytes=260 * MIB,
+            peak_bytes=260 * MIB,
+            step_seconds=0.85,
+            where=("model.encoder.layers.0",),
+            by_hand="each block checkpointed",
+        ),
     ),
 )
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 from torchtrim.errors import InfeasibleBudget, UsageError
 from torchtrim.planner.bound import least_seconds
+from torchtrim.planner.by_hand import by_hand
 from torchtrim.planner.front import Front, Point
 from torchtrim.planner.pins import Patterns, Pinned, overlap
 from torchtrim.planner.plans import made_plan
@@ -146,7 +147,8 @@ class Planner:
         return f"Without what is pinned under [pins] {format_bytes(without)} would do. "
 
     def frontier(self, points: int = 8, *, bias: int = 0) -> tuple[FrontierPoint, ...]:
-        """The best plan for budgets from the original's peak down to the smallest feasible.
+        """The best plan for budgets from the original's peak down to the smallest feasible, and what
+        checkpointing by hand would need.
 
         A looser budget never gets a slower plan than a tighter one.
         """
@@ -157,15 +159,28 @@ class Planner:
         for step in range(points + 1):
             budget = high - (high - low) * step // points
             choice = self._within(budget) or self.floor
-            found.append(
-                FrontierPoint(
-                    budget_bytes=budget + bias,
-                    peak_bytes=choice.outcome.peak_bytes + bias,
-                    step_seconds=self._priced.seconds + choice.outcome.added_seconds,
-                    where=tuple(option.where for option in choice.options),
-                )
-            )
-        return tuple(found)
+            found.append(self._point(choice.outcome, choice.options, bias, budget))
+        return (*found, *self._by_hand(bias))
+
+    def _by_hand(self, bias: int) -> Iterator[FrontierPoint]:
+        """What a person would do, where it saves anything."""
+        recompute = technique("recompute")
+        for name, options in by_hand(recompute.options(self._priced)).items():
+            edits = [edit for one in options if (edit := recompute.edits(self._priced, one))]
+            outcome = simulate(self._priced, edits)
+            if outcome.peak_bytes < self.simulated_original:
+                yield self._point(outcome, options, bias, outcome.peak_bytes, name)
+
+    def _point(
+        self, outcome: Outcome, options: Iterable[Option], bias: int, budget: int, name: str = ""
+    ) -> FrontierPoint:
+        return FrontierPoint(
+            budget_bytes=budget + bias,
+            peak_bytes=outcome.peak_bytes + bias,
+            step_seconds=self._priced.seconds + outcome.added_seconds,
+            where=tuple(option.where for option in options),
+            by_hand=name,
+        )
 
     def set_by(self, choice: Choice) -> str:
         """The operator during which memory is highest, in words."""

@@ -46,12 +46,16 @@ class PlanSummary(Struct, frozen=True, kw_only=True):
 
 
 class FrontierPoint(Struct, frozen=True, kw_only=True):
-    """What the best plan under a budget is predicted to need."""
+    """What the best plan under a budget is predicted to need.
+
+    `by_hand`: what a person would do instead, where it is no plan; its budget is its own peak.
+    """
 
     budget_bytes: Bytes
     peak_bytes: Bytes
     step_seconds: float
     where: tuple[str, ...]
+    by_hand: str = ""
 
 
 class Holder(Struct, frozen=True, kw_only=True):

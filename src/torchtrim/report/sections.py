@@ -159,6 +159,6 @@ def frontier(page: Page, room: Room) -> list[Text]:
         cells = (format_bytes(point.budget_bytes), format_bytes(point.peak_bytes))
         time = format_seconds(point.step_seconds)
         columns = "".join(cell.rjust(10) for cell in (*cells, time))
-        where = ", ".join(facts.runs(point.where)) or "as it is"
+        where = point.by_hand or ", ".join(facts.runs(point.where)) or "as it is"
         lines.append(Text(columns + "  ").append(keep_left(page.say(where), page.width - 32)))
     return lines if shown else []
