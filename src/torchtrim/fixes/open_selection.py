@@ -110,7 +110,7 @@ def _reason(match: Match) -> str:
         )
     if kind in _ORDERED:
         return (
-            f"`{kind}` gives positions within the selection. Fill what is not selected with infinity, "
+            f"`{kind}` ranks selected elements among themselves. Fill what is not selected with infinity, "
             "sort all, and take the places by `mask.sum()` as an index on the device"
         )
     if kind in _SPREADS:
