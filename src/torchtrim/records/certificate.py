@@ -21,7 +21,7 @@ class Difference(Struct, frozen=True, kw_only=True):
 class Certificate(Struct, frozen=True, kw_only=True):
     """A verdict with its figures.
 
-    `compared` counts the comparisons, such as `"24 gradients x 3 steps"`. `largest_difference` is
+    `compared` counts what was compared, such as `"24 gradients x 3 steps"`. `largest_difference` is
     relative to the largest magnitude of the quantity that differs most; None where it was not
     measured, 0 where all bits agree. `noise` is the same figure for the original against itself,
     0 where all bits agree.

@@ -153,7 +153,7 @@ def window_mask(
 ) -> torch.Tensor:
     """The mask with which tokens given together see what each would see alone: `[1, 1, queries, rows]`.
 
-    Booleans, true where a token sees a row; with `dtype` the addend of the scores: 0 or the least number.
+    Booleans, true where a token sees a row; with `dtype` what is added to scores: 0 or the least number.
     Pass it as `attention_mask`, together with the cache.
     """
     layer: SinkWindow = cache.layers[0] if hasattr(cache, "layers") else cache
