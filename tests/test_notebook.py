@@ -112,7 +112,7 @@ def test_the_magic_measures_a_cell(shell: Shell, capsys: pytest.CaptureFixture[s
     found = magic("--device emulated --keep", code)
     assert shell.names["y"] == 8.0
     assert len(found.waits) == 1
-    assert "1 wait for the device" in capsys.readouterr().out
+    assert "1 host-device sync" in capsys.readouterr().out
     assert "the cell" in shell.shown[0]["text/html"]
 
 

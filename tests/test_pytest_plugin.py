@@ -98,10 +98,10 @@ def test_over(device):
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
         [
-            "torchtrim: 3 waits for the device, max_syncs=0",
+            "torchtrim: 3 host-device syncs, max_syncs=0",
             "peak 412 MiB, max_peak=300 MiB",
             "*-- torchtrim --*",
-            "waits for the device:",
+            "host-device syncs:",
             "  */models/encoder.py:7  `.item()` reads a value (host_read), 1 time",
             "  */models/encoder.py:43  `.item()` reads a value (host_read), 2 times",
             "peak 412 MiB, held by:",
@@ -243,7 +243,7 @@ def test_a_baseline_is_written_and_kept_to(session, pytester: pytest.Pytester) -
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(
         [
-            "torchtrim: 3 waits for the device, 2 in the baseline",
+            "torchtrim: 3 host-device syncs, 2 in the baseline",
             "peak 106 MiB, 100 MiB in the baseline, tolerance 5%",
         ]
     )
@@ -373,7 +373,7 @@ def test_step(reads):
     )
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(
-        ["torchtrim: 1 wait for the device, max_syncs=0", "  test_it.py:*(*), 1 time"]
+        ["torchtrim: 1 host-device sync, max_syncs=0", "  test_it.py:*(*), 1 time"]
     )
 
 

@@ -166,7 +166,7 @@ def record(workload: Workload, *, warmup: int = 1, progress: Progress = _silent)
 def diagnose(
     workload: Workload, *, select: Sequence[str] | None = None, progress: Progress = _silent
 ) -> tuple[Finding, ...]:
-    """What is wasteful in a step, dearest first."""
+    """What is wasteful in a step, most expensive first."""
     from torchtrim.loops.diagnose import findings_of
 
     return findings_of(workload, select, progress)
@@ -187,10 +187,10 @@ def measure(
     device: Device | None = None,
     project: str | Path | None = None,
 ) -> Measured:
-    """Call a function and see what it waits for and needs.
+    """Call a function and measure its host-device syncs and its memory.
 
     It runs on the GPU where there is one; elsewhere a GPU is emulated, on which it computes the same.
-    `warmup`: calls before, which are not measured. `project`: the folder of the user's own source, by
+    `warmup`: calls before, which are not measured. `project`: the folder of your own source, by
     default the current one.
     """
     from torchtrim.observe.one_call import record_call

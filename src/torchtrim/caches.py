@@ -1,4 +1,4 @@
-"""What is computed once on a machine is kept in the user's cache folder, never in the package."""
+"""Results computed once on a machine are kept in the user's cache folder, never in the package."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@
     %%torchtrim --device emulated
     model(batch).sum().backward()
 
-It shows where the cell waits for a GPU and what memory it needs. Without the first line records
+It shows where the cell synchronizes with a GPU and what memory it needs. Without the first line records
 show themselves too, as soon as `torchtrim` is imported.
 """
 
@@ -64,7 +64,7 @@ class Magic:
         self._shell = shell
 
     def run(self, line: str, cell: str) -> Measured | None:
-        """Measure the cell: show what it waits for and needs. It runs in the notebook's own names."""
+        """Measure the cell: show its syncs and its memory. It runs in the notebook's own names."""
         from torchtrim.api import measure
 
         try:
@@ -100,7 +100,7 @@ def told(found: Measured) -> list[str]:
     from torchtrim.report.safe import clean
 
     count = sum(times for *_, times in found.waits)
-    lines = [f"{count} wait{'' if count == 1 else 's'} for the device"]
+    lines = [f"{count} host-device sync{'' if count == 1 else 's'}"]
     for path, line, what, _, times in found.waits:
         where = clean(facts.place(path, line).rpartition("/")[2])
         lines.append(f"  {times} x {where}  {clean(what)}")

@@ -25,8 +25,8 @@ FILE_NAME = "torchtrim-baseline.json"
 _MARK = "torchtrim"
 _USAGE = (
     'torchtrim(max_syncs=0, max_peak="300MiB", max_growth="0B", frames_of=None, warmup=1, device=None): '
-    "hold what the test waits for and needs, and what each frame of a stream in it adds, to limits; without "
-    "a limit, to torchtrim-baseline.json."
+    "hold a test's host-device syncs and memory, and what each frame of a stream in it adds, to limits; "
+    "without a limit, to torchtrim-baseline.json."
 )
 _SECTION = pytest.StashKey[str]()
 _LEDGER = pytest.StashKey["Ledger"]()
@@ -36,7 +36,7 @@ _PROPERTY = "torchtrim_"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The options of the baseline."""
-    group = parser.getgroup("torchtrim", "waits for the device and peak memory of marked tests")
+    group = parser.getgroup("torchtrim", "host-device syncs and peak memory of marked tests")
     group.addoption(
         "--torchtrim-update-baseline",
         action="store_true",
@@ -214,7 +214,7 @@ def _over(level: Level, limits: Limits) -> list[str]:
 
     wrong = []
     if limits.max_syncs is not None and level.syncs > limits.max_syncs:
-        wrong.append(f"{_times(level.syncs, 'wait')} for the device, max_syncs={limits.max_syncs}")
+        wrong.append(f"{_times(level.syncs, 'host-device sync')}, max_syncs={limits.max_syncs}")
     if limits.max_peak is not None and level.peak_bytes > limits.max_peak:
         peak, most = format_bytes(level.peak_bytes), format_bytes(limits.max_peak)
         wrong.append(f"peak {peak}, max_peak={most}")
@@ -306,7 +306,7 @@ def _worse(level: Level, known: Level, tolerance: float) -> list[str]:
         ]
     wrong = []
     if level.syncs > known.syncs:
-        wrong.append(f"{_times(level.syncs, 'wait')} for the device, {known.syncs} in the baseline")
+        wrong.append(f"{_times(level.syncs, 'host-device sync')}, {known.syncs} in the baseline")
     if level.peak_bytes > known.peak_bytes * (1 + tolerance):
         peaks = f"peak {format_bytes(level.peak_bytes)}, {format_bytes(known.peak_bytes)}"
         wrong.append(f"{peaks} in the baseline, tolerance {tolerance:.0%}")
@@ -326,7 +326,7 @@ def section(measured: Measured, root: Path) -> str:
     from torchtrim.report.safe import clean
     from torchtrim.units import format_bytes
 
-    lines = ["waits for the device:" if measured.waits else "no waits for the device"]
+    lines = ["host-device syncs:" if measured.waits else "no host-device syncs"]
     lines += [_wait(wait, root) for wait in sorted(measured.waits)]
     lines.append(f"peak {format_bytes(measured.peak_bytes)}, held by:")
     for held in holders(measured.profile, most=_MOST_HOLDERS):

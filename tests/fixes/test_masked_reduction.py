@@ -146,14 +146,14 @@ def test_what_is_written_reads_like_its_surroundings() -> None:
 @pytest.mark.parametrize(
     ("body", "why"),
     [
-        ("return (x[mask] - y[~mask]).sum()", "no dimension that stands for what is selected"),
+        ("return (x[mask] - y[~mask]).sum()", "no dimension for the selected elements"),
         ("picked = y.sort().values\nreturn (x[mask] * picked[1:]).sum()", "no dimension"),
         ("return x[torch.tensor([0, 2])].sum()", "is a boolean mask"),
         ("return (x[scale.add_(0) < mask] - 1).sum()", "Give its result a name first"),
         ("return (print(x) or x)[mask.bool()].sum()", "Give its result, or the mask, a name first"),
         ("return torch.masked_select(x, mask[:1]).mean()", "is a boolean mask"),
         ("return sum(x[mask > k].sum() for k in (0, 1))", "Give that part a name first"),
-        ("return F.mse_loss(x[mask].double(), scale * y[mask])", "has the type of what was"),
+        ("return F.mse_loss(x[mask].double(), scale * y[mask])", "has the type of the selection"),
     ],
 )
 def test_refused(body: str, why: str) -> None:

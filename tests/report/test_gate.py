@@ -31,7 +31,7 @@ def test_what_is_allowed_is_a_line_and_what_is_no_longer_needed_is_named() -> No
     report = msgspec.structs.replace(REPORT, allowed=(allowed(1), allowed(3), stale))
     assert gate.render(report, (), NAME) == (
         "allowed by torchtrim-allow.toml: 4 a step at 2 places\n"
-        "no longer needed in torchtrim-allow.toml, delete what is repaired:\n"
+        "no longer needed in torchtrim-allow.toml, delete these entries:\n"
         "  TT101  train.py step  x.item()\n"
     )
 

@@ -124,7 +124,7 @@ def test_a_budget_far_above_the_peak_does_not_flatten_the_chart() -> None:
     report = msgspec.structs.replace(samples.OPTIMIZE, budget_bytes=8 * 2**30)
     source = rendered(report)
     assert 'class="budget' not in source
-    assert "The budget of 8.00 GiB lies above the picture." in source
+    assert "The budget of 8.00 GiB is above the picture." in source
 
 
 def test_a_profile_without_operators_is_no_chart() -> None:

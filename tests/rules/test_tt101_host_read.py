@@ -16,7 +16,7 @@ def test_a_read_is_found_at_its_line() -> None:
     (finding,) = check(one_read("cuda:0").profile())
     assert (finding.code, finding.path, finding.line) == ("TT101", "train.py", 12)
     assert finding.count_per_step == 1
-    assert "waits at local_scalar_dense" in finding.message
+    assert "sync at local_scalar_dense" in finding.message
 
 
 def test_a_real_device_measures_the_price() -> None:

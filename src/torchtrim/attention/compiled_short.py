@@ -2,7 +2,7 @@
 
 Where tokens are few, loops over image rows are too short to pay. Here the buckets of one query with
 every key are written out once for all heads, and each head looks up by them and sums by them. Sums go
-to four rows in turn, since adding to one place twice in a row waits for the first.
+to four rows in turn, since adding to one place twice in a row stalls on the first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which path computes a call: by device, type and what is installed."""
+"""Which path computes a call: by device, type and installed packages."""
 
 from __future__ import annotations
 

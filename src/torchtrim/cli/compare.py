@@ -73,7 +73,7 @@ class Limit:
     "form",
     type=click.Choice(["text", "json", "markdown"]),
     callback=chosen_form,
-    help="What stands on stdout; text by default.",
+    help="Format of stdout; text by default.",
 )
 def command(before: Path, after: Path, fail_on: str | None, as_json: bool, form: str) -> None:
     """Tell what changed from BEFORE to AFTER: report.json or profile.json files.

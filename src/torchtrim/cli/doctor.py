@@ -1,4 +1,4 @@
-"""`torchtrim doctor`: what is installed here, and what works."""
+"""`torchtrim doctor`: the packages installed here, and what works."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """A result held to limits: the report says what was allowed, `said` is for the terminal."""
+    """A result held to limits: the report lists the allowed findings, `said` is for the terminal."""
 
     result: Result
     over: tuple[Over, ...]

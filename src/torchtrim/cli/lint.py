@@ -1,4 +1,4 @@
-"""`torchtrim lint`: what would wait for a device, from the source alone."""
+"""`torchtrim lint`: host-device syncs, from the source alone."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ FORMATS = ("full", "concise", "json", "sarif", "github")
     "form",
     type=click.Choice(FORMATS),
     default="full",
-    help="What stands on stdout; full by default.",
+    help="Format of stdout; full by default.",
 )
 def command(**options: Any) -> None:
-    """Find what in PATHS would wait for a device, without running it.
+    """Find host-device syncs in PATHS without running them.
 
     Exit code 1 if there is a finding, 2 if a file cannot be read. `# torchtrim: ignore[TT101]` on a line
     leaves it out.

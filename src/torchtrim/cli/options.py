@@ -70,7 +70,7 @@ _SHOWN = (
         "form",
         type=click.Choice(FORMATS),
         callback=chosen_form,
-        help="What stands on stdout; text by default.",
+        help="Format of stdout; text by default.",
     ),
 )
 
@@ -127,7 +127,7 @@ def counts_frames(function: F) -> F:
 
 
 def _allowed(_: click.Context, __: click.Parameter, value: str) -> str:
-    """The equivalence that a plan must have. Raises `UsageError` for a word that is none."""
+    """The equivalence that a plan must have. Raises `UsageError` for an unknown word."""
     if value not in ("bitwise", "rounding"):
         raise UsageError(
             f"--allow {value}: it is bitwise, where every bit stays, or rounding, where sums may be added up "

@@ -93,7 +93,7 @@ def progress() -> Iterator[Callable[[str], None]]:
 def folder_for(options: dict[str, Any]) -> Path:
     """The folder for a verb's files, which is there only once something is written.
 
-    Raises `UsageError` if it does not take files, so that nobody waits for a run that cannot be kept.
+    Raises `UsageError` if it does not take files, before a run that could not be saved.
     """
     stem = Path(options["script"]).stem if not options["module"] else options["script"]
     folder: Path = options["out"] or Path("torchtrim-out") / stem
@@ -267,7 +267,7 @@ def rendered_lint(report: Report, form: str) -> str:
 
 
 def lint_marks(report: Report) -> list[str]:
-    """What each finding of lint is marked with: whether it has a cure, and of which kind."""
+    """The mark of each finding of lint: whether it has a fix, and of which kind."""
     from torchtrim.report.lint_text import mark
 
     return [mark(found) for found in report.findings]

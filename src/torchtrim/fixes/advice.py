@@ -28,7 +28,7 @@ class Advice:
 
 
 class Advised(NamedTuple):
-    """Advice for a line of the user's source."""
+    """Advice for a line of user code."""
 
     line: int
     advice: Advice
@@ -93,7 +93,7 @@ ADVICE = (
     Advice(
         name="lightning-logged-device",
         line="self.log(name, value.detach())  # a tensor of the device, not a number or a tensor of the host",
-        why="what is logged is moved to the device of the module: a number of the host is uploaded each time",
+        why="a logged value is moved to the device of the module: a number of the host is uploaded each time",
         places=(
             ("connectors/logger_connector/result.py", "update_metrics"),
             ("connectors/logger_connector/result.py", "log"),
@@ -185,7 +185,7 @@ def advice_in(source: Source) -> list[Advised]:
 
 
 def advice_at(source: Source, line: int) -> Advice | None:
-    """The advice for a line of the user's own source: for a call there, or for what it was called to make.
+    """The advice for a line of user code: for a call there, or for what it was called to make.
 
     `scaler.step(optimizer)` has that of the `GradScaler(...)` which `scaler` was given.
     """

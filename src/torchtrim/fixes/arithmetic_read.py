@@ -112,7 +112,7 @@ def _bounded(match: Match, facts: Facts, text: str) -> str:
         )
     else:
         facts.need(
-            "what is compared is of 32 or 64 bits",
+            "the compared values have 32 or 64 bits",
             lambda v: v.N.dtype in _WIDE or v.N.dtype == "int64",
         )
     return f"{text}.clamp({word}=C)"

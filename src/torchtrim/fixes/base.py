@@ -103,7 +103,7 @@ class Fix:
 
     `codes` are the rules whose findings it fixes. `find` gives the places that have its form. `write`
     says what to write there, by the facts; it asks `facts.need` for what it rests on, and raises
-    `Refused` where the fix would change what is computed. The docstring of its module is its
+    `Refused` where the fix would change the result. The docstring of its module is its
     documentation: a line of summary, then what must hold, why, and when it refuses.
     """
 

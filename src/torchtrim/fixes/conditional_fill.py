@@ -45,7 +45,7 @@ _FILLS = (
     "X.masked_fill_(M, V)",
 )
 _IN_PLACE = _FILLS[3:]
-_FACT = "what is filled is a tensor, by a mask that fits it"
+_FACT = "the target is a tensor, filled by a mask that fits it"
 _CLEANED = ("X = torch.nan_to_num(X, **REST)", "X = X.nan_to_num(**REST)")
 
 
@@ -137,7 +137,7 @@ def write(match: Match, facts: Facts) -> Writing:
     found = _fill(node, source)
     assert found is not None
     if not isinstance(found.parts["X"], ast.Name | ast.Attribute):
-        raise Refused("what is filled is not a name")
+        raise Refused("the target is not a name")
     if any(not is_pure(part, source) for part in found.parts.values()):
         raise Refused("something in it may do more than compute a value, and would run each time")
     _need(match, facts, found)

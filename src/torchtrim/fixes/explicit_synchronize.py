@@ -35,7 +35,7 @@ _NAMES = ("torch.cuda.synchronize", "torch.accelerator.synchronize")
 
 
 def find(source: Source) -> Iterator[Match]:
-    """Each wait for the whole device that is a statement."""
+    """Each device-wide sync that is a statement."""
     for node in source.at({(ast.Call, "synchronize")}):
         assert isinstance(node, ast.Call)
         statement = source.parents[node]

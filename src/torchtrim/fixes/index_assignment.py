@@ -59,9 +59,7 @@ def write(match: Match, facts: Facts) -> Writing:
         lambda v: _are_indices(v, names),
     )
     if not is_pure(match.parts["X"], source) or not is_pure(node.value, source):
-        raise Refused(
-            "what is computed there may do more than compute a value. Give it a name first"
-        )
+        raise Refused("the expression there may do more than compute a value. Give it a name first")
     target, before = hoisted(source, match.parts["X"], "target", at=node)
     value = Edit(
         source.start(node.value),

@@ -3,11 +3,11 @@
 An assignment by a mask, of a value that is on the device, is turned into one by indices first, and
 the host waits to learn how many. All elements can be written instead, those that are not selected with
 what they hold. It is written in the same memory, so views and other names of the tensor see it as
-before. The value may be one number on the device, a row, or what is computed element by element with
+before. The value may be one number on the device, a row, or an elementwise expression of
 selections by the same mask: `y[mask] = x[mask].exp()`, `x[mask] += c`, `x[mask] *= y[mask]`. Where
 gradients flow, what is not selected is kept out of the computation, so that a NaN there does not come
 back as a gradient; the gradient of a number or a row is summed in another order, and the last bit of
-`exp` and its like may depend on where an element lies. A value that has a row
+`exp` and its like may depend on an element's position. A value that has a row
 for each selected element says how many there are:
 `x[torch.nonzero_static(mask, size=len(v)).unbind(1)] = v`.
 
@@ -151,9 +151,7 @@ def _packed(match: Match, facts: Facts, found: _Assignment) -> Writing:
         lambda v: v.V.dtype == v.X.dtype and v.V.device == v.X.device and v.V.shape[0] != 1,
     )
     if found.sign and not (is_pure(found.value, source) and is_pure(found.target, source)):
-        raise Refused(
-            "what is computed there may do more than compute a value. Give it a name first"
-        )
+        raise Refused("the expression there may do more than compute a value. Give it a name first")
     if any(isinstance(outer, ast.Try) and outer.handlers for outer in source.around(found.node)):
         raise Refused("the error of a value with too many or too few rows may be caught around it")
     torch, imports = torch_of(source)
@@ -204,7 +202,7 @@ def _check_order(source: Source, found: _Assignment) -> None:
     named = is_own(source, found.target) and not found.sign
     if not is_pure(found.target, source) or not (named or is_pure(found.value, source)):
         raise Refused(
-            "what is computed there may do more than compute a value, and would run at another time. Give "
+            "the expression there may do more than compute a value, and would run at another time. Give "
             "the value a name first"
         )
 

@@ -1,8 +1,8 @@
 """`x[mask].mean()` and its like become a reduction over all elements, with the others out of the way.
 
 Selecting by a mask gives as many elements as the mask has true ones, so the host waits to learn how
-many: once for each selection, and once more in backward. What is computed with the selected elements,
-each by itself or row by row, can be computed with all, if those that are not selected are taken out
+many: once for each selection, and once more in backward. A computation on the selected elements,
+each by itself or row by row, can run on all, if those that are not selected are taken out
 before the sum: `torch.where(mask, ..., 0).sum()`. A mean is that sum by the number of true elements; of
 none it is NaN, as before. Where gradients flow, the inputs get a 1 where nothing is selected: a NaN or
 an infinity there would come back as a NaN gradient, though its value is thrown away. The same for
@@ -33,12 +33,12 @@ from torchtrim.fixes.writing.replace import check_comments, instead, torch_of
 _FILLS = {"sum": "0", "mean": "0", "count_nonzero": "0", "any": "False", "all": "True"}
 _FUNCTIONAL = "torch.nn.functional."
 _HALVES = ("float16", "bfloat16")
-_ONE_TYPE = "the type of what is computed"
+_ONE_TYPE = "the type of the result"
 _ONE_SHAPE = "the number of the mask's dimensions"
 
 
 class _Reduction(NamedTuple):
-    """What is reduced and how. `rows`: only over what is selected. `loss`: the call reduces by itself."""
+    """The reduced expression and how. `rows`: only over the selection. `loss`: the call reduces by itself."""
 
     inner: ast.expr
     kind: str
@@ -134,7 +134,7 @@ def _need(match: Match, facts: Facts, found: _Reduction) -> None:
 
 
 def _inner(dense: Dense, found: _Reduction, source: Source) -> str:
-    """What is reduced, over all elements."""
+    """The reduced expression, over all elements."""
     if not found.loss:
         return dense.text(found.inner)
     assert isinstance(found.inner, ast.Call)

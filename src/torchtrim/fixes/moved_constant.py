@@ -2,7 +2,7 @@
 
 A constant of a module that is no parameter and no buffer stays on the host when the module is moved, so each
 call copies it, and waits. The copy takes its place: `table = self.table = self.table.to(device)`, which
-copies nothing the next time. What is used is the local name, so a thread that needs another device does not
+copies nothing the next time. The local name is used, so a thread that needs another device does not
 disturb.
 
 Holds where the class gives the attribute a value once, uses it in no other way, and only reads the copy.

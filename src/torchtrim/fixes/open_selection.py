@@ -110,12 +110,12 @@ def _reason(match: Match) -> str:
         )
     if kind in _ORDERED:
         return (
-            f"`{kind}` places what is selected by its own number. Fill what is not selected with infinity, "
+            f"`{kind}` ranks selected elements among themselves. Fill what is not selected with infinity, "
             "sort all, and take the places by `mask.sum()` as an index on the device"
         )
     if kind in _SPREADS:
         return (
-            "the spread is around the mean of what is selected. Compute it with weights: "
+            "the spread is around the mean of the selection. Compute it with weights: "
             "`n = mask.sum()`, `m = (x * mask).sum() / n`, then `(((x - m) ** 2) * mask).sum() / "
             "(n - 1)`"
         )

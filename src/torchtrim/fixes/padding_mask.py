@@ -153,9 +153,7 @@ def _check(source: Source, found: _Loop) -> None:
         if any(list(loads(part, name)) for part in (found.value, found.mask, found.lengths)):
             raise Refused(f"`{name}` decides more than which row is filled how far")
     if not is_simple(found.mask) or not is_simple(found.value):
-        raise Refused(
-            "what is filled, or the value, is computed for each row. Give it a name before"
-        )
+        raise Refused("the target, or the value, is computed for each row. Give it a name before")
     if not is_pure(found.lengths, source) or (found.rows is not None and not is_simple(found.rows)):
         raise Refused("the lengths may do more than compute a value. Give them a name before")
 

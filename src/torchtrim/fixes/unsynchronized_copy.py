@@ -15,7 +15,7 @@ from torchtrim.fixes.reading.facts import Facts, Refused
 from torchtrim.fixes.reading.source import Source
 
 _REASON = (
-    "nobody waits for the copy before it is read, so the numbers may be old ones. Record an event after it "
+    "the copy is read without a sync before, so the numbers may be old ones. Record an event after it "
     "(`e = torch.cuda.Event(); e.record()`) and call `e.synchronize()` before the first read, or drop "
     "`non_blocking=True`"
 )

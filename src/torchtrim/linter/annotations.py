@@ -33,7 +33,7 @@ Dotted = Callable[[ast.AST], str | None]
 def annotated(node: ast.AST | None, dotted: Dotted) -> Kind:
     """The kind that an annotation names; unknown for what may be a tensor or something else.
 
-    `dotted` gives the full name of what was imported.
+    `dotted` gives the full name of an imported object.
     """
     options = [_one(part, dotted) for part in _options(node, dotted)]
     options = [one for one in options if one is not None]

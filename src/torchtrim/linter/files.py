@@ -135,7 +135,7 @@ def write_fixed(fixed: FixedFiles, project: Path) -> None:
 
 
 def project_of(paths: Sequence[Path]) -> Path:
-    """The folder that edits stay inside: the nearest with pyproject.toml or .git around what was named."""
+    """The folder that edits stay inside: the nearest with pyproject.toml or .git around the given paths."""
     roots = [_root(path.resolve()) for path in paths]
     return Path(os.path.commonpath(roots))
 

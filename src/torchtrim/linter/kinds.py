@@ -70,7 +70,7 @@ def part_of(kind: Kind) -> Kind:
 
 
 def joined(one: Kind, other: Kind) -> Kind:
-    """What it is where it may be either. None is left out: what is computed with it is not None."""
+    """What it is where it may be either. None is left out: a value used in a computation is not None."""
     if one == other:
         return one
     if one.what == other.what == "tensor":

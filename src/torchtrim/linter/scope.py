@@ -24,7 +24,7 @@ class ClassFacts:
     bases: tuple[ClassFacts, ...] = ()
 
     def set(self, name: str, kind: Kind) -> None:
-        """Note what is assigned to an attribute."""
+        """Note the kind assigned to an attribute."""
         known = self.attributes.get(name)
         self.attributes[name] = kind if known is None else joined(known, kind)
 
@@ -85,7 +85,7 @@ class Scope:
                 self.env[name] = kind
 
     def dotted(self, node: ast.AST) -> str | None:
-        """The full name of what was imported: `torch.nn.functional.softmax`."""
+        """The full name of an imported object: `torch.nn.functional.softmax`."""
         parts: list[str] = []
         while isinstance(node, ast.Attribute):
             parts.append(node.attr)

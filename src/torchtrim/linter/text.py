@@ -25,7 +25,7 @@ WORD = "torch"
 _WHAT = {
     "TT101": "a tensor's value is read on the host",
     "TT102": "a shape depends on the data",
-    "TT103": "data is copied to the device and the host waits for it",
+    "TT103": "data is copied to the device while the host waits",
     "TT104": "the program asks for it",
 }
 _SHOWN = 60

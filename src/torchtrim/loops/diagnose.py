@@ -25,7 +25,7 @@ def record(workload: Workload, warmup: int, progress: Progress) -> Profile:
 def findings_of(
     workload: Workload, select: Sequence[str] | None, progress: Progress
 ) -> tuple[Finding, ...]:
-    """What is wasteful in a step, dearest first."""
+    """What is wasteful in a step, most expensive first."""
     profile = record(workload, 1, progress)
     return with_settings(priced(profile, diagnose(profile, select))[0], profile.project)
 

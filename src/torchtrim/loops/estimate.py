@@ -48,7 +48,7 @@ class Estimate:
     and whose the bytes at the peak are, `holders` the largest of them and why they are alive; each adds
     up to the peak. `facts` has the bytes of parameters, gradients and optimizer state, exact, what other
     tensors of this process add to the peak (`unused_bytes`), and what recomputation would leave. `notes`
-    say what was assumed where nobody could know.
+    name the assumptions where nobody could know.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Estimate:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was assumed, and where."""
+        """The assumptions, and where they were made."""
         return (*self._made_notes, *self.trial.notes, *self._about_compiled())
 
     def _about_compiled(self) -> tuple[str, ...]:
@@ -141,7 +141,7 @@ class Estimate:
 
     @property
     def bytes_held(self) -> int:
-        """What has to fit: what the caching allocator reserves on a device, else what is allocated."""
+        """The bytes that have to fit: on a device those reserved by its caching allocator, else the peak."""
         return _held(self.profile)
 
     def __repr__(self) -> str:
@@ -289,7 +289,7 @@ class _Sized:
 
 
 def _taken(budget: int, unused: int) -> str:
-    """What a person is told whose budget other tensors hold."""
+    """The error where other tensors hold the budget."""
     return (
         f"tensors of this process that the step does not use hold {format_bytes(unused)}, so nothing fits "
         f"in {format_bytes(budget)}: they are a part of every peak here. Let go of them first (another "
@@ -303,7 +303,7 @@ def _held(profile: Profile) -> int:
 
 
 def _built(workload: Workload | Callable[[], Model]) -> tuple[Workload, tuple[str, ...]]:
-    """What is to be estimated, and what was assumed while it was made.
+    """The workload to estimate, and the assumptions made while it was built.
 
     A function is called dry, so that what it makes takes no memory.
     """

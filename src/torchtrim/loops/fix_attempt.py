@@ -21,7 +21,7 @@ Waits = Counter[tuple[str, int]]
 
 
 class Attempt(NamedTuple):
-    """What came of running rewrites. `left` are the waits at each; `wrong` says why they may not stay."""
+    """What came of running rewrites. `left`: the syncs left at each; `wrong`: why they may not stay."""
 
     rewrites: tuple[Rewrite, ...]
     texts: Mapping[str, str]
@@ -96,7 +96,7 @@ def _waits_left(
 
 
 def waiting_lines(profile: Profile, project: Path) -> Waits:
-    """How often a step waits at each line of the project's files, by absolute path."""
+    """How often a step synchronizes at each line of the project's files, by absolute path."""
     found: Waits = Counter()
     for path, line, _, _, count in waits_in(profile):
         absolute = (project / path).resolve()
@@ -106,7 +106,7 @@ def waiting_lines(profile: Profile, project: Path) -> Waits:
 
 
 def waits_of(match: Match, waits: Waits) -> int:
-    """How often a step waits at the match's own lines."""
+    """How often a step synchronizes at the match's own lines."""
     return _within(waits, _own_region(match))
 
 

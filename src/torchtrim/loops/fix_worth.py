@@ -40,7 +40,7 @@ def costs_more(after: Profile, before: Profile) -> str:
 
     They are not where the device alone is busy longer with them than the whole step took, its waits
     included. The host's share is left out: it is modelled for each operator alike, though selecting by a mask
-    gives out several kernels.
+    launches several kernels.
     """
     now, was = modelled(after), modelled(before)
     if now is None or was is None or now.busy_ms <= _DEARER * was.step_ms:

@@ -26,7 +26,7 @@ def recording(request: Request, step: int) -> Request:
 
 
 def uneven_note(trial: Trial) -> str:
-    """What a person is told of it."""
+    """The note about it."""
     peaks = [peak for peak in _peaks(trial).values() if peak]
     return (
         f"the steps differ in length: peaks from {format_bytes(min(peaks))} to "

@@ -1,4 +1,4 @@
-"""Reads source, tells what would wait for a device, and edits it where that is asked."""
+"""Reads source, finds host-device syncs, and edits it where that is asked."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from torchtrim.report import assemble
 
 
 class Checked(NamedTuple):
-    """What reading gave: the report, what could not be read, and what was edited; None for not asked."""
+    """What reading gave: the report, the files that could not be read, and the edits; None for not asked."""
 
     report: Report
     errors: tuple[str, ...]

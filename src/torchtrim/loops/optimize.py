@@ -1,4 +1,4 @@
-"""The whole loop: run, plan for a budget, run planned, correct the plan by what was measured, verify."""
+"""The whole loop: run, plan for a budget, run planned, correct the plan by the measurement, verify."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Fitting:
         return original
 
     def planner(self, original: Trial, only: str = "") -> Planner:
-        """A planner for what was observed, without the places that were dropped.
+        """A planner for the observed step, without the places that were dropped.
 
         `only`: for one technique, which need not be allowed.
         """

@@ -84,6 +84,6 @@ def _said(found: Fit) -> str:
         before, after = map(format_bytes, (found.original.peak_bytes, found.planned.peak_bytes))
         lines += [
             "",
-            f"Measured as it stands here: peak {before} -> {after}, {verdict} over {steps} steps.",
+            f"Measured with this file: peak {before} -> {after}, {verdict} over {steps} steps.",
         ]
     return "\n".join(lines) + "\n"

@@ -25,7 +25,7 @@ def with_settings(findings: Iterable[Finding], project: str) -> tuple[Finding, .
 
 
 class _Settings:
-    """Reads each file of the user's once."""
+    """Reads each user file once."""
 
     def __init__(self, project: str) -> None:
         self._project = project

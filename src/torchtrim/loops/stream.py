@@ -22,7 +22,7 @@ Progress = Callable[[str], None]
 
 
 class StreamRequest(NamedTuple):
-    """How many frames, what a frame is, and a plan for what is bounded how."""
+    """How many frames, what a frame is, and a plan of the bounds."""
 
     frames: int
     frames_of: str | None = None

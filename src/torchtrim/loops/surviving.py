@@ -47,7 +47,7 @@ def of_techniques(places: Collection[str], plan: Plan, profile: Profile | None) 
 
 
 def failure_note(error: PlannedStepFailed, dropped: Collection[str]) -> str:
-    """What a person is told of it."""
+    """The note about it."""
     return (
         f"a planned step failed, which the original does not, and was planned again without "
         f"{', '.join(sorted(dropped))}: {str(error).splitlines()[0]}"

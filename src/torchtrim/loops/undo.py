@@ -11,7 +11,7 @@ from torchtrim.fixes.writing.journal import holder_of, last_write
 
 
 def undo(start: Path) -> Undone:
-    """Take out the last write of source in the project around a path; what was edited since stays."""
+    """Take out the last write of source in the project around a path; later edits stay."""
     return undo_sources(start)
 
 

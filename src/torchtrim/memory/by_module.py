@@ -13,7 +13,7 @@ def by_module(profile: Profile, at: int | None = None) -> dict[str, int]:
     """Bytes at the peak, or at operator `at`, by module path, largest first.
 
     They add up to the peak. The workspace of a kernel is its module's; what belongs to no module, such
-    as the batch, stands under the empty path, and the states of an optimizer under its name.
+    as the batch, is under the empty path, and the states of an optimizer under its name.
     """
     at = peak_operator(profile) if at is None else at
     modules = module_paths(profile)

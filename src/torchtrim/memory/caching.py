@@ -101,7 +101,7 @@ class CachingAllocator:
         return self._handles
 
     def free(self, handle: int) -> None:
-        """Free what a handle stands for; nothing where it stands for zero bytes."""
+        """Free the block of a handle; nothing for a handle of zero bytes."""
         block = self._blocks.pop(handle, None)
         if block is None:
             return

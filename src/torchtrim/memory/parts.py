@@ -23,7 +23,7 @@ _BLOCK = re.compile(r".*?\.\d+(?=\.|$)")
 
 
 def peak_parts(profile: Profile) -> tuple[Part, ...]:
-    """What is alive at the peak, the largest part first; the parts add up to the peak."""
+    """What is live at the peak, the largest part first; the parts add up to the peak."""
     at = peak_operator(profile)
     found: Counter[str] = Counter()
     for number in alive(profile, at):

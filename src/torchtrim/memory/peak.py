@@ -18,7 +18,7 @@ _NOWHERE = Place(path="", line=0, function="")
 
 
 def holders(profile: Profile, at: int | None = None, most: int = 12) -> tuple[Holder, ...]:
-    """What is alive at the peak, or at operator `at`, largest first.
+    """What is live at the peak, or at operator `at`, largest first.
 
     Computed tensors are grouped by kind, module, line and reason; parameters, gradients and states
     by the top two levels of their module. Equal groups of repeated modules are one, with `*` for

@@ -60,7 +60,7 @@ class Allocator(Protocol):
 class CpuAllocator:
     """The CPU allocator, by the profiler's memory events.
 
-    The end of a block is told only if its beginning was, so watch the step before as well. There is one
+    A block's end is reported only if its beginning was, so watch the step before as well. There is one
     profiler in a process: the script's own comes first. Only the user scope is profiled, which costs a
     sixth of profiling all operators.
     """

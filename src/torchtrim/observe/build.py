@@ -1,4 +1,4 @@
-"""Makes a profile of what was recorded: names, lines, and the kind of every storage."""
+"""Makes a profile of a recording: names, lines, and the kind of every storage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that wait for a device and are no operators: who makes them tells, who records listens."""
+"""Calls that synchronize with a device and are no operators: who makes them tells, who records listens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Hearer(Protocol):
         """An event was put behind the work queued on a stream."""
 
     def event_awaited(self, event: Any, stream: int) -> None:
-        """What is queued on a stream from now on runs after an event; the host has not waited."""
+        """Work queued on a stream from now on runs after an event; the host has not waited."""
 
     def host_read(self, tensor: torch.Tensor) -> None:
         """A tensor of the host is about to be read by what is no operator."""
@@ -54,7 +54,7 @@ def tell_recorded(event: Any, stream: int) -> None:
 
 
 def tell_awaited(event: Any, stream: int) -> None:
-    """Say that a stream waits for an event."""
+    """Report that a stream was ordered after an event."""
     for hearer in _hearers:
         hearer.event_awaited(event, stream)
 

@@ -76,7 +76,7 @@ class _Slot:
 class Growing(Listener):
     """Listens to a stream of at most `frames` frames, and looks at the memory at some of them.
 
-    `ended` is told of each frame with its number and output, `done` when all are there.
+    `ended` is called for each frame with its number and output, `done` when all are there.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Growing(Listener):
         return self.frames // 3
 
     def grown(self) -> list[Grown]:
-        """What grows, the dearest first."""
+        """What grows, the largest first."""
         found = [*self._grown_containers(), *self._grown_slots()]
         return sorted(found, key=lambda one: (-one.bytes, one.owner.name))
 

@@ -34,7 +34,7 @@ def record_call(
     """The profile of one call, after `warmup` calls that are not recorded.
 
     `project` is the folder whose source is the user's own, by default the current one. One call is
-    recorded at a time: another thread's waits for it.
+    recorded at a time: another thread's waits its turn.
     """
     chosen = device or ("cuda" if torch.cuda.is_available() and current() is None else "emulated")
     setting = Setting(

@@ -1,4 +1,4 @@
-"""Which line of the user's source asked for an operator."""
+"""Which line of user code called an operator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Looks at what expressions of the user's source hold when they run.
+"""Looks at the values of expressions in user code when they run.
 
 A probed expression is wrapped, in the parsed tree, in a call that looks at its value and gives it back.
 Lines stay what they are. No value of a tensor is kept, and none is read but the share of a boolean one

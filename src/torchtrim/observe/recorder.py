@@ -76,7 +76,7 @@ class RawCall(NamedTuple):
 
 
 class RawWait(NamedTuple):
-    """A wait for the device, as recorded."""
+    """A host-device sync, as recorded."""
 
     sync: RawSync
     phase: Phase
@@ -106,7 +106,7 @@ class _Known(NamedTuple):
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records between `start` and `stop`; `phase` and the stack of modules are told from outside.
+    """Records between `start` and `stop`; `phase` and the stack of modules are set from outside.
 
     `recomputing` is above zero while a module's forward runs inside backward. `mark_operators` wraps each
     operator in a profiler range, so that a profiler that runs at the same time can cut the allocator's
@@ -198,7 +198,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._undo.callback(setattr, torch.UntypedStorage, "resize_", original)
 
     def _is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor of the host lies in pinned memory."""
+        """Whether a tensor of the host is in pinned memory."""
         if self._emulation is not None:
             return self._emulation.tags.is_pinned(tensor)
         with torch._C._DisableTorchDispatch():

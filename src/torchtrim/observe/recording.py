@@ -86,7 +86,7 @@ class Recording(Listener):
         self.running = True
 
     def pause(self) -> None:
-        """Stop now; `end` makes the profile of what was recorded until here."""
+        """Stop now; `end` makes the profile of the recording until here."""
         if self.running:
             self.running = False
             self._optimizer_steps.stop()

@@ -1,6 +1,6 @@
 """What autograd saved for backward, read off its graph when backward begins.
 
-Nothing is hooked. Hooks on saved tensors would be simpler, and change what is watched: with them every
+Nothing is hooked. Hooks on saved tensors would be simpler, and change the watched program: with them every
 tensor that backward asks for is another object, made by an operator more, without the attributes of the
 one that was saved; `torch.func` refuses to run; and what is written in place is no longer found out.
 """

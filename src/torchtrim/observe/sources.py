@@ -1,4 +1,4 @@
-"""Runs files of the user's with another text than they have on disk, or with probes in them.
+"""Runs user files with another text than they have on disk, or with probes in them.
 
 What is on disk stays as it is. A traceback names the file's own lines.
 """
@@ -38,7 +38,7 @@ class Sources:
             self._probes.install()
 
     def covers(self, path: str) -> bool:
-        """Whether the file is run otherwise than it stands."""
+        """Whether the file is run with another text or probes."""
         return path in self._files
 
     def code(self, path: str) -> CodeType:

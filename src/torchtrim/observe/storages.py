@@ -53,7 +53,7 @@ class Life:
 class Storages:
     """All storages seen; `lives` by number, the living by the address of their C++ storage.
 
-    `clock` is the number of the operator that runs next. `live_bytes` and `peak_bytes` count what lies
+    `clock` is the number of the operator that runs next. `live_bytes` and `peak_bytes` count the bytes
     on one device, or on all where none is given. `is_pinned` tells of a tensor of the host.
     """
 
@@ -121,7 +121,7 @@ class Storages:
         return known.number if known is not None else -1
 
     def counts(self, life: Life) -> bool:
-        """Whether the storage lies on a device whose bytes are counted: `"cuda"` is any of them."""
+        """Whether the storage is on a device whose bytes are counted: `"cuda"` is any of them."""
         return life.device.startswith(self._counted)
 
     def counted_bytes(self, life: Life) -> int:

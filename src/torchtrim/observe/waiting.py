@@ -123,6 +123,6 @@ class Waiting:
 
 
 def waiting_here(emulation: Emulation | None, note: Callable[[RawSync], None]) -> Waiting | None:
-    """None where there is no device to wait for."""
+    """None where there is no device to synchronize with."""
     there = emulation is not None or torch.cuda.is_available()
     return Waiting(emulation, note) if there else None

@@ -1,4 +1,4 @@
-"""Notes each moment at which the host waits for the device, and each read of what has not arrived yet."""
+"""Notes each host-device sync, and each read of data that has not arrived yet."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _COPIES = ("aten::_to_copy.default", "aten::copy_.default")
 
 
 class RawSync(NamedTuple):
-    """A wait as noted: row of `sync.table`, and operator; -1 for a call that is none."""
+    """A wait as noted: row of `sync.table`, and operator; -1 for a call of no operator."""
 
     row: str
     operator: int
@@ -51,7 +51,7 @@ class _Flight(NamedTuple):
 
 
 class _Join(NamedTuple):
-    """From `serial` on a stream is behind what was queued on another until `until`."""
+    """From `serial` on a stream is behind the work queued on another until `until`."""
 
     serial: int
     stream: int
@@ -59,9 +59,9 @@ class _Join(NamedTuple):
 
 
 class Waits:
-    """Asks the table about operators, and keeps track of copies that the host did not wait for.
+    """Asks the table about operators, and keeps track of copies that the host did not synchronize with.
 
-    `note` is told of each wait, and of each race: a read of a tensor of the host (`async-read`), or a
+    `note` is called for each sync, and for each race: a read of a tensor of the host (`async-read`), or a
     write to one (`async-source`), while a copy into it or out of it may be under way.
     """
 
@@ -168,18 +168,18 @@ class Waits:
             self._arrived(*recorded)
 
     def event_recorded(self, event: Any, stream: int) -> None:
-        """An event was put behind what is queued on a stream."""
+        """An event was put behind the work queued on a stream."""
         self._clock += 1
         self._events[event] = (stream, self._clock)
 
     def event_awaited(self, event: Any, stream: int) -> None:
-        """A stream waits for an event."""
+        """A stream was ordered after an event."""
         self._clock += 1
         if (recorded := self._events.get(event)) is not None:
             self._joins.setdefault(stream, []).append(_Join(self._clock, *recorded))
 
     def _is_straight(self, target: Any) -> bool:
-        """Whether a copy to the host may be late: what is not pinned the driver waits for."""
+        """Whether a copy to the host may be late: to memory that is not pinned it blocks."""
         return self._is_pinned(target) and bool(target.is_contiguous())
 
     def _asked(
@@ -209,14 +209,14 @@ class Waits:
         flights[key] = _Flight(stream_number(), self._clock, weakref.ref(storage, freed))
 
     def _lands(self, flights: dict[int, _Flight], tensor: Any) -> bool:
-        """Whether a copy of the tensor was under way; it is told once."""
+        """Whether a copy of the tensor was under way; true once a copy."""
         key = _key(tensor)
         return key is not None and flights.pop(key, None) is not None
 
     def _arrived(self, stream: int, until: int | None = None) -> None:
-        """What was queued on a stream is done: all of it, or what was when an event was recorded.
+        """The work queued on a stream is done: all of it, or that before an event was recorded.
 
-        So is what the stream had waited for by then.
+        So is the work that the stream was ordered after by then.
         """
         for flights in (self._downloads, self._uploads):
             for key, flight in list(flights.items()):

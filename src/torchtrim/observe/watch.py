@@ -30,7 +30,7 @@ _EVALUATES = 3
 
 
 class Listener:
-    """What a watcher tells; override what is wanted. All are called in the thread that trains."""
+    """What a watcher tells; override as needed. All are called in the thread that trains."""
 
     def module_starts(self, module: nn.Module, args: Any, kwargs: Any, depth: int) -> None:
         """A module's forward begins; `depth` 0 is a root. Called in recomputation too."""

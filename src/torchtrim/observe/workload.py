@@ -24,7 +24,7 @@ LossFunction = Callable[[Any, Any], torch.Tensor]
 class _Batched:
     """What has a batch, and a second one for odd steps: made when one is first wanted, if not given.
 
-    A second batch that was made lies on the host, and is brought to the device of the first when it is its
+    A second batch that was made is on the host, and is brought to the device of the first when it is its
     turn. A program has one batch at a time, so the one whose turn it is not counts nowhere (`spare`).
     """
 

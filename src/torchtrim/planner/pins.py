@@ -1,7 +1,7 @@
 """What a person pins: places at which nothing may change, and places at which a technique has to work.
 
-A pattern is a place as plans write it, in which `*` stands for anything and `?` for one character. Neither
-stands for a bracket, so that ranges of a Sequential are only meant where a pattern says so.
+A pattern is a place as plans write it, in which `*` matches anything and `?` one character. Neither
+matches a bracket, so that ranges of a Sequential are only meant where a pattern says so.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Pinned:
         return [where for name, where in self.forced if (name, where) not in there]
 
     def note(self) -> str:
-        """What is pinned, in words; empty for nothing."""
+        """The pins, in words; empty for nothing."""
         found: defaultdict[str, list[str]] = defaultdict(list)
         for kept in self._kept:
             found["nothing changes"].append(kept.where)
@@ -133,7 +133,7 @@ class Pinned:
         return [modules[n].path for n, found in spans.items() if tuple(found) == option.spans]
 
     def _nothing(self, name: str, text: str, offered: Sequence[Option]) -> str:
-        """What a pattern of a technique that matches nothing is told."""
+        """The error for a technique's pattern that matches nothing."""
         pattern = compiled(text)
         there = [one.path for one in self._step.modules if pattern.fullmatch(one.path)]
         places = [option.where for option in offered]
@@ -188,7 +188,7 @@ def overlap(some: Sequence[Span], others: Sequence[Span]) -> bool:
 
 
 def _within(some: Spans, others: Spans) -> bool:
-    """Whether each of these lies in one of those."""
+    """Whether each of these is inside one of those."""
     return all(any(b.first <= a.first and a.last <= b.last for b in others) for a in some)
 
 

@@ -144,7 +144,7 @@ class Planner:
             allow=self._allow,
         )
         without = free.floor.outcome.peak_bytes + smallest - self.floor.outcome.peak_bytes
-        return f"Without what is pinned under [pins] {format_bytes(without)} would do. "
+        return f"Without [pins] {format_bytes(without)} would do. "
 
     def frontier(self, points: int = 8, *, bias: int = 0) -> tuple[FrontierPoint, ...]:
         """The best plan for budgets from the original's peak down to the smallest feasible, and what
@@ -232,7 +232,7 @@ class Planner:
 
     @cached_property
     def _forced(self) -> list[tuple[Option, Edit]]:
-        """What is pinned, those apart that cost nothing."""
+        """The pinned options, those apart that cost nothing."""
         found = [pair for pair in self._overwriting[1] if self.pinned.demands(pair[0])]
         missing = self.pinned.missing((*self._free, *(option for option, _ in found)))
         if missing:

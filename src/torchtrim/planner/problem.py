@@ -83,7 +83,7 @@ class Problem:
 
     @cached_property
     def forced_seconds(self) -> float:
-        """Seconds that what is forced adds."""
+        """Seconds that the forced edits add."""
         return sum(edit.seconds for edit in self.forced)
 
     @cached_property

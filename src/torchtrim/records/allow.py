@@ -75,7 +75,7 @@ class Over:
 
 
 def load_allow(path: Path) -> AllowList:
-    """Load an allow-list. Raises `UnreadableInput`, naming the field, for anything that is none."""
+    """Load an allow-list. Raises `UnreadableInput`, naming the field, for anything else."""
     return load_toml(
         path,
         AllowList,

@@ -15,7 +15,7 @@ _MOST_BYTES = 2**24
 
 
 class Level(Struct, frozen=True, kw_only=True):
-    """What one test measured: waits for the device, peak, and the device that both are of."""
+    """What one test measured: host-device syncs, peak, and the device that both are of."""
 
     syncs: Annotated[int, Meta(ge=0)]
     peak_bytes: Annotated[int, Meta(ge=0)]

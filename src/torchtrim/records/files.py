@@ -66,7 +66,7 @@ def save_profile(profile: Profile, path: Path) -> None:
 
 
 def load_profile(path: Path) -> Profile:
-    """Load a profile. Raises `UnreadableInput`, naming the field, for anything that is none."""
+    """Load a profile. Raises `UnreadableInput`, naming the field, for anything else."""
     profile = decode(read_bounded(path, MOST_BYTES), Profile, str(path))
     wrong = check(profile)
     if wrong is not None:
@@ -135,7 +135,7 @@ def save_plan(plan: Plan, path: Path) -> None:
 
 
 def load_plan(path: Path) -> Plan:
-    """Load a plan. Raises `UnreadableInput`, naming the field, for anything that is none."""
+    """Load a plan. Raises `UnreadableInput`, naming the field, for anything else."""
     return load_toml(
         path,
         Plan,

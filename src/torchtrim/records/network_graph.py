@@ -8,7 +8,7 @@ from msgspec import Struct
 class Memory(Struct, frozen=True, kw_only=True):
     """Memory that one result, or several one after the other, lie in.
 
-    Alive at operators `first <= i < last` of the section. `offset`: where it lies in the arena, -1 for
+    Alive at operators `first <= i < last` of the section. `offset`: its place in the arena, -1 for
     memory of its own.
     """
 

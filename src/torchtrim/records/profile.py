@@ -87,8 +87,8 @@ class SavedTensor(Struct, frozen=True, array_like=True, gc=False):
 class Storage(Struct, frozen=True, array_like=True, gc=False):
     """A block of memory, alive during operators `birth <= i < death`.
 
-    `pool` is where its bytes lie: `"device"` for the memory that the profile is about; in a profile of a
-    GPU's memory, what lies on the host is in `"pinned"` or `"host"`, and counts for none of its figures.
+    `pool` is where its bytes are: `"device"` for the memory that the profile is about; in a profile of a
+    GPU's memory, host memory is in `"pinned"` or `"host"`, and counts for none of its figures.
 
     `birth` is -1 for what was alive before the step; `death` is the number of operators for what
     outlives it. `name` is the parameter's, buffer's or state's, else empty.
@@ -111,7 +111,7 @@ class Storage(Struct, frozen=True, array_like=True, gc=False):
 class Module(Struct, frozen=True, array_like=True, gc=False):
     """A module of a root. `chain`: its children run one after the other (`nn.Sequential`).
 
-    `hooked`: it carries hooks of the user's. `trains`: in training mode.
+    `hooked`: it carries user hooks. `trains`: in training mode.
     """
 
     path: Text
@@ -156,8 +156,8 @@ class Update(Struct, frozen=True, array_like=True, gc=False):
 class OptimizerStep(Struct, frozen=True, array_like=True, gc=False):
     """One call of an optimizer's `step`: operators `first <= i < last`, and what it updated, in its order.
 
-    `optimizer` is its name in plans, `type` its class's with the module's. `hooked`: it carries step hooks
-    of the user's.
+    `optimizer` is its name in plans, `type` its class's with the module's. `hooked`: it carries the user's
+    step hooks.
     """
 
     optimizer: Text
@@ -185,11 +185,11 @@ class LoaderWait(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Sync(Struct, frozen=True, array_like=True, gc=False):
-    """A moment at which the host waits for the device, or may read what has not arrived yet.
+    """A host-device sync, or a read of data that may not have arrived yet.
 
     `row` names the row of `sync.table` that says why. `operator` is the one that waits; -1 for a call
-    that is none, such as `torch.cuda.synchronize()`, whose `phase`, `place` and `caller` are its own.
-    `seconds` is how long the host stood there, None where no device was.
+    of no operator, such as `torch.cuda.synchronize()`, whose `phase`, `place` and `caller` are its own.
+    `seconds` is how long the host was blocked, None where no device was.
     """
 
     row: Text
@@ -325,7 +325,7 @@ def check(profile: Profile) -> str | None:
             return found
     for i, module in enumerate(profile.modules):
         if not -1 <= module.parent < i:
-            return f"`modules[{i}].parent` is {module.parent}; a parent stands before its children"
+            return f"`modules[{i}].parent` is {module.parent}; a parent comes before its children"
     return _wrong_saved(profile) or _wrong_growth(profile) or _wrong_update(profile)
 
 

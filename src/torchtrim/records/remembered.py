@@ -1,4 +1,4 @@
-"""What was computed of a profile, or of another object, is remembered as long as that lives."""
+"""Results computed from a profile, or another object, are cached as long as that lives."""
 
 from __future__ import annotations
 

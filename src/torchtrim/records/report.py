@@ -59,7 +59,7 @@ class FrontierPoint(Struct, frozen=True, kw_only=True):
 
 
 class Holder(Struct, frozen=True, kw_only=True):
-    """Storages alive at the peak that one module and line made, and why they still were."""
+    """Storages live at the peak that one module and line allocated, and why they still were."""
 
     bytes: Bytes
     count: int
@@ -118,7 +118,7 @@ class Report(Struct, frozen=True, kw_only=True):
     `floor_bytes` is the smallest feasible peak, where a budget cannot be met; `planned` then is the plan that
     needs so much, and `levers` say what each technique would reach, the quickest first. `peak_parts` is what
     the peak that counts is made of: the planned one where a budget is missed, else the original's. `next` is
-    the command to run next. `project` is the folder of the user's own source, `machine` the processor and
+    the command to run next. `project` is the folder of user code, `machine` the processor and
     its threads. `allowed` is what the
     allow-list covers of the findings. `waiting` is null where nothing waits or no device is known.
     `stream` is null but for verbs that watch a stream, `fixes` but for those that write source,

@@ -1,4 +1,4 @@
-"""What expressions of the user's source held when they ran: the evidence for a fix."""
+"""The values of expressions in user code when they ran: the evidence for a fix."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 Spot = tuple[int, int, int, int]
-"""Where an expression stands: first line, first byte in it, last line, byte after its end."""
+"""The span of an expression: first line, first byte in it, last line, byte after its end."""
 
 
 class Seen(Struct, frozen=True, kw_only=True):
     """One value. `kind` is `"tensor"`, or the name of its Python type.
 
     Of a tensor: type, device, shape, and for a boolean one the share that is true. `storage` numbers
-    what it lies in, within one execution. Of a Python number or string, `value` is its `repr`.
+    its storage, within one execution. Of a Python number or string, `value` is its `repr`.
     """
 
     kind: str

@@ -12,13 +12,13 @@ Phase = Literal["forward", "backward"]
 
 
 class TraceSite(Struct, frozen=True, kw_only=True):
-    """A place at which the host waits for the device.
+    """A sync point: a place at which the host synchronizes with the device.
 
     `line` is that of the call where `exact`, else of the function's definition; `lines` are the calls of
     the function that it may be, where the source was given and it is one of several. `path` is empty
     where the trace has no stacks; `within` then says which annotation or operator it happened in. A wait
-    of the backward pass stands at its forward operator's line. `op` is the innermost operator, or the
-    runtime's call outside of any. `count` is how often the host stood there: a copy and the
+    of the backward pass is at its forward operator's line. `op` is the innermost operator, or the
+    runtime's call outside of any. `count` is how often the host blocked there: a copy and the
     synchronization that belongs to it are once. `wait_ms` is how long the calls took as recorded,
     `saves_alone_ms` what the replay says the whole would gain if only this site did not wait; null where
     the trace cannot be replayed.
@@ -81,7 +81,7 @@ class TraceReport(Struct, frozen=True, kw_only=True):
 
     @property
     def waits(self) -> int:
-        """How often the host stood waiting, device-wide synchronizations of the program included."""
+        """How often the host blocked, device-wide synchronizations of the program included."""
         return sum(site.count for site in (*self.sites, *self.device_syncs))
 
 

@@ -21,8 +21,8 @@ class Request(Struct, frozen=True, kw_only=True):
     `batch_size`: what a script's loaders are to give in a dry run, if not what they would.
     `infers`: the script only runs its models; a step is a call of the first of them.
     `texts`: what files, by absolute path, are run as instead. `probes`: expressions to look at.
-    `measured`: figures are wanted, not only evidence. `exported`: the file of a module whose `apply` stands
-    in for the plan.
+    `measured`: figures are wanted, not only evidence. `exported`: the file of a module whose `apply`
+    replaces the plan's.
     """
 
     plan: Plan | None = None

@@ -96,7 +96,7 @@ def _words(buffers: Sequence[Buffer], packing: Packing, title: str, shown: int) 
     yield Markup(
         '<text x="{x}" y="26" font-size="16" font-weight="600">{}</text>'
         '<text x="{x}" y="46" class="dim">{} in {}, {}; {}</text>'
-        '<text x="{x}" y="{y}" class="dim">time; a box is a buffer, what lies between boxes is unused</text>'
+        '<text x="{x}" y="{y}" class="dim">time; a box is a buffer, the space between boxes is unused</text>'
     ).format(
         keep_left(clean(title), 100),
         drawn,

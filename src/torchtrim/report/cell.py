@@ -78,7 +78,7 @@ def profile_lines(profile: Profile) -> list[str]:
     """A profile in three lines."""
     counts = (
         f"{len(profile.operators)} operators, {len(profile.modules)} modules, "
-        f"{len(profile.syncs)} waits for the device"
+        f"{len(profile.syncs)} host-device syncs"
     )
     return [
         f"profile of {profile.script or 'a call'} on {profile.device}",

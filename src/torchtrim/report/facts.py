@@ -38,8 +38,8 @@ _TONES: dict[str, Tone] = {
 SAFETY = {
     "BITWISE": "Every compared bit is equal.",
     "ROUNDING": "The same real function: what differs shrinks with the type's epsilon.",
-    "NOT EQUAL": "What was compared with the original computes something else: do not use it.",
-    "UNDECIDED": "The original does not equal itself, and what differs lies within that.",
+    "NOT EQUAL": "The compared program computes something else than the original: do not use it.",
+    "UNDECIDED": "The original does not equal itself, and the difference is within that.",
 }
 
 
@@ -89,7 +89,7 @@ def bracketed(text: str) -> str:
 
 
 def emulated_name(report: Report) -> str:
-    """What is emulated, empty where nothing is."""
+    """The name of the emulated device, empty where there is none."""
     if not is_emulated(report.device):
         return ""
     return f" on an emulated {report.device.partition(' ')[2].upper() or 'GPU'}"
@@ -222,7 +222,7 @@ def waiting_lines(report: Report) -> list[str]:
 
 
 def gain_of(report: Report) -> str:
-    """What the dearest finding, or the waits together, would gain: the larger share of the step."""
+    """What the most expensive finding, or the waits together, would gain: the larger share of the step."""
     waiting, peak = report.waiting, peak_before(report) or 0
     size = max((finding.price_bytes or 0 for finding in report.findings), default=0)
     wait = waiting.all_saves_ms if waiting is not None else 0.0
@@ -318,7 +318,7 @@ def _site(finding: Finding) -> str:
 
 
 def home(record: Report | Profile | Side) -> str:
-    """The folder that places are told from: the project's, else the script's; empty for none."""
+    """The folder that places are relative to: the project's, else the script's; empty for none."""
     folder = record.project or str(PurePath(record.script).parent)
     return "" if folder in (".", "/") else folder
 
@@ -346,7 +346,7 @@ def difference_figure(value: float | None) -> str:
 
 
 def certificate_lines(certificate: Certificate) -> list[str]:
-    """What was compared, with which figures, and why the verdict is none to rely on."""
+    """The comparison, its figures, and why the verdict is none to rely on."""
     lines = [f"{certificate.verdict}: {_compared(certificate)}", _figures(certificate)]
     trusted = tone_of(certificate) == "good"
     return lines if trusted or not certificate.reason else [*lines, certificate.reason]

@@ -1,4 +1,4 @@
-"""A report's figures as rows of a table: what was measured, predicted, and measured again."""
+"""A report's figures as rows of a table: measured, predicted, and measured again."""
 
 from __future__ import annotations
 

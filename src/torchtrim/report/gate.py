@@ -1,4 +1,4 @@
-"""What a gate says on a terminal: which limits are passed and where, what is allowed, what no longer is."""
+"""What a gate says on a terminal: limits that are passed and where, allowed findings, unneeded entries."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def render(report: Report, over: Sequence[Over], allow_list: str, encoding: str 
     if used:
         lines.append(f"allowed by {allow_list}: {_sum(used)}")
     if unneeded:
-        lines.append(f"no longer needed in {allow_list}, delete what is repaired:")
+        lines.append(f"no longer needed in {allow_list}, delete these entries:")
         lines += _most(map(_entry, unneeded))
     return "".join(f"{keep_left(clean(line, encoding), _WIDTH)}\n" for line in lines)
 

@@ -10,7 +10,7 @@ from torchtrim.report.safe import clean
 
 
 def render(report: Report, *, root: str = "") -> str:
-    """A line for the verdict where it is bad or unsure, then one for each finding, dearest first.
+    """A line for the verdict where it is bad or unsure, then one for each finding, most expensive first.
 
     Paths are relative to `root`, by default the project: GitHub wants the repository's folder. What
     the allow-list covers is a notice, the rest are warnings. GitHub shows ten of each a step.

@@ -84,7 +84,7 @@ def _harmless(value: Any) -> Any:
 
 
 def _marked(text: str) -> Markup:
-    """Text with what stands between backticks as code."""
+    """Text with the parts between backticks as code."""
     parts = enumerate(_CODE.split(_harmless(text)))
     return Markup().join(
         Markup("<code>{}</code>").format(part) if at % 2 else Markup("{}").format(part)

@@ -126,7 +126,7 @@ def _measured(profile: Profile) -> _HostDeviceWaits:
 
 
 def _modelled(profile: Profile, device: Device) -> _HostDeviceWaits:
-    """As the waits were priced: one thread gives out the operators, one stream runs them."""
+    """As the waits were priced: one thread launches the operators, one stream runs them."""
     times = estimate(profile, device)
     program = one_stream(profile, device, times, range(len(profile.syncs)))
     moments = program.moments()

@@ -18,7 +18,7 @@ _INSTALLED = ("site-packages/", "dist-packages/")
 
 @dataclass(frozen=True, kw_only=True)
 class Located:
-    """A finding and its place. `path` is `""` where it lies outside; `where` names it in any case.
+    """A finding and its place. `path` is `""` where it is outside; `where` names it in any case.
 
     `text` and `advice` are the finding's message and fix, without the folder that paths begin with.
     """
@@ -40,7 +40,7 @@ class Located:
 
     @property
     def message(self) -> str:
-        """The finding in a sentence, with its place where it lies outside."""
+        """The finding in a sentence, with its place where it is outside."""
         named = self.path or not self.where
         return self.text if named else f"{self.text} (in {self.where})"
 
@@ -88,7 +88,7 @@ def _locate(
 
 
 def inside(path: str, base: str) -> str:
-    """`path` relative to `base`, on one line, with forward slashes; `""` where it lies outside."""
+    """`path` relative to `base`, on one line, with forward slashes; `""` where it is outside."""
     text = path.replace("\\", "/")
     folder = base.replace("\\", "/").rstrip("/")
     if folder and text.startswith(folder + "/"):

@@ -50,7 +50,7 @@ _Key = tuple[str, str, int]
 
 
 def operator_table(profile: Profile, lanes: Lanes, most: int, *, source: bool) -> OperatorTable:
-    """At most `most` rows. Without `source` no line is told, and lines are not told apart."""
+    """At most `most` rows. Without `source` no line is named, and lines are not distinguished."""
     sums, key_of = _sums(profile, source)
     on_device = lanes.source == "modelled"
     for span in lanes.device if on_device else lanes.host:

@@ -26,7 +26,7 @@ _STYLE = """
 class Saving(NamedTuple):
     """The bytes of a model and of one call with a batch of that size, as it is and planned.
 
-    Operators' workspace, which is known of planned calls only, is left out of what is compared.
+    Operators' workspace, which is known of planned calls only, is left out of the comparison.
     """
 
     batch: int
@@ -35,7 +35,7 @@ class Saving(NamedTuple):
 
     @property
     def share(self) -> float:
-        """What is saved of all, from 0 to 1."""
+        """The share saved, from 0 to 1."""
         return 1 - needed(self.after) / max(needed(self.before), 1)
 
 
@@ -52,7 +52,7 @@ class SavingPicture:
         self.savings = tuple(savings)
 
     def svg(self) -> str:
-        """As SVG: for each size of the batch a bar of what is needed as it is, and one planned."""
+        """As SVG: for each size of the batch a bar of its bytes as it is, and one planned."""
         height = _TOP + _PAIR * len(self.savings) + 8
         return str(
             Markup(
@@ -84,7 +84,7 @@ class SavingPicture:
 
 def _head(model: str) -> Iterator[Markup]:
     yield _text(16, 24, f"{model}: memory of a call, as it is (above) and planned (below)", "")
-    yield _text(16, 44, "each bar against what is needed as it is, without workspace", "dim")
+    yield _text(16, 44, "each bar against the bytes as it is, without workspace", "dim")
     for x, kind, words in ((440, "results", "results"), (520, "kept", "parameters and buffers")):
         yield _box(x, 35, 10, kind)
         yield _text(x + 16, 44, words, "dim")

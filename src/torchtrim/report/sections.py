@@ -49,7 +49,7 @@ class Page:
 
 
 def evidence(page: Page, room: Room) -> list[Text]:
-    """What was measured and predicted, and the kinds of memory at the peak with bars."""
+    """Measured and predicted figures, and the kinds of memory at the peak with bars."""
     heads, rows = figure_rows(page.report)
     if not heads:
         return []
@@ -97,7 +97,7 @@ def _padded(text: str, width: int) -> str:
 
 
 def holders(page: Page, room: Room) -> list[Text]:
-    """What is alive at the peak: bytes, module, place, why."""
+    """What is live at the peak: bytes, module, place, why."""
     shown = page.report.holders[: room.holders]
     if not shown:
         return []
@@ -105,7 +105,7 @@ def holders(page: Page, room: Room) -> list[Text]:
     modules = [keep_right(page.say(h.module or h.kind), share) for h in shown]
     places = [keep_right(page.place(h.path, h.line) or "-", share) for h in shown]
     widths = _widest(modules, share), _widest(places, share)
-    lines = [_more("alive at the peak", len(page.report.holders), len(shown))]
+    lines = [_more("live at the peak", len(page.report.holders), len(shown))]
     for holder, module, where in zip(shown, modules, places, strict=True):
         line = Text(format_bytes(holder.bytes).rjust(10))
         line.append("  " + _padded(module, widths[0]) + "  ").append(where, "cyan")

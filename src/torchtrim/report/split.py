@@ -27,7 +27,7 @@ _NAMES = {
 }
 _SLOWED = 1.05
 _COMMUNICATION = ("c10d::", "_c10d_functional::", "c10d_functional::")
-_CPU = "A CPU waits for no device. Host is Python between operators."
+_CPU = "On a CPU nothing synchronizes. Host is Python between operators."
 _STANDS_IN = (
     "The CPU did the GPU's work: these are not a GPU's times. Host is Python between operators."
 )

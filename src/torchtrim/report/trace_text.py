@@ -21,7 +21,7 @@ _BOUND = {
     "host": "the host: it gives work to the device more slowly than the device does it",
     "device": "the device: its work, one after the other, takes all of the time",
     "waits": "waiting: host and device take turns, and would overlap without",
-    "loader": "the data loader: the program stands in it while the device has nothing to do",
+    "loader": "the data loader: the program is in it while the device has nothing to do",
     "mixed": "neither alone: host and device each take most of the time",
     "unknown": "unknown: the trace cannot be replayed",
 }

@@ -293,7 +293,7 @@ def _caption(profile: Profile, drawn: Picture, far_budget: int | None) -> str:
             f"{format_bytes(hidden)} more, which kernels take where the recorder cannot see."
         )
     if far_budget is not None:
-        words.append(f"The budget of {format_bytes(far_budget)} lies above the picture.")
+        words.append(f"The budget of {format_bytes(far_budget)} is above the picture.")
     return " ".join(words)
 
 

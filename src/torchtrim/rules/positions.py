@@ -1,7 +1,7 @@
 """Finds relative positions that are written out as tensors of query times key, in a profile.
 
 From every softmax over scores the trace goes back, through operators that work element by element, to
-where what is added to the scores comes from. An index of a learnt table that has a number for each
+where the addend of the scores comes from. An index of a learnt table that has a number for each
 pair of tokens is a written-out position; so is a product with such an index of vectors, and one with
 an index for each pair of rows or of columns, which is how decomposed positions begin. The indices of a
 padding mask have no number for each pair, and masks are no index of anything: they are not taken.
@@ -90,7 +90,7 @@ def written_positions(profile: Profile) -> tuple[Written, ...]:
 
 
 class _Scores(NamedTuple):
-    """What is looked for at one softmax: pairs of tokens, keys, and scores in all."""
+    """The sizes to look for at one softmax: pairs of tokens, keys, and scores in all."""
 
     shape: tuple[int, ...]
     pairs: int

@@ -1,4 +1,4 @@
-"""What the waits of an emulated step would cost on the device that it stands for."""
+"""What the waits of an emulated step would cost on the device that it emulates."""
 
 from __future__ import annotations
 
@@ -82,5 +82,5 @@ def _order(
 
 
 def device_of(profile: Profile) -> Device:
-    """The device that an emulated profile stands for."""
+    """The device that an emulated profile is of."""
     return device_named(profile.device.partition(" ")[2] or _DEFAULT)

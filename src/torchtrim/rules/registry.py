@@ -40,9 +40,9 @@ def rule(code: str) -> Rule:
 
 
 def diagnose(profile: Profile, select: Iterable[str] | None = None) -> tuple[Finding, ...]:
-    """Findings of all rules, or of those selected, the dearest first.
+    """Findings of all rules, or of those selected, the most expensive first.
 
-    `select` takes codes and their beginnings: `"TT101"`, `"TT2"`. Dearest is the largest share of
+    `select` takes codes and their beginnings: `"TT101"`, `"TT2"`. Most expensive is the largest share of
     the step's time or of its peak. Where the line says `# torchtrim: ignore[TT101]`, no finding of
     that code is given.
     """

@@ -4,14 +4,14 @@
 
 Finds what hands a tensor's value to Python: `.item()`, `float(t)`, `if t:`, `range(t)`, `x[:t]`,
 `print(t)`, `torch.equal`, `torch.allclose`, and on a device also `.cpu()`, `.numpy()` and
-`.tolist()`. Reads of tensors that live in the host's memory wait for nothing and are left out; so
+`.tolist()`. Reads of tensors that live in the host's memory do not synchronize and are left out; so
 is a step that runs on the CPU. Reads are counted per line and step. On a real device the price is
 the time spent in them. [The table of waits](../waits.md) has every case with its source.
 
 ## Why is this bad?
 
 A device runs behind the host: the host queues work and goes on. A value can only be read when
-everything queued before it has run, so the host stands still, and then the device does while the
+everything queued before it has run, so the host is blocked, and then the device is idle while the
 host queues again. Within one step many reads cost about as much as the first, because the wait
 moves to the next one: remove them together and measure.
 
@@ -41,7 +41,7 @@ values are needed, `torch.stack(values).tolist()` waits once.
 
 ## Fix safety
 
-Reading later changes when a value is seen, not what is computed, as long as the step does not
+Reading later changes when a value is seen, not the results, as long as the step does not
 depend on it. A read that decides which code runs cannot go without a change of the program. A
 copy to the host with `non_blocking=True` is no fix by itself: its result must not be read before
 an event says that it has arrived.

@@ -1,4 +1,4 @@
-"""The shape of a result depends on values, so the host waits for the device to learn it.
+"""The shape of a result depends on values, so the host synchronizes to learn it.
 
 ## What it does
 
@@ -11,7 +11,7 @@ it in without counting. [The table of waits](../waits.md) has every case with it
 ## Why is this bad?
 
 PyTorch allocates a result before the device computes it, and for that it must know the shape. The
-host stands still until the device has counted, and the step cannot be captured as a CUDA graph.
+host is blocked until the device has counted, and the step cannot be captured as a CUDA graph.
 Selecting by a mask waits once in forward and once more in backward.
 
 ## Example

@@ -1,18 +1,18 @@
-"""Data goes from the host to the device by a copy that the host waits for.
+"""Data goes from the host to the device by a copy that blocks the host.
 
 ## What it does
 
 Finds copies to the device that block: `.to("cuda")` and `.cuda()` of a tensor in ordinary
 (pageable) memory, with `non_blocking=True` or without, or in pinned memory without it;
 `torch.tensor(values, device="cuda")`; and those that nobody wrote: a tensor on the device that is
-indexed by a list or by a tensor of the host. Copies between tensors on the device wait for nothing.
+indexed by a list or by a tensor of the host. Copies between tensors on the device do not block.
 [The table of waits](../waits.md) has every case with its source.
 
 ## Why is this bad?
 
 A blocking copy waits until the device has done all that was queued before it, and then for the
 copy itself. From pageable memory the driver first copies into a buffer of its own, so
-`non_blocking=True` alone changes little: the host still stands there.
+`non_blocking=True` alone changes little: the host is still blocked.
 
 ## Example
 

@@ -1,4 +1,4 @@
-"""The program asks to wait for the device.
+"""The program asks to synchronize with the device.
 
 ## What it does
 

@@ -128,7 +128,7 @@ def _repeated_calls(profile: Profile) -> list[Call]:
 
 
 def _inside_own_type(profile: Profile) -> list[bool]:
-    """Whether each module stands somewhere inside another of its type, the root apart."""
+    """Whether each module is somewhere inside another of its type, the root apart."""
     around: list[frozenset[str]] = []
     for module in profile.modules:
         if module.parent < 0:

@@ -1,4 +1,4 @@
-"""The step waits for its data loader for a fifth of its time or more.
+"""Loader waits take a fifth of the step's time or more.
 
 ## What it does
 
@@ -7,7 +7,7 @@ from 20 % of the step. The price is that time, the most that a faster loader can
 
 ## Why is this bad?
 
-While the host waits for a batch nothing is computed. With `num_workers=0`, the default, every
+During a loader wait nothing is computed. With `num_workers=0`, the default, every
 batch is read, decoded and collated between two steps, in the process that trains.
 
 ## Example
@@ -57,7 +57,7 @@ _SHARE = 0.2
 
 
 def check(profile: Profile) -> Iterator[Finding]:
-    """One finding where waiting for batches takes a large part of the step."""
+    """One finding where loader waits take a large part of the step."""
     waited = sum(wait.seconds for wait in profile.waits)
     if not 0 < profile.step_seconds * _SHARE <= waited:
         return

@@ -2,7 +2,7 @@
 
 ## What it does
 
-Finds what is added to the scores of an attention, or multiplied with its probabilities, and comes from
+Finds tensors added to the scores of an attention, or multiplied with its probabilities, that come from
 a learnt table that is indexed once for each pair of tokens: a bias of (heads, L, L), lookups of (batch,
 heads, L, L), vectors of (L, L, head_dim) on queries, keys or values, and decomposed positions, whose
 rows and columns are added up to L x L. It finds them in attention that is written out and in the

@@ -1,4 +1,4 @@
-"""What the rules on waiting for the device share."""
+"""What the rules on host-device syncs share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchtrim.rules.places import Line, line_of
 from torchtrim.sync.table.lookup import row
 
 CODES = ("TT101", "TT102", "TT103", "TT104")
-"""The codes of waits. TT105 is about races, which wait for nothing."""
+"""The codes of syncs. TT105 is about races, which do not synchronize."""
 
 
 def sync_numbers(profile: Profile, findings: Iterable[Finding]) -> list[tuple[int, ...]]:
@@ -63,7 +63,7 @@ def waiting_finding(
         path=line.path,
         line=line.line,
         end_line=line.line,
-        message=f"waits at {', '.join(_counted(profile, syncs))}: {what}, "
+        message=f"sync at {', '.join(_counted(profile, syncs))}: {what}, "
         f"{times(len(syncs))} a step{cost}",
         count_per_step=len(syncs),
         price_ms=price,

@@ -135,7 +135,7 @@ class Evidence(Listener):
 
 
 def digest_of(tensor: torch.Tensor) -> str:
-    """Hash of shape, type and every bit. A dense tensor on CPU is read where it lies."""
+    """Hash of shape, type and every bit. A dense tensor on CPU is read in place."""
     digest = hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), digest_size=12)
     digest.update(bytes_of(tensor))
     return digest.hexdigest()

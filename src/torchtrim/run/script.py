@@ -97,7 +97,7 @@ def failure(ended: Ended, timeout: float) -> ScriptFailed:
     if ended.timed_out:
         return ScriptFailed(
             f"the script was stopped after {timeout:.0f} s without having done its steps. If a step "
-            "really takes that long, give --timeout; if it waits for something, that is not here.",
+            "really takes that long, give --timeout; if it is blocked, what it needs is not here.",
             learnt=learnt,
             traceback=ended.output,
         )

@@ -50,7 +50,7 @@ class StreamTask(Struct, frozen=True, kw_only=True):
 
 
 class StreamTrial(Struct, kw_only=True):
-    """What one run left: what grew, a digest of each frame's results, what was bounded."""
+    """What one run left: what grew, a digest of each frame's results, the bounded state."""
 
     profile: Profile | None = None
     stream: Stream | None = None

@@ -230,7 +230,7 @@ def seed_all() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Have malloc keep what is freed, since to give it back and have every page cleared anew takes long.
+    """Have malloc keep freed memory, since to give it back and have every page cleared anew takes long.
 
     A script that runs alone has it otherwise, so this is not for runs whose time or memory is measured.
     """
@@ -274,7 +274,7 @@ def _watch_parent(lifeline: int) -> None:
 def run_in_folder(run: Callable[[Path], None]) -> None:
     """Run the task in the folder, then end at once: no exit handler of the script's may hang.
 
-    What was imported until now is hidden from the garbage collector, which is then quick.
+    Everything imported until now is hidden from the garbage collector, which is then quick.
     """
     folder, lifeline = Path(sys.argv[1]), int(sys.argv[2])
     gc.freeze()

@@ -1,7 +1,7 @@
 """The simulator for searches: options are switched on and off, and each switch costs the change.
 
 Between the moments at which some option changes anything the bytes alive rise and fall as in the step as it
-is, so all that lies between two such moments is one stretch, of which only the highest counts. Stretches
+is, so all between two such moments is one stretch, of which only the highest counts. Stretches
 are kept in blocks; a switch sums up the few blocks anew that it touches.
 """
 

@@ -28,7 +28,7 @@ class Outcome(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """Bytes of a pool: going into each task, and the highest while it or what is inserted before it runs."""
+    """Bytes of a pool: going into each task, and the highest while it or work inserted before it runs."""
 
     before: list[int]
     high: list[int]

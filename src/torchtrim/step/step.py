@@ -72,7 +72,7 @@ class Span(NamedTuple):
 class Module(NamedTuple):
     """A module of the program. `parent` is a number, -1 for a root's. `chain`: its children run in turn.
 
-    `hooked`: it carries hooks of the user's own.
+    `hooked`: it carries user hooks.
     """
 
     path: str

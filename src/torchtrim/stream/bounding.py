@@ -22,7 +22,7 @@ _ADVICE = (
 class Bounding:
     """Records of a tracker, bounded by a store.
 
-    `store` holds the entries and tombstones. `missed` counts reads of what was evicted, and
+    `store` holds the entries and tombstones. `missed` counts reads of evicted entries, and
     `first_missed` is the frame of the first: both stay 0 and `None` unless `keep` is below the live set.
     """
 

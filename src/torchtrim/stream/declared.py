@@ -201,7 +201,7 @@ def bound_caches(
         caches = {"memory": window(6), "encoder.images": volatile()}
         bound_caches(model, caches)
 
-    A name is that of an attribute, with dots where it lies deeper. A frame is a call of the module. A dict's
+    A name is that of an attribute, with dots where it is deeper. A frame is a call of the module. A dict's
     entries age from the call that wrote them, and `window(n)` keeps what is read up to n calls later. A list
     or deque keeps its newest `n` entries after a call, so it is for those to which a call adds one; places
     move, so it must be read from the end. Reading from a dict what went raises `Evicted`. `options` are those
@@ -229,7 +229,7 @@ def _find(module: Any, field: str) -> tuple[Any, str, Any]:
     except (AttributeError, KeyError, TypeError):
         raise UsageError(
             f"{type(module).__name__} has no {field!r}. Name an attribute that is a dict, list or deque, "
-            "with dots where it lies deeper: 'tracker.memory'."
+            "with dots where it is deeper: 'tracker.memory'."
         ) from None
 
 

@@ -69,7 +69,7 @@ def _middle(samples: Sequence[Sample]) -> int:
 
 
 def adapter_for(name: str, classes: Collection[str]) -> str:
-    """The function of `torchtrim.stream` that bounds what lies there; empty for none.
+    """The function of `torchtrim.stream` that bounds the state there; empty for none.
 
     `classes` are those of the objects on the way to it.
     """

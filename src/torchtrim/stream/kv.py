@@ -118,7 +118,7 @@ class SinkWindow:
             raise Unsupported(
                 f"{self.tokens} tokens were given and {self.sinks + self.window} rows are kept: the rows "
                 "that taking tokens back would uncover are gone. Nothing was changed. Reset, or choose a "
-                "window that holds all that may be taken back."
+                "window that holds all tokens that may be removed."
             )
         self.tokens -= min(abs(tokens_to_remove), self.tokens)
 

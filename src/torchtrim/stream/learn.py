@@ -1,7 +1,7 @@
 """Find the lifetimes of a state's fields by watching which of them are read how long after they were written.
 
 Reads are those of operators: while a stream runs, a dispatch mode sees the storages that each operator
-takes in, views aside, so it does not matter in which containers the state lies.
+takes in, views aside, so it does not matter in which containers the state is.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torchtrim.stream.tombstones import Key
 
 @dataclass(frozen=True, slots=True)
 class Parked:
-    """Stands for a tensor while its storage is spilled: which storage, and how the tensor lies in it."""
+    """Replaces a tensor while its storage is spilled: which storage, and the tensor's layout in it."""
 
     blob: int
     dtype: torch.dtype
@@ -32,7 +32,7 @@ class _Blob:
 
 
 class Parking:
-    """Spilled storages by number, and which entries wait for each."""
+    """Spilled storages by number, and which entries need each."""
 
     def __init__(self, spill: Spill) -> None:
         self._spill = spill
@@ -65,7 +65,7 @@ class Parking:
         return map_tensors(value, replace)
 
     def fetch(self, number: int) -> tuple[torch.UntypedStorage, set[Key]]:
-        """A storage with its bytes, on the device where it was, and the entries that wait for it."""
+        """A storage with its bytes, on the device where it was, and the entries that need it."""
         blob = self._blobs[number]
         data = self._spill.get(blob.token)
         data = data.to(blob.device, copy=data.device == blob.device)
@@ -73,7 +73,7 @@ class Parking:
         return data.untyped_storage(), blob.keys
 
     def leave(self, key: Key, value: Any) -> None:
-        """An entry with parked tensors is gone; storages that nobody waits for are dropped."""
+        """An entry with parked tensors is gone; storages that nobody needs are dropped."""
         for number in blobs_of(value):
             keys = self._blobs[number].keys
             keys.discard(key)
@@ -87,7 +87,7 @@ class Parking:
 
 
 def blobs_of(value: Any) -> set[int]:
-    """Numbers of the spilled storages that a value waits for."""
+    """Numbers of the spilled storages that a value needs."""
     if isinstance(value, Parked):
         return {value.blob}
     if isinstance(value, dict):
@@ -116,5 +116,5 @@ def unpark(value: Any, number: int, storage: torch.UntypedStorage) -> Any:
 
 
 def tensor_on(value: Any, storage: int) -> torch.Tensor:
-    """A tensor of the value that lies on a storage."""
+    """A tensor of the value that uses a storage."""
     return next(tensor for tensor in tensors_of(value) if storage_id(tensor) == storage)

@@ -1,4 +1,4 @@
-"""Where a tensor lies in a state: attribute names, keys and places; and patterns of such paths."""
+"""Where a tensor is in a state: attribute names, keys and places; and patterns of such paths."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Read in `sam2_base.py` and `sam2_video_predictor.py` of facebookresearch/sam2 at 2b90b9f, where each object
 is tracked on its own, and of yangchris11/samurai at 76ba195, where all objects are tracked at once and each
-result lies in two dicts. SAMURAI reads the scores of past frames from the newest back until enough of them
+result is in two dicts. SAMURAI reads the scores of past frames from the newest back until enough of them
 were good; of the good ones the newest are its memory, however old.
 """
 
@@ -187,7 +187,7 @@ def bound_state(
 
     `state` is what `predictor.init_state` returned. While `propagate_in_video` runs, what no later frame
     reads goes after each frame; masks are equal to the bit to those without. `corrections=N` keeps what
-    clicks up to N frames back need; `turns` what is needed to propagate from a prompt in either direction
+    clicks up to N frames back need; `turns` the state needed to propagate from a prompt in either direction
     again. Images in one tensor cannot go one by one and stay; a loader's go and are read again on demand.
     What would read something evicted raises `Evicted`. `options` are those of `StateStore`.
 

@@ -19,7 +19,7 @@ class Owner(Protocol):
         """A frame's record was written."""
 
     def absent(self, records: Records, frame: int, *, must: bool) -> Any:
-        """A frame that is not there was asked for. Raises `Evicted`, or returns what stands for it."""
+        """A frame that is not there was asked for. Raises `Evicted`, or returns its placeholder."""
 
     def lacks(self, record: Record, field: str) -> Any:
         """A field that is not there was read. Returns its value if it was spilled."""

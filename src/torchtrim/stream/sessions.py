@@ -125,7 +125,7 @@ def bound_session(
     several sessions may share it. After each frame what no later frame reads goes. Results are equal to
     the bit to those without, for streams forward and reverse, however long. Going back to a frame reads
     what was before it: `corrections=N` keeps what prompts up to N frames back need, their images too.
-    `turns` keeps what is needed to run from a prompt in either direction again; by default that is on
+    `turns` keeps the state needed to run from a prompt in either direction again; by default that is on
     where the whole video was given at the start. Frames of such a video stay: they are the input.
     Whatever would read something evicted raises `Evicted` and does not go on with another result.
 

@@ -25,7 +25,7 @@ class OverBudget(TorchtrimError):
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """An entry: where its value lies, and what is known of it. `parked` is its value while spilled."""
+    """An entry: where its value is, and its properties. `parked` is its value while spilled."""
 
     key: Key
     lifetime: Lifetime

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 _switch = [False]
 bounded: set[str] = set()
-"""What was bounded in this process, by name: kinds of state, few however many streams there are."""
+"""The bounded kinds of state in this process, by name: few however many streams there are."""
 
 
 @contextmanager

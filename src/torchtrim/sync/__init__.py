@@ -1,1 +1,1 @@
-"""What waits for the device, where, and what it would gain not to. Works on records; imports no torch."""
+"""Host-device syncs, where they are, what removing them would gain. Works on records; imports no torch."""

@@ -16,7 +16,7 @@ def as_they_are(value: Any) -> Any:
     """The value with containers of its own; tensors and modules are shared.
 
     Lists, tuples, dicts, and objects with attributes, such as a cache of keys and values that each block
-    makes longer. What cannot be copied, or lies deeper than eight, is shared.
+    makes longer. What cannot be copied, or is deeper than eight, is shared.
     """
     return _fresh(value, {}, _DEPTH)
 

@@ -78,7 +78,7 @@ class Exportable(Protocol):
     """A technique that can be written as plain PyTorch says with what."""
 
     def export(self) -> Plain:
-        """The function that stands in for `apply` where there is no torchtrim."""
+        """The function that replaces `apply` where there is no torchtrim."""
         ...
 
 

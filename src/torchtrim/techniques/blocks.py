@@ -27,7 +27,7 @@ def blocks_of(step: Step) -> list[Block]:
     """The blocks that save at least half a thousandth of the peak and may run twice.
 
     A block may not run twice if something writes to its inputs between its forward and its backward, or
-    if hooks of the user's hang in it. Of modules with the same operators the outermost is taken.
+    if it has user hooks. Of modules with the same operators the outermost is taken.
     """
     reader = _Reader(step)
     blocks: dict[tuple[Span, ...], Block] = {}

@@ -1,7 +1,7 @@
 """Chunked loss: linear and cross entropy some rows at a time, so that the logits are never there as a whole.
 
 A head gives its logits to `cross_entropy`, and PyTorch then keeps them, their log-softmax and two gradients,
-each rows times classes. Here the head's output only stands for logits. Views, shifts, transposes and casts
+each rows times classes. Here the head's output is only a placeholder. Views, shifts, transposes and casts
 of it are done to the hidden states, and `cross_entropy` (or `log_softmax` and `nll_loss`, as function or
 module) goes through the rows in chunks: it makes a chunk's logits, its loss and the gradients of hidden
 states and weight, and forgets the logits. Backward scales these gradients. Where each row has a gradient of

@@ -3,7 +3,7 @@
 `torch.utils.checkpoint` stops it by an exception, which it raises in the hook that packs the last tensor and
 which passes through the block's own frames. A handler of the block's would see it: `except Exception` would
 swallow it or raise another, and so may the context manager of a `with`. So the frames are looked at when that
-moment comes, and where a handler stands in the way the block runs to its end.
+moment comes, and where a handler is in the way the block runs to its end.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class EarlyStop:
         return left > 0 or (left == 0 and self._is_free(hook.f_back))
 
     def _is_free(self, frame: FrameType | None) -> bool:
-        """Whether no handler stands between a frame and the one that began to run the block again."""
+        """Whether no handler is between a frame and the one that began to run the block again."""
         while frame is not None:
             code = frame.f_code
             if code is self._outermost:

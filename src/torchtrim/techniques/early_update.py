@@ -82,7 +82,7 @@ class EarlyUpdates:
         self._used.append(parameter)
 
     def _mark(self, parameter: torch.Tensor) -> Spent:
-        """What stands for its gradient; a parameter may have changed its type or device."""
+        """The placeholder for its gradient; a parameter may have changed its type or device."""
         mark = self._marks.get(id(parameter))
         if mark is None or (mark.dtype, mark.device) != (parameter.dtype, parameter.device):
             mark = self._marks[id(parameter)] = Spent(parameter, self._where)
@@ -90,7 +90,7 @@ class EarlyUpdates:
 
     @contextlib.contextmanager
     def _around(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """`step` runs: it passes over what was updated already."""
+        """`step` runs: it passes over parameters updated already."""
         for number, settings in self._settings.items():
             if settings != _settings(optimizer.param_groups[number]):
                 raise self._refused(

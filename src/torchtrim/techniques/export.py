@@ -1,7 +1,7 @@
 """Writes a plan as a module of plain PyTorch, which needs torch and nothing of torchtrim.
 
 Each technique says which function of ours does its work. What that function uses of the files of this folder
-goes along, piece by piece, so what is exported is what torchtrim itself runs.
+goes along, piece by piece, so the exported code is what torchtrim itself runs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ERRORS = "torchtrim.errors"
 _HEAD = '''class ApplyFailed(RuntimeError):
     """The plan could not be applied. The model is as it was."""'''
 _TAIL = '''def apply(model: nn.Module, name: str = "", *, check: bool = True) -> Handles:
-    """Apply the plan to a live model. `revert()` of what is returned makes the model what it was.
+    """Apply the plan to a live model. `revert()` of the handles makes the model what it was.
 
     `name`: what the plan calls the model, by default its class. Without `check` it is not looked at whether
     the plan was made for this model. Raises `ApplyFailed`, the model as it was.
@@ -174,7 +174,7 @@ class _Bundle:
             self._want(file.module, name)
 
     def imports(self) -> Iterator[str]:
-        """What is imported, from Python and torch."""
+        """The imports, from Python and torch."""
         found: defaultdict[str, set[str]] = defaultdict(set)
         for module, names in self._wanted.items():
             outside = self._files[module].outside
@@ -188,7 +188,7 @@ class _Bundle:
         )
 
     def pieces(self) -> Iterator[str]:
-        """The texts, what is used before what uses it."""
+        """The texts, each after those that it uses."""
         known: dict[str, str] = {}
         for module in self._order:
             for piece in self._files[module].pieces:

@@ -1,8 +1,8 @@
 """Optimizer in backward: each gradient is used as soon as it is final, and dropped.
 
-A parameter's gradient is final when backward has added to it for the last time, and from then on it waits for
+A parameter's gradient is final when backward has added to it for the last time, and then it is kept for
 `optimizer.step()`. Here the optimizer's own step runs for that parameter at once, on the same numbers, so the
-result is the same bit for bit and gradients never lie there together. `optimizer.step()` passes over what was
+result is the same bit for bit and gradients are never there together. `optimizer.step()` passes over what was
 updated, and updates the rest. Where the script accumulates, parameters are updated in the last backward.
 
 Schedulers, parameter groups, `state_dict`, `load_state_dict` and `zero_grad` are as before. What comes
@@ -68,7 +68,7 @@ class OptimizerInBackward:
         )
 
     def apply(self, roots: Mapping[str, Any], technique: Technique) -> Handle:
-        """Hook the parameters of the named optimizers, and have `step` pass over what was updated."""
+        """Hook the parameters of the named optimizers, and have `step` pass over those updated."""
         from torchtrim.techniques.early_update import EarlyUpdates
 
         handles = Handles()

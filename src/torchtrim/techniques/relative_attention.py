@@ -121,7 +121,7 @@ def _with_followers(roots: Mapping[str, nn.Module], where: str) -> list[tuple[st
     same = [other for other in others if _NUMBER.sub(".*", other) == _NUMBER.sub(".*", path)]
     if others and not same:
         raise ApplyFailed(
-            f"`{where}` gives its bias to other layers, and none stands at its place in another "
+            f"`{where}` gives its bias to other layers, and none is at its place in another "
             f"block; there are {', '.join(others)}. Call torchtrim.attention.t5_attention there."
         )
     return [(where, first), *((f"{name}.{other}", others[other]) for other in same)]

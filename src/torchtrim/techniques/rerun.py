@@ -78,7 +78,7 @@ def rerun_places(
 
 
 def rerun_whole(module: nn.Module, told: Told | None = None) -> Swapped:
-    """Make a module run again as a whole. `told` is told of its runs."""
+    """Make a module run again as a whole. `told` hears of its runs."""
     return Swapped(module, functools.partial(_whole, Buffers([module], told or Untold(""))))
 
 

@@ -24,7 +24,7 @@ _MOST_KEPT = 48
 
 
 class Contest(NamedTuple):
-    """What is compared: a workload, and the workload and request that should equal it."""
+    """A comparison: a workload, and the workload and request that should equal it."""
 
     original: Workload
     planned: Workload
@@ -76,7 +76,7 @@ def _judge(
         if figures.difference <= NOISE_FACTOR * figures.noise:
             return "UNDECIDED", (
                 f"the original does not equal itself ({figures.noise:.1e}, first in {noise[0]}), and "
-                f"the plan's difference lies within {NOISE_FACTOR:.0f} times that"
+                f"the plan's difference is within {NOISE_FACTOR:.0f} times that"
             )
         return "NOT EQUAL", (
             f"the plan differs by {figures.difference:.1e}, the original from itself by "

@@ -80,7 +80,7 @@ class Facts:
         return found.pop() if found else unseen
 
     def leave_open(self, text: str) -> None:
-        """Note what is needed and not shown."""
+        """Note a fact that is needed and not shown."""
         if text not in self.missing:
             self.missing.append(text)
 

@@ -44,7 +44,7 @@ def capitals(text: str) -> list[str]:
 
 @cache
 def root(text: str) -> Site:
-    """The sites at which a form can be: the type of its node, and of a call what is called."""
+    """The sites at which a form can be: the type of its node, and of a call its function."""
     node = form(text)
     name = called(node.func) if isinstance(node, ast.Call) else ""
     return type(node), "" if _CAPITALS.fullmatch(name) else name

@@ -1,4 +1,4 @@
-"""Who else may see or write what a name of the user's stands for."""
+"""Who else may see or write the value of a name in user code."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def is_private(source: Source, function: ast.AST, name: str) -> bool:
 
 
 def only_reads(source: Source, use: ast.Name) -> bool:
-    """Whether nothing is written to, or kept of, what the name stands for where it is used."""
+    """Whether nothing is written to, or kept of, the value of the name where it is used."""
     node: ast.AST = use
     outer = source.parents[node]
     if isinstance(outer, ast.Subscript) and outer.value is node:
@@ -65,7 +65,7 @@ def only_reads_at(source: Source, node: ast.AST) -> bool:
 
 
 def was_fresh(source: Source, name: str, statement: ast.stmt) -> bool:
-    """Whether the name stands for a tensor of its own at the statement.
+    """Whether the name holds a tensor of its own at the statement.
 
     It does where an assignment before it, in the same block or one around it, made a new tensor that
     has only been read since.

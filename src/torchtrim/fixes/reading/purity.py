@@ -28,7 +28,7 @@ def is_simple(node: ast.AST) -> bool:
 def is_pure(node: ast.AST, source: Source) -> bool:
     """Whether it only computes a value, of names, operators, and functions of torch that are known for it.
 
-    What calls a function of the user's is not. Neither is what draws random numbers or changes
+    A call of a user's function is not. Neither is what draws random numbers or changes
     something in place.
     """
     return all(_pure_itself(part, source) for part in ast.walk(node))

@@ -1,4 +1,4 @@
-"""Reads of the device, `t.item()` and `float(t)`, and what is computed with them."""
+"""Reads of the device, `t.item()` and `float(t)`, and computations with them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Selections by a mask, `x[mask]`, and expressions that treat what was selected element by element."""
+"""Selections by a mask, `x[mask]`, and expressions that treat the selection element by element."""
 
 from __future__ import annotations
 
@@ -344,11 +344,11 @@ def need_fit(facts: Facts, tree: Tree, text: str) -> None:
             ),
         )
     facts.need(
-        "what is selected has the same number of dimensions wherever it is computed with each other",
+        "selections computed with each other have the same number of dimensions",
         lambda v: _fits(v, tree),
     )
     facts.need(
-        "what else it is computed with has no dimension that stands for what is selected",
+        "the other operands have no dimension for the selected elements",
         lambda v: all(
             _is_apart(getattr(v, f"C{n}"), v, trailing(v, tree) + part.lost)
             for n, part in enumerate(tree.operands)

@@ -1,4 +1,4 @@
-"""One file of the user's source: its tree, where each node is in the text, and what names mean."""
+"""One file of user code: its tree, where each node is in the text, and what names mean."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_BYTES = 4 * 2**20
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 Loop = ast.For | ast.AsyncFor | ast.While
 Site = tuple[type[ast.AST], str]
-"""A type of node, and of a call the last name of what is called; `""` is any."""
+"""A type of node, and of a call the last name of its function; `""` is any."""
 
 
 class Source:
@@ -226,7 +226,7 @@ def _children(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def called(function: ast.AST) -> str:
-    """The last name of what is called; `""` where it has none."""
+    """The last name of a called function; `""` where it has none."""
     if isinstance(function, ast.Attribute):
         return function.attr
     return function.id if isinstance(function, ast.Name) else ""

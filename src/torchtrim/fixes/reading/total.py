@@ -42,7 +42,7 @@ def is_total(node: ast.AST, source: Source) -> bool:
 def labels_of(node: ast.AST, source: Source) -> list[ast.expr]:
     """The names of class numbers in it, for which a loss raises where they are out of range.
 
-    What is computed of a name is given as it is, but for a view or `torch.where(mask, labels, ignored)`.
+    An expression of a name is given as it is, but for a view or `torch.where(mask, labels, ignored)`.
     """
     found = []
     for part in ast.walk(node):

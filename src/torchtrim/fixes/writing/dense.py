@@ -1,4 +1,4 @@
-"""Writes what was computed with selected elements as it is computed with all, the others kept harmless."""
+"""Writes a computation on selected elements as one on all, the others kept harmless."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Dense:
     """The text of a tree over all elements.
 
     `at` is where the mask may get a name, in a statement before, if it is more than a name. `torch` is
-    what the file calls torch. `flows`: gradients flow through what is computed, or may; to be made false
+    what the file calls torch. `flows`: gradients flow through the result, or may; to be made false
     where they cannot. Then all tensors are given a harmless value where nothing is selected. That they
     are also copied keeps what backward needs from later changes in place, as the selection did.
     """
@@ -97,8 +97,8 @@ class Dense:
     def _operand(self, number: int) -> str:
         node, lost = self._tree.operands[number]
         self._facts.need(
-            f"`{self._source.segment(node)[:60]}`, into which gradients flow, has the type of what was "
-            "selected",
+            f"`{self._source.segment(node)[:60]}`, into which gradients flow, has the type of the "
+            "selection",
             lambda v: (
                 not self._tree.casts
                 and all(
@@ -166,7 +166,7 @@ def _is_added_to(source: Source, node: ast.AST) -> bool:
 
 
 def named_mask(source: Source, mask: ast.expr, at: ast.AST) -> tuple[str, tuple[Edit, ...]]:
-    """A text that stands for the mask as often as wanted, and the statement before that it needs."""
+    """A text to write for the mask as often as wanted, and the statement before that it needs."""
     if not is_pure(mask, source):
         raise Refused(
             f"`{source.segment(mask)[:60]}` may do more than compute a mask, and would run once instead of "
@@ -178,7 +178,7 @@ def named_mask(source: Source, mask: ast.expr, at: ast.AST) -> tuple[str, tuple[
 def hoisted(
     source: Source, node: ast.expr, name: str, *, at: ast.AST
 ) -> tuple[str, tuple[Edit, ...]]:
-    """A text that stands for the node as often as wanted: itself if it is simple, or a name.
+    """A text to write for the node as often as wanted: itself if it is simple, or a name.
 
     The name is given in a statement before `at`, with the edit that is returned.
     """

@@ -1,4 +1,4 @@
-"""Names that are given what is selected and read in one expression only, with no change between."""
+"""Names that are given a selection and read in one expression only, with no change between."""
 
 from __future__ import annotations
 

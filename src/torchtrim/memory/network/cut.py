@@ -23,8 +23,8 @@ class Cut(NamedTuple):
 def best_cut(whole: Graph, part: Graph, order: Sequence[int], last: int) -> Cut:
     """The cut with the lowest peak, at `last` at most; of cuts as good the earliest.
 
-    `whole` and `part` are the same network on the whole batch and on a part of it. What is carried over
-    is there while the parts run, and after it until the end.
+    `whole` and `part` are the same network on the whole batch and on a part of it. Results carried over
+    are live while the parts run, and after them until the end.
     """
     carried = _carried(whole, order)
     homes = homes_of(part, order)

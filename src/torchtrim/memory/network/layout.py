@@ -1,4 +1,4 @@
-"""Where every buffer lies: in one arena at an offset, or in memory of its own."""
+"""Where every buffer is: in one arena at an offset, or in memory of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is packed and what comes out: buffers with lifetimes, offsets with their height."""
+"""The input and the output of packing: buffers with lifetimes, offsets with their height."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """Where each buffer lies: buffers that are alive together do not overlap.
+    """Where each buffer is: buffers that are alive together do not overlap.
 
     `offsets` is in bytes, by id, in the order given. `height` is where the highest buffer ends, and
     `lower_bound` the most bytes alive at one moment. `optimal` says that no packing is lower: the bound is

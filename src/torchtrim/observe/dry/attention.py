@@ -38,5 +38,5 @@ def _block(query: Any, key: Any) -> tuple[int, int]:
 
 
 def _reduced(query: Any, scores: int) -> int:
-    """A copy of the scores in half precision, where that is what is multiplied."""
+    """A copy of the scores in half precision, where the product has it."""
     return scores * query.dtype.itemsize if query.dtype.itemsize < _FLOAT else 0

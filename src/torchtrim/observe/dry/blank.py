@@ -48,7 +48,7 @@ class Blanks:
         return made
 
     def holds(self, address: int) -> bool:
-        """Whether what lies at an address is blank."""
+        """Whether the memory at an address is blank."""
         return self._base <= address < self._base + self._size
 
     def _place(self, size: int) -> int:

@@ -38,7 +38,7 @@ UNTOUCHED = frozenset(
 
 
 def _scalar(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
-    """`item()`: the number where it is known. A branch is told no, a count 0, a measured value 1."""
+    """`item()`: the number where it is known. A branch gets no, a count 0, a measured value 1."""
     if known:
         return func(*args, **kwargs)
     kind = args[0].dtype
@@ -101,7 +101,7 @@ def _index_put(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
 
 
 def _plain(dry: Dry, indices: Any) -> list[Any]:
-    """The indices as whole numbers; the kernel makes a table of those that a mask stands for."""
+    """The indices as whole numbers; the kernel makes a table of those that a mask selects."""
     plain = [part for index in indices for part in _as_numbers(dry, index)]
     masks = [index for index in indices if _is_mask(index)]
     made = [part for part in plain if part is not None and all(part is not i for i in indices)]
@@ -204,7 +204,7 @@ def _reduced_loss(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> A
 
 
 def _resize(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
-    """What is blank cannot grow where it lies, so it gets another storage."""
+    """A blank tensor cannot grow in place, so it gets another storage."""
     tensor, size = args[0], tuple(args[1])
     strides = torch.empty(size, device="meta").stride()
     if math.prod(size) * tensor.itemsize <= tensor.untyped_storage().nbytes():

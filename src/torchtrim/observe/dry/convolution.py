@@ -46,7 +46,7 @@ class _Sizes(NamedTuple):
 
 class _Case(NamedTuple):
     """One convolution. Shapes start with samples and channels; `y` is that of the output. `reach` is how
-    far the last of a kernel's points lies from its first, in columns."""
+    far the last of a kernel's points is from its first, in columns."""
 
     x: tuple[int, ...]
     w: tuple[int, ...]
@@ -117,7 +117,7 @@ def _with(case: _Case, samples: int) -> _Case:
 
 
 def _layout(tensor: Any) -> tuple[int, ...]:
-    """The order and gaps in which it lies, whatever the number of samples."""
+    """Its strides, whatever the number of samples."""
     return tuple(tensor.stride())
 
 

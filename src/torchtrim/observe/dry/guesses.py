@@ -11,7 +11,7 @@ from torchtrim.observe.places import Places, line_of
 
 
 class Guess(NamedTuple):
-    """A line that asked, and what was assumed there."""
+    """A line that asked, and the assumption there."""
 
     path: str
     line: int

@@ -108,7 +108,7 @@ class Machine:
         return untried
 
     def save(self) -> None:
-        """Remember what was tried, and what other processes did meanwhile."""
+        """Save the calls that were tried, with those that other processes saved meanwhile."""
         if self._is_saved or self._path is None:
             return
         self._is_saved = True
@@ -178,7 +178,7 @@ def needed(call: Callable[[], Any]) -> int:
 
 
 def zeros(tensor: torch.Tensor, samples: int | None = None) -> torch.Tensor:
-    """A tensor of zeros that lies as another does, with another number of samples."""
+    """A tensor of zeros in the layout of another, with another number of samples."""
     size = tensor.shape if samples is None else (samples, *tensor.shape[1:])
     return torch.empty_strided(size, tensor.stride(), dtype=tensor.dtype).zero_()
 

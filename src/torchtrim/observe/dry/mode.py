@@ -58,7 +58,7 @@ class _Known(NamedTuple):
 
 
 class Dry(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The mode. It lies under all others: a recorder sees what it would of a run.
+    """The mode. It is below all others: a recorder sees what it would of a run.
 
     `batch_size` is that of the first loader that batches. `owned_only`: numbers that were there before
     are not changed, as is right for a live model.

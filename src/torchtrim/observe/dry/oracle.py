@@ -85,7 +85,7 @@ def oracle() -> Oracle:
 
 
 def _key(value: Any) -> Any:
-    """What distinguishes an argument; `1`, `1.0` and `True` are told apart."""
+    """What distinguishes an argument; `1`, `1.0` and `True` are distinct."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.shape, value.stride()
     if isinstance(value, (list, tuple)):

@@ -61,7 +61,7 @@ def _is_short(call: Any) -> bool:
 
 
 def _skips(call: Any) -> bool:
-    """Whether tokens stand in front of the grid, which are joined with what is turned."""
+    """Whether tokens come before the grid, which are joined with the transposed ones."""
     from torchtrim.attention.buckets import parsed
 
     return bool(parsed(call[_BUCKETS]).skip)

@@ -68,7 +68,7 @@ def _patch_storages(patches: Patches, dry: Dry) -> None:
 
 
 def _patch_compile(patches: Patches, dry: Dry) -> None:
-    """What is compiled runs as it is written: nobody knows what the compiler would fuse."""
+    """Compiled code runs as it is written: nobody knows what the compiler would fuse."""
 
     def compile_(model: Any = None, **options: Any) -> Any:
         dry.guesses.add("torch.compile: counted as it runs without; fused operators may need less")
@@ -94,7 +94,7 @@ def _patch_profilers(patches: Patches) -> None:
 
 
 def _patch_files(patches: Patches, dry: Dry) -> None:
-    """Nothing is saved, since it would be zeros over somebody's weights; what is loaded is mapped."""
+    """Nothing is saved, since it would be zeros over somebody's weights; loaded files are mapped."""
     load: Any = torch.load
 
     def save(*_: Any, **__: Any) -> None:

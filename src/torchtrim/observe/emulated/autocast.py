@@ -142,7 +142,7 @@ class Autocast:
             )
 
     def _where_wanted(self, func: Any) -> Callable[..., Any]:
-        """The CPU's own kernel for what lies on the device; for the host only if it was asked for."""
+        """The CPU's own kernel for tensors on the device; for the host only if it was asked for."""
         own = torch.library.get_kernel(func, "AutocastCPU")
 
         def kernel(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:

@@ -202,7 +202,7 @@ def fused_attention(
 ) -> tuple[torch.Tensor, ...]:
     """Attention with dropout by the CPU's plain kernels, whose matrices of `Lq x Lk` nobody keeps.
 
-    Gives the output, what a GPU keeps of each row's sum, and what stands for the random numbers.
+    Gives the output, what a GPU keeps of each row's sum, and a placeholder for the random numbers.
     """
     seed, generator = _remembered()
     weights, kept = _weights(query, key, attn_bias, dropout_p, is_causal, scale, generator)

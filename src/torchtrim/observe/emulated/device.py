@@ -73,7 +73,7 @@ class Emulation:
         _running.append(self)
 
     def adopt(self, root: torch.nn.Module) -> None:
-        """Take a root that lies on the host as if its author had put it, and what it meets, on the device."""
+        """Take a root on the host as if its author had put it, and what it meets, on the device."""
         tensors = [*root.parameters(), *root.buffers()]
         if not any(self.tags.on_device(tensor) for tensor in tensors):
             self.accelerator.adopts = True

@@ -65,7 +65,7 @@ _NO_KERNEL = "Could not run '"
 
 
 class _Known(NamedTuple):
-    """What is known of an operator by its name. One that `takes_lists` is told by the first of each."""
+    """The properties of an operator by its name. One that `takes_lists` is judged by the first of each."""
 
     copies: bool
     meets_host: bool
@@ -85,7 +85,7 @@ class _Local(threading.local):
 class Accelerator(TorchDispatchMode):
     """One emulated CUDA device. `call` runs an operator; the mode does so for those that nobody records.
 
-    An operator lies on the device if it says so or one of its tensors does. `target` is where the copy
+    An operator is on the device if it says so or one of its tensors does. `target` is where the copy
     that runs now is to go: on the device, to the host, or where it comes from (None). `adopts`: tensors
     of the host that meet some of the device are taken to lie there too. `composites`: operators that are
     made of others differently than on the CPU, and how.
@@ -110,7 +110,7 @@ class Accelerator(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """True: what is compiled runs compiled."""
+        """True: compiled code runs compiled."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -157,12 +157,12 @@ class Accelerator(TorchDispatchMode):
         return result
 
     def _is_number_on_device(self, args: Any) -> bool:
-        """Whether a value that is assigned is one number, and on the device: its gradient lies there."""
+        """Whether a value that is assigned is one number, and on the device: its gradient is there."""
         value = args[2] if len(args) > 2 else None
         return isinstance(value, torch.Tensor) and not value.dim() and self.tags.on_device(value)
 
     def _made(self, known: _Known, result: Any) -> tuple[Any, ...]:
-        """What of an operator's results lies where the operator ran."""
+        """The results of an operator that are where it ran."""
         if known.own_target:
             return ()
         return result[:1] if known.counts_on_host else (result,)
@@ -210,7 +210,7 @@ class Accelerator(TorchDispatchMode):
             self.tags.leave_open(made)
 
     def _met(self, known: _Known, values: Iterable[Any], host: list[torch.Tensor]) -> bool:
-        """Whether a tensor among the values lies on the device. Those that do not are added to `host`."""
+        """Whether a tensor among the values is on the device. Those that are not are added to `host`."""
         device = self.tags._device
         on = False
         some_open = self.tags.any_open()

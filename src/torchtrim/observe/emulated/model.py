@@ -22,7 +22,7 @@ class DeviceModel(NamedTuple):
     short: str = ""
 
     def properties(self) -> SimpleNamespace:
-        """What stands for the properties of a device."""
+        """The emulated properties of a device."""
         return SimpleNamespace(
             name=f"{self.name} (emulated)",
             major=self.major,
@@ -64,7 +64,7 @@ MODELS: dict[str, DeviceModel] = {
     )
 }
 DEFAULT = MODELS["a100"]._replace(short="")
-"""What is emulated where no name was given."""
+"""The model to emulate where no name was given."""
 
 
 def model_named(name: str | None) -> DeviceModel:

@@ -10,7 +10,7 @@ _ABSENT = object()
 
 
 class Patches:
-    """What was replaced; `undo` puts it back, the last first."""
+    """Replaced attributes; `undo` puts the originals back, the last first."""
 
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()

@@ -66,7 +66,7 @@ class Counters:
         self.settle().reset_peaks()
 
     def empty(self) -> None:
-        """Give back what no tensor lies in; the device is waited for where there is any."""
+        """Give back memory that no tensor uses; synchronizes the device where there is any."""
         allocator = self.settle()
         before = allocator.reserved
         allocator.empty_cache()
@@ -278,7 +278,7 @@ def _check_index(device: Any) -> None:
 
 
 def _driver() -> SimpleNamespace:
-    """What stands for the module of CUDA's runtime."""
+    """The replacement of the module of CUDA's runtime."""
     done = dict.fromkeys(("cudaProfilerStart", "cudaProfilerStop", "cudaDeviceSynchronize"), _zero)
     return SimpleNamespace(**done, cudaError=SimpleNamespace(success=0))
 

@@ -23,7 +23,7 @@ _NEED_A_DEVICE = (
 class OnDemand:
     """Waits until the user's own source tests for CUDA, or anybody asks for a CUDA device.
 
-    A library that tests for CUDA is told that there is none, until then.
+    A library that tests for CUDA finds none, until then.
     """
 
     def __init__(self, emulation: Emulation, project: str) -> None:

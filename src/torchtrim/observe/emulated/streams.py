@@ -1,5 +1,5 @@
 """Streams and events of the emulated device. Work on it is done as soon as it is queued, so nothing waits;
-what *would* wait is told by whoever records.
+whoever records tells what *would* wait.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Stream:
         return False
 
     def wait_stream(self, stream: Any) -> None:
-        """Have work queued later wait for a stream."""
+        """Order work queued later after a stream."""
         self.wait_event(stream.record_event())
 
     def wait_event(self, event: Any) -> None:
-        """Have work queued later wait for an event."""
+        """Order work queued later after an event."""
         event.wait(self)
 
     def record_event(self, event: Any = None) -> Any:
@@ -96,7 +96,7 @@ class Event:
         tell_recorded(self, chosen.stream_id)
 
     def wait(self, stream: Any = None) -> None:
-        """Have work queued later on a stream wait for this event."""
+        """Order work queued later on a stream after this event."""
         tell_awaited(self, (stream if stream is not None else current_stream()).stream_id)
 
     def synchronize(self) -> None:
@@ -114,7 +114,7 @@ class Event:
 
 
 class AnyEvent(Event):
-    """Stands for `torch.Event`, which is told the device first."""
+    """Replaces `torch.Event`, which takes the device first."""
 
     def __init__(self, device: Any = None, *, enable_timing: bool = False, **kwargs: Any) -> None:
         super().__init__(enable_timing)

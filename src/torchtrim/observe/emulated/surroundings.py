@@ -65,7 +65,7 @@ def patch_parallel(patches: Patches, mover: Mover) -> None:
 
 
 def patch_compile(patches: Patches, noted: set[str]) -> None:
-    """What is emulated runs eagerly."""
+    """An emulated program runs eagerly."""
 
     def compile_(model: Any = None, **options: Any) -> Any:
         noted.add("torch.compile was left out: an emulated device runs eagerly")

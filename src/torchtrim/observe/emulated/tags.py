@@ -40,7 +40,7 @@ class Tags:
         self._on_free = self._freed
 
     def on_device(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor lies on the emulated device; what stands for one, where it is made from."""
+        """Whether the tensor is on the emulated device; for a placeholder, whether its source is."""
         made_from = getattr(type(tensor), "made_from", None)
         if made_from is not None:
             return self.on_device(made_from(tensor))
@@ -53,7 +53,7 @@ class Tags:
                 return tensor.untyped_storage()._cdata in self._device
 
     def holds(self, storage: Any) -> bool:
-        """Whether an untyped storage lies on the emulated device."""
+        """Whether an untyped storage is on the emulated device."""
         return storage._cdata in self._device
 
     def storage_at(self, address: int) -> Any:
@@ -62,7 +62,7 @@ class Tags:
         return next((one for one in living if one is not None and one.data_ptr() == address), None)
 
     def put(self, tensor: torch.Tensor) -> None:
-        """Say that the tensor's storage lies on the device."""
+        """Say that the tensor's storage is on the device."""
         try:
             storage = tensor.untyped_storage()
         except _NO_STORAGE:
@@ -73,7 +73,7 @@ class Tags:
         self.put_storage(storage)
 
     def put_storage(self, storage: Any) -> None:
-        """Say that a storage lies on the device."""
+        """Say that a storage is on the device."""
         key = storage._cdata
         if key in self._device:
             return
@@ -85,7 +85,7 @@ class Tags:
         self.events.append((tag.number, storage.nbytes()))
 
     def take(self, tensor: torch.Tensor) -> None:
-        """Say that the tensor's storage lies on the host after all."""
+        """Say that the tensor's storage is on the host after all."""
         tag = self._device.get(tensor.untyped_storage()._cdata)
         if tag is not None:
             self._freed(tag)
@@ -95,19 +95,19 @@ class Tags:
         _mark(self._pinned, tensor)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor lies in pinned memory of the host."""
+        """Whether the tensor is in pinned memory of the host."""
         return _marked(self._pinned, tensor)
 
     def leave_open(self, tensor: torch.Tensor) -> None:
-        """Say that it shows later where the tensor lies: on the device if it meets a tensor of it."""
+        """Say that it shows later where the tensor is: on the device if it meets a tensor of it."""
         _mark(self._undecided, tensor)
 
     def any_open(self) -> bool:
-        """Whether it is not decided of some tensor where it lies."""
+        """Whether it is not decided of some tensor where it is."""
         return bool(self._undecided)
 
     def is_open(self, tensor: torch.Tensor) -> bool:
-        """Whether it is not decided yet where the tensor lies."""
+        """Whether it is not decided yet where the tensor is."""
         return _marked(self._undecided, tensor)
 
     def _freed(self, tag: _Tag) -> None:

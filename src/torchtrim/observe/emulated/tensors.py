@@ -56,7 +56,7 @@ def patch_properties(patches: Patches, tags: Tags) -> None:
 
 
 def patch_gradients(patches: Patches, accelerator: Accelerator) -> None:
-    """`grad`, which lies where its tensor does: autograd moves that of a number, and takes no other."""
+    """`grad`, which is on its tensor's device: autograd moves that of a number, and takes no other."""
     tags = accelerator.tags
     own = Tensor.grad
 
@@ -215,7 +215,7 @@ def patch_storages(patches: Patches, tags: Tags) -> None:
 
 
 def patch_exchange(patches: Patches, tags: Tags) -> None:
-    """DLPack: other libraries are told of the device, and torch finds its own tensors again."""
+    """DLPack: other libraries see the device, and torch finds its own tensors again."""
 
     def device(self: Any) -> Any:
         return (DLDeviceType.kDLCUDA, 0) if tags.on_device(self) else own_device(self)

@@ -17,7 +17,7 @@ class Ref(NamedTuple):
 
 
 class Value(NamedTuple):
-    """A tensor: its geometry, and the memory that it lies in. Strides are in elements.
+    """A tensor: its geometry, and its memory. Strides are in elements.
 
     `memory` numbers the memory; views share it. `ours` says that it is born inside of the network and is
     no input's or parameter's.

@@ -1,4 +1,4 @@
-"""JSON of a trace -> events. Strict and fast first; what is malformed is then left out, and said."""
+"""JSON of a trace -> events. Strict and fast first; malformed events are then left out, and said."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _LooseFile(Struct):
 
 
 class Decoded(Struct):
-    """The events of a trace, what it says about itself, and what had to be mended to read it."""
+    """The events of a trace, what it says about itself, and what had to be repaired to read it."""
 
     events: list[Event]
     meta: Meta
@@ -80,9 +80,7 @@ def _decode(data: bytes | bytearray, source: str, notes: list[str]) -> Decoded:
         wrong = error
     without = _NO_NUMBER.sub(lambda match: match[1] or b"null", data)
     if without != data:
-        notes.append(
-            "NaN or infinity stood in the file, which JSON does not have; read as nothing."
-        )
+        notes.append("The file has NaN or infinity, which JSON does not; read as nothing.")
         try:
             return _readable(without, source, notes)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:

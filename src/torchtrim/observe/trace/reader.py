@@ -40,7 +40,7 @@ _EMPTY = Args()
 def read_trace(path: Path, most: int = MOST_BYTES) -> Trace:
     """Read one trace.
 
-    Raises `UnreadableInput` for what is damaged, hostile or no trace, `Unsupported` for a trace in which
+    Raises `UnreadableInput` for a damaged or hostile file or no trace, `Unsupported` for a trace in which
     no device did anything.
     """
     decoded = decode(read_bytes(path, most), str(path))

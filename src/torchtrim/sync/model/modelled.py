@@ -51,7 +51,7 @@ def price_syncs(
     """Price every wait of the profile on the device, alone and in sets.
 
     `sites` are the syncs that go together, by number; by default those of one line and row. One thread
-    gives out the operators in their order to one stream. Copies that race are no waits.
+    launches the operators in their order on one stream. Copies that race are no waits.
     """
     times = estimate(profile, device)
     groups = _groups(profile) if sites is None else sites

@@ -1,4 +1,4 @@
-"""What a step depends on most: the host, the device, their waiting for each other, or the loader."""
+"""What a step depends on most: the host, the device, the syncs between them, or the loader."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _NONE: frozenset[int] = frozenset()
 
 
 class Replayed(NamedTuple):
-    """How long the program took, in microseconds, and for each site how long the host stood there."""
+    """How long the program took, in microseconds, and for each site how long the host was blocked."""
 
     span: float
     waited: dict[int, float]

@@ -1,4 +1,4 @@
-"""One thread that gives out operators in their order to one stream, and waits for it now and then.
+"""One thread that launches operators in their order on one stream, and synchronizes with it now and then.
 
 What operators between two waits do to the two clocks, the host's and the stream's, is one step of max-plus
 algebra (Baccelli, Cohen, Olsder and Quadrat, "Synchronization and Linearity", Wiley 1992), so a replay takes
@@ -23,7 +23,7 @@ class Stretches(NamedTuple):
     """What happens up to each wait and up to the end, as columns.
 
     The host goes on by `host`. The stream is free `device` after it was, or `both` after the host
-    began, whichever is later. Then the host waits at `site`.
+    began, whichever is later. Then the host synchronizes at `site`.
     """
 
     host: array[float]

@@ -20,7 +20,7 @@ _WORTH = 1.01
 
 @dataclass(kw_only=True)
 class Prices:
-    """Microseconds that the whole gains: `alone` by site, `sets` with the dearest first.
+    """Microseconds that the whole gains: `alone` by site, `sets` with the largest gain first.
 
     `unpriced` is how many sites there was no time to try alone.
     """
@@ -92,7 +92,7 @@ def _grow(
 
 
 def _ranked(sets: dict[frozenset[int], float]) -> list[tuple[frozenset[int], float]]:
-    """The dearest first, of each size one; left out where one of its own subsets gains as much."""
+    """The largest gain first, of each size one; left out where one of its own subsets gains as much."""
     ranked: list[tuple[frozenset[int], float]] = []
     sizes: set[int] = set()
     for chosen, gain in sorted(sets.items(), key=lambda item: (-item[1], len(item[0]))):

@@ -1,1 +1,1 @@
-"""What waits for a CUDA device in PyTorch: a table with a source for each row, by families."""
+"""Host-device syncs of PyTorch on CUDA: a table with a source for each row, by families."""

@@ -47,7 +47,7 @@ CHECK = Row(
 CHECKED = Row(
     name="linalg-check-errors",
     code="TT101",
-    what="A `linalg` function of the `_ex` form that is told to check",
+    what="A `linalg` function of the `_ex` form that is asked to check",
     when="`check_errors` is True",
     operators=(
         "aten::linalg_inv_ex",
@@ -137,7 +137,7 @@ LDL_SOLVE = Row(
     when="always, for all streams of the device",
     operators=("aten::linalg_ldl_solve",),
     waits=filled("LD", "B"),
-    evidence=(native(_LIBRARY, 150, "waits for the whole device"),),
+    evidence=(native(_LIBRARY, 150, "synchronizes the whole device"),),
     advice="`torch.linalg.solve_ex`.",
 )
 

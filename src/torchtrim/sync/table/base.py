@@ -33,7 +33,7 @@ class Ask(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """A line of public source that waits: `repository` at `ref`, `path`, `line`, and what stands there.
+    """A line of public source that waits: `repository` at `ref`, `path`, and `line`.
 
     `note` says in our own words why the line waits.
     """
@@ -52,7 +52,7 @@ class Evidence:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One way to wait for the device.
+    """One kind of host-device sync.
 
     `operators` are the names, with their overloads or without (`"aten::nonzero"`), that the row is asked
     about; empty for a call that is no operator. `waits` tells from the arguments how often the operator

@@ -111,7 +111,7 @@ TO_HOST = Row(
         native("TensorConversions.cpp", 346, "the result of a late copy to the host is pinned"),
         _SPARSE,
     ),
-    advice="Copy less often: stack what is wanted, and read it once.",
+    advice="Copy less often: stack the values, and read them once.",
 )
 
 INTO_HOST = Row(

@@ -27,23 +27,23 @@ SYNCHRONIZE = _call(
     "`torch.cuda.synchronize()`, `torch.accelerator.synchronize()`",
     "always, for all streams of the device",
     "Measure with CUDA events that are read later.",
-    pytorch("c10/cuda/CUDAFunctions.cpp", 153, "waits for the device"),
+    pytorch("c10/cuda/CUDAFunctions.cpp", 153, "synchronizes the device"),
 )
 
 STREAM = _call(
     "stream-synchronize",
     "`Stream.synchronize()`",
-    "always, for what is queued on the stream",
+    "always, for the work queued on the stream",
     "`wait_stream` makes a stream wait, not the host.",
-    pytorch("c10/cuda/CUDAStream.cpp", 292, "waits for the stream"),
+    pytorch("c10/cuda/CUDAStream.cpp", 292, "synchronizes the stream"),
 )
 
 EVENT = _call(
     "event-synchronize",
     "`Event.synchronize()`",
-    "always, for what was queued before the event was recorded",
+    "always, for the work queued before the event was recorded",
     "`Stream.wait_event`, or `Event.query()` later.",
-    pytorch("c10/cuda/CUDAEvent.h", 224, "waits for the event"),
+    pytorch("c10/cuda/CUDAEvent.h", 224, "synchronizes the event"),
 )
 
 EMPTY_CACHE = _call(
@@ -51,8 +51,8 @@ EMPTY_CACHE = _call(
     "`torch.cuda.empty_cache()`",
     "blocks are cached; an allocation that finds no memory does the same before it fails",
     "Not in a loop: the next step allocates the same again.",
-    pytorch(_ALLOCATOR, 3803, "returns memory to the driver, which waits for the device"),
-    pytorch(_ALLOCATOR, 3957, "waits for memory that other streams use"),
+    pytorch(_ALLOCATOR, 3803, "returns memory to the driver, which synchronizes the device"),
+    pytorch(_ALLOCATOR, 3957, "synchronizes where other streams use the memory"),
 )
 
 GRAPH = _call(
@@ -60,7 +60,7 @@ GRAPH = _call(
     "`torch.cuda.graph(...)` as it begins",
     "always",
     "Capture once, replay often.",
-    pytorch("torch/cuda/graphs.py", 247, "waits for the device before it captures"),
+    pytorch("torch/cuda/graphs.py", 247, "synchronizes the device before it captures"),
 )
 
 BARRIER = _call(
@@ -69,7 +69,7 @@ BARRIER = _call(
     "always",
     "Collectives order work on the device; a barrier is seldom needed.",
     pytorch(
-        "torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp", 5394, "waits for the current stream"
+        "torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp", 5394, "synchronizes the current stream"
     ),
 )
 
@@ -104,7 +104,7 @@ ASYNC_SOURCE = Row(
     waits=no_operator,
     evidence=(
         native("cuda/Copy.cu", 468, "the copy is only queued"),
-        native("cuda/Copy.cu", 486, "the memory is kept, not what stands in it"),
+        native("cuda/Copy.cu", 486, "the memory is kept, not its contents"),
     ),
     advice="Use two buffers in turn, each with an event.",
 )

@@ -1,4 +1,4 @@
-"""Rows about waits that torch leaves out while a dispatch mode runs, so that they are told by what runs them.
+"""Rows about waits that torch leaves out while a dispatch mode runs, so whatever runs them reports them.
 
 `BACKWARD` has the rows by the name of the node of autograd whose gradient waits.
 """

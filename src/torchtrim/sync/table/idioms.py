@@ -229,7 +229,7 @@ FREE = (
     _free(
         "`nonzero_static`",
         "no wait",
-        native("cuda/Nonzero.cu", 297, "writes as many as it is told, all on the device"),
+        native("cuda/Nonzero.cu", 297, "writes as many as it is asked for, all on the device"),
     ),
     _free(
         "`masked_scatter`",

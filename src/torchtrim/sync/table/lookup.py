@@ -1,4 +1,4 @@
-"""What waits for a CUDA device in PyTorch, each row with its source.
+"""The host-device syncs of PyTorch on CUDA, each row with its source.
 
 An operator that no row knows does not wait. The versions read are in `sources.py`.
 """

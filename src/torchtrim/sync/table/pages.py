@@ -13,16 +13,16 @@ from torchtrim.sync.table.sources import REF
 
 VERSIONS = ("2.11", "2.12", "2.13", "2.14", "2.15")
 
-_INTRODUCTION = f"""# What waits for the device
+_INTRODUCTION = f"""# Host-device syncs
 
 The host queues work for a CUDA device and goes on. Where it needs a value, a shape or memory from the
-device, or gives it memory that may change, it stands still until the device has caught up. The table
+device, or gives it memory that may change, it is blocked until the device has caught up. The table
 says which operators do that, when, and where it is written. An operator without a row does not wait.
 
 Rows are asked with the arguments of each call. What a tensor's device is comes from the run: on an
 emulated accelerator it is the device that the script asked for. Every line linked here was read in
 PyTorch {REF}. Nearly all of them stand in 2.9.1 too, as the rows' versions say, and in the headers and the
-Python code of 2.13; what is compiled in 2.13 and later was not read, but run: each row is asked in tests
+Python code of 2.13; compiled code of 2.13 and later was not read, but run: each row is asked in tests
 with 2.13, 2.14 and 2.15.
 
 `TT101` is a value read, `TT102` a shape that depends on data, `TT103` an upload, `TT104` a call that asks

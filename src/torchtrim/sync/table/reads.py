@@ -68,8 +68,8 @@ ITEM = Row(
     operators=("aten::_local_scalar_dense",),
     waits=device("self"),
     evidence=(
-        native("cuda/CUDAScalar.cu", 61, "copies the element to pinned memory and waits for it"),
-        pytorch("c10/cuda/CUDAFunctions.h", 106, "a copy, then a wait for its stream"),
+        native("cuda/CUDAScalar.cu", 61, "copies the element to pinned memory and synchronizes"),
+        pytorch("c10/cuda/CUDAFunctions.h", 106, "a copy, then a sync of its stream"),
     ),
     advice="Keep the value as a tensor (`torch.where`, `clamp`), or read several at once and later.",
 )

@@ -126,7 +126,7 @@ MASK_INDEX = Row(
     waits=_masks,
     evidence=(
         native("IndexingUtils.h", 55, "a mask becomes positions by `nonzero`"),
-        native("cuda/Nonzero.cu", 214, "which waits for their number"),
+        native("cuda/Nonzero.cu", 214, "which synchronizes to learn their number"),
     ),
     advice="`torch.where(mask, x, 0)` and sums divided by `mask.sum()`.",
 )
@@ -313,7 +313,11 @@ SPARSE_BATCH = Row(
     operators=("aten::bmm",),
     waits=_merged_batch,
     evidence=(
-        native("sparse/cuda/SparseCUDATensorMath.cu", 785, "waits for where each matrix ends"),
+        native(
+            "sparse/cuda/SparseCUDATensorMath.cu",
+            785,
+            "synchronizes to learn where each matrix ends",
+        ),
         native("sparse/cuda/SparseCUDATensorMath.cu", 773, "coalesces the batch"),
     ),
     advice="One sparse matrix with the batch along its diagonal, coalesced ahead of the loop.",

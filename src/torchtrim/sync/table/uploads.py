@@ -101,7 +101,7 @@ HOST_INDEX_FILL = Row(
     waits=_filled_index,
     evidence=(
         native("IndexingUtils.h", 61, "the index is moved, blocking"),
-        since_2_15(751, "the number itself is no longer moved: what is indexed is filled"),
+        since_2_15(751, "the number itself is no longer moved: the indexed elements are filled"),
     ),
     advice="Keep the index on the device.",
     since="2.15",

@@ -178,7 +178,7 @@ def _doubts(trace: Trace, program: Program) -> list[str]:
     if talk > _SHARE * program.span:
         notes.append(
             f"Collectives run for {talk / 1e3:.1f} ms; the replay keeps their time, though it also holds "
-            "waiting for other ranks."
+            "the delay of other ranks."
         )
     return notes
 

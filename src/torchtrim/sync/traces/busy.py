@@ -25,6 +25,6 @@ def device_busy(trace: Trace) -> float:
 
 
 def loading(trace: Trace) -> float:
-    """The time in which the program stood in its data loader's `next`."""
+    """The time in which the program was in its data loader's `next`."""
     marked = [e for e in (*trace.annotations, *trace.operators) if e.name.startswith(_LOADER)]
     return covered(marked)

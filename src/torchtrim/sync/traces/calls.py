@@ -29,7 +29,7 @@ WAITING: frozenset[Kind] = frozenset(("stream", "event", "device", "copy"))
 def kind_of(name: str) -> Kind:
     """What the call does.
 
-    `stream`, `event` and `device` wait for one stream, one event or the whole device. `copy` is a copy
+    `stream`, `event` and `device` synchronize one stream, one event or the whole device. `copy` is a copy
     that returns when it is done (`cudaMemcpy`, `hipMemcpyWithStream`). `record` and `order` are event
     records and waits of a stream for an event. All others are `other`.
     """

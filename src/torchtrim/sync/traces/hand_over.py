@@ -1,4 +1,4 @@
-"""Where one host thread waits for another: the forward thread for the backward thread, and back."""
+"""Where one host thread is blocked by another: the forward thread for the backward thread, and back."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _MOST_ENGINES = 64
 def hand_overs(trace: Trace, plan: Schedule) -> dict[int, tuple[Lane, float]]:
     """By `id` of a launch: the thread that its own had waited for, and how long after it began.
 
-    A thread of the autograd engine begins when another calls `backward()`, which then stands still until
-    the engine is done. Other threads count as waiting for each other where one's burst of calls fills the
+    A thread of the autograd engine begins when another calls `backward()`, which is then blocked until
+    the engine is done. Other threads count as taking turns where one's burst of calls fills the
     gap in the other's.
     """
     owners = _engines(trace, plan)

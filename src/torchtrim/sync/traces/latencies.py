@@ -19,7 +19,7 @@ _LAUNCH_US, _GAP_US, _BACK_US = 5.0, 1.5, 5.0
 class Latencies:
     """`launch`: from the call to the start on an idle stream. `gap`: between two activities of a stream.
 
-    `cost`: what a call that launches keeps the host. `back`: from the end of what a wait waits for to its
+    `cost`: what a call that launches keeps the host. `back`: from the end of the awaited work to the wait's
     return. `least`: what a waiting call costs that need not wait. The first three by the activity's kind,
     the others by the wait's.
     """
@@ -43,11 +43,11 @@ class Latencies:
         return self.cost.get(work.kind, self.cost.get("", _LAUNCH_US))
 
     def back_of(self, kind: str) -> float:
-        """From the end of what is awaited to the return of the call."""
+        """From the end of the awaited work to the return of the call."""
         return self.back.get(kind, _BACK_US)
 
     def least_of(self, kind: str) -> float:
-        """What the call costs where there is nothing to wait for."""
+        """What the call costs where the work is done already."""
         return self.least.get(kind, _LAUNCH_US)
 
 

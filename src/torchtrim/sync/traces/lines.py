@@ -190,7 +190,7 @@ def _called(node: ast.Call) -> str:
 
 
 def _line_of(node: ast.Call) -> int:
-    """Where the name of the called stands, which in a chain of calls is not where the chain begins."""
+    """Where the name of the called is, which in a chain of calls is not where the chain begins."""
     if isinstance(node.func, ast.Attribute) and node.func.end_lineno is not None:
         return node.func.end_lineno
     return node.lineno

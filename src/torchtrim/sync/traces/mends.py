@@ -1,4 +1,4 @@
-"""Waits that a newer version, or a setting, of a well-known library mends; each with where that is told."""
+"""Waits that a newer version, or a setting, of a well-known library fixes; each with its source."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchtrim.records.trace import TraceSite
 
 @dataclass(frozen=True, kw_only=True)
 class Mend:
-    """Sites whose path ends so, or which stand so in a function or operator, and what mends them."""
+    """Sites whose path ends so, or which are in such a function or operator, and what fixes them."""
 
     path: str = ""
     function: str = ""

@@ -1,4 +1,4 @@
-"""Waiting calls -> sites: the places of the user's source at which the host waits, each with its count."""
+"""Waiting calls -> sites: the places in user code at which the host waits, each with its count."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Frame(NamedTuple):
 
     @property
     def is_installed(self) -> bool:
-        """Whether it lies in a folder of installed packages."""
+        """Whether it is in a folder of installed packages."""
         return any(part in self.path.replace("\\", "/") for part in _INSTALLED)
 
     @property

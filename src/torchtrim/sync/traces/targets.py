@@ -17,9 +17,9 @@ _FURTHEST = 4096
 
 @dataclass(kw_only=True)
 class Targets:
-    """What has been launched until now, by thread and stream, and who waits for what.
+    """Launches until now, by thread and stream, and the work that each wait needs.
 
-    Launches are shown to it in their order, so that it knows at each what stood before.
+    Launches are shown to it in their order, so that it knows at each what came before.
     """
 
     schedule: Schedule
@@ -49,7 +49,7 @@ class Targets:
         """What `cudaStreamWaitEvent` calls before this launch put before it, on other streams.
 
         Neither the event nor the stream is in most traces. PyTorch records an event on the stream that it
-        leaves and makes the next stream wait for it, so the last work of the stream that was left is
+        leaves and orders the next stream after it, so the last work of the stream that was left is
         taken, unless the recorded times say that it ended later.
         """
         pending = self.ordered.pop(launch.lane, None)
@@ -62,7 +62,7 @@ class Targets:
         )
 
     def of(self, launch: Launch) -> list[Work]:
-        """What this waiting call waits for: on each stream the last such activity."""
+        """The work that this waiting call needs: on each stream the last such activity."""
         assert launch.call is not None
         if launch.kind == "device":
             return self._ended(list(self.last.values()), launch.call)

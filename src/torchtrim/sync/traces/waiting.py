@@ -1,4 +1,4 @@
-"""Every call of a trace in which the host waits for the device, or would if the device were behind."""
+"""Every call of a trace that synchronizes with the device, or would if the device were behind."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Wait:
 
     @property
     def is_device(self) -> bool:
-        """Whether it waits for the whole device, as `torch.cuda.synchronize()` does."""
+        """Whether it synchronizes the whole device, as `torch.cuda.synchronize()` does."""
         return self.kind == "device"
 
 

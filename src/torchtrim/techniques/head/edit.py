@@ -151,7 +151,7 @@ class _Change:
         return tuple(Need(number, until) for number in reads if number not in self._vanish)
 
     def _stood_for(self) -> int:
-        """Until when something stands for the logits: as long as a name was on them."""
+        """Until when the logits have a placeholder: as long as a name was on them."""
         made = [n for n in self._vanish if self._step.tensors[n].birth < self._head.loss]
         ends = (h.until for n in made for h in self._step.tensors[n].holds if h.saver < 0)
         return max(ends, default=0)

@@ -1,6 +1,6 @@
 """Logits that are computed where something reads them, and of which cross entropy needs none.
 
-`Logits` stands where a head's output would. What only moves its elements about (a view, a shift, a
+`Logits` takes the place of a head's output. What only moves its elements about (a view, a shift, a
 transpose, a cast) is done to the hidden states or to what is written down of it; cross entropy takes
 those; whatever else comes gets the logits themselves, which are computed then and kept from then on.
 """
@@ -115,7 +115,7 @@ class Logits(Tensor):
         return self.head.moved.hidden
 
     def value(self) -> Tensor:
-        """What this stands for, computed now if it is not there; kept where gradients are on."""
+        """The real logits, computed now if they are not there; kept where gradients are on."""
         real = self.there
         if real is None:
             real = _computed(self.head)
@@ -137,7 +137,7 @@ class Logits(Tensor):
 
 
 def head_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, where: str, rows: int) -> Logits:
-    """What stands for `hidden @ weight.T + bias`."""
+    """The placeholder for `hidden @ weight.T + bias`."""
     device = hidden.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     dtype = hidden.dtype if autocast is None or hidden.dtype is torch.float64 else autocast
@@ -147,7 +147,7 @@ def head_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, where: str, row
 
 
 def kept(real: Tensor, dim: int, where: str, rows: int) -> Logits:
-    """What stands for logits that are there, with the classes at `dim`."""
+    """The placeholder for logits that are there, with the classes at `dim`."""
     one, dim = real.detach().new_zeros(1), dim % real.dim()
     shape = [1 if at == dim else size for at, size in enumerate(real.shape)]
     moved = Moved(one.expand(shape), one.expand(real.shape[dim]), dim)

@@ -1,4 +1,4 @@
-"""Gives a module a forward whose logits are only stood for."""
+"""Gives a module a forward whose logits are placeholders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OF_MATRIX = ("rows", "columns")
 
 
 def replaced(module: nn.Module, where: str, rows: int, classes: int) -> Swapped:
-    """The module with its output stood for, or the products with its weights of so many classes.
+    """The module with a placeholder for its output, or for the products with its weights of so many classes.
 
     `revert` undoes it.
     """
@@ -42,7 +42,7 @@ def _of_linear(module: nn.Linear, forward: Forward, where: str, rows: int) -> Fo
 
 
 def _stood_for(hidden: Any, weight: Any, bias: Any, where: str, rows: int) -> Logits | None:
-    """What stands for the product; None where it is to be computed: no gradients, or nothing plain."""
+    """The placeholder for the product; None where it is to be computed: no gradients, or nothing plain."""
     plain = all(isinstance(one, Tensor) for one in (hidden, weight)) and type(hidden) is Tensor
     if not plain or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
@@ -64,7 +64,7 @@ def _of_products(
 
 
 class _Products(TorchFunctionMode):
-    """Products with a matrix of the module's own that gives so many classes are stood for."""
+    """Products with a matrix of the module's own that gives so many classes become placeholders."""
 
     def __init__(self, module: nn.Module, where: str, rows: int, classes: int) -> None:
         super().__init__()

@@ -169,7 +169,7 @@ def _carried(
 
 
 def _beginning(network: Captured, first: Sequence[int], carried: Sequence[Carried]) -> Captured:
-    """The first operators, which return what is carried."""
+    """The first operators, which return the carried values."""
     return network._replace(
         ops=tuple(network.ops[number] for number in first),
         results=tuple(Ref(one.number) for one in carried),
@@ -179,7 +179,7 @@ def _beginning(network: Captured, first: Sequence[int], carried: Sequence[Carrie
 def _ending(
     network: Captured, rest: Sequence[int], carried: Sequence[Carried], inputs: int
 ) -> Captured:
-    """The rest, which takes what is carried as further inputs."""
+    """The rest, which takes the carried values as further inputs."""
     values, memories = list(network.values), list(network.memories)
     sources = list(network.sources)
     for position, one in enumerate(carried):

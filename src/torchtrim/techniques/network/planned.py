@@ -276,7 +276,7 @@ def _of_torch(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def _without_autocast() -> Iterator[None]:
-    """What autocast does stands in the graph already."""
+    """What autocast does is in the graph already."""
     with contextlib.ExitStack() as stack:
         for kind, _ in _autocast():
             stack.enter_context(torch.autocast(kind, enabled=False))

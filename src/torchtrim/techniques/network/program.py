@@ -32,7 +32,7 @@ class Switches(NamedTuple):
 class Program:
     """A planned network. Calls share nothing, so any number of threads may run it.
 
-    Each call has an arena of its own, gone when it ends; what it returns lies outside.
+    Each call has an arena of its own, gone when it ends; what it returns is outside.
     """
 
     def __init__(self, captured: Captured, switches: Switches, *, whole: float = 1.0) -> None:

@@ -14,7 +14,7 @@ from torchtrim.techniques.places import module_at
 
 
 def switch_on(roots: Mapping[str, nn.Module], technique: Technique) -> Handles:
-    """Switch the technique on. Raises `ApplyFailed` for a place that is none, the modules as they were."""
+    """Switch the technique on. Raises `ApplyFailed` for an unknown place, the modules as they were."""
     switched = Handles()
     try:
         for where in technique.where:

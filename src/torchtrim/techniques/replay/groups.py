@@ -22,7 +22,7 @@ _DEEPEST = 3
 
 
 class GroupCall(NamedTuple):
-    """What is dropped together in one call of a module, in the order in which it was made.
+    """Tensors dropped together in one call of a module, in the order in which they were made.
 
     `sharing`: how many tensors are worth it in that call, which is watched for all of them.
     """

@@ -43,7 +43,7 @@ class Replay:
         return [Option(self.name, where, group.spans) for where, group in groups_of(step).items()]
 
     def edits(self, step: Step, option: Option) -> Edit | None:
-        """What is dropped, and made again when backward asks for it."""
+        """The tensors dropped, and made again when backward asks for it."""
         group = groups_of(step).get(option.where)
         if group is None:
             return None

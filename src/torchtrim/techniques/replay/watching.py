@@ -55,7 +55,7 @@ def _watched(
 
 
 class _Call:
-    """A call of a module that is watched: how often each operator has run in it, and what is noted of it."""
+    """A call of a module that is watched: how often each operator has run in it, and the notes about it."""
 
     def __init__(self, places: Sequence[Place]) -> None:
         self.counts: Counter[str] = Counter()
@@ -245,7 +245,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return noted
 
     def _write(self, func: Any, args: Any, kwargs: Any, kind: _Kind, found: _Found | None) -> Any:
-        """An operator that writes in place: as a step of a recipe, or what is noted no longer holds."""
+        """An operator that writes in place: as a step of a recipe, or the notes no longer hold."""
         written = [
             args[position] if position < len(args) else kwargs.get(name)
             for position, name in kind.writes
