@@ -14,11 +14,9 @@ from __future__ import annotations
 import gc
 import json
 import random
-import re
 import statistics
 import sys
 import time
-from collections import defaultdict
 from itertools import pairwise
 from typing import Any
 
@@ -32,12 +30,13 @@ from torchtrim import TrainStep
 from torchtrim.errors import TorchtrimError
 from torchtrim.loops.optimize import Fitting
 from torchtrim.memory.timeline import by_kind, peak_operator
+from torchtrim.planner.by_hand import by_hand
 from torchtrim.planner.planner import Planner
 from torchtrim.records.plan import Plan, Technique
 from torchtrim.records.trial import Request, Trial
 from torchtrim.step.from_profile import step_of
 from torchtrim.techniques.apply import apply_plan, named_roots
-from torchtrim.techniques.base import technique
+from torchtrim.techniques.base import Option, technique
 
 ROUNDS, PREDICTED = 5, 15
 KEPT = (0.7, 0.5, 0.35)
@@ -116,30 +115,19 @@ MODELS: dict[str, zoo.Maker] = {
 }
 
 
-def blocks_of(planner: Planner) -> list[str]:
-    """The blocks that a person would checkpoint: the largest family of numbered modules, in their order."""
-    families: defaultdict[str, list[tuple[int, str, int]]] = defaultdict(list)
-    for option in technique("recompute").options(step_of(planner.profile, 0.0)):
-        found = re.fullmatch(r"(.+)\.(\d+)", option.where)
-        if found:
-            size = sum(span.last - span.first for span in option.spans)
-            families[found[1]].append((int(found[2]), option.where, size))
-    several = [family for family in families.values() if len(family) > 1]
-    largest = max(several, key=lambda family: sum(size for *_, size in family), default=[])
-    return [where for _, where, _ in sorted(largest)]
-
-
-def by_hand(planner: Planner, peak: int) -> dict[str, Plan]:
+def checkpointed(planner: Planner, peak: int) -> dict[str, Plan]:
     """The model with each block checkpointed, and with every second."""
-    plain, blocks = planner.unchanged(peak), blocks_of(planner)
-    made = {"each block": tuple(blocks), "every second block": tuple(blocks[::2])}
+    plain, options = planner.unchanged(peak), technique("recompute").options
+    made = by_hand(options(step_of(planner.profile, 0.0)))
     return {
-        name: msgspec.structs.replace(
-            plain, techniques=(Technique(name="recompute", where=where, equivalence="BITWISE"),)
-        )
-        for name, where in made.items()
-        if where
+        name: msgspec.structs.replace(plain, techniques=(_recompute(chosen),))
+        for name, chosen in made.items()
     }
+
+
+def _recompute(options: tuple[Option, ...]) -> Technique:
+    where = tuple(option.where for option in options)
+    return Technique(name="recompute", where=where, equivalence="BITWISE")
 
 
 def timed(work: TrainStep, plans: dict[str, Plan | None]) -> dict[str, float]:
@@ -213,7 +201,7 @@ def _hand(
 ) -> dict[str, Any]:
     """What a person reaches by hand, and our plan for the same peak."""
     found = {}
-    for name, plan in by_hand(planner, peak).items():
+    for name, plan in checkpointed(planner, peak).items():
         trial = fitting.run_planned(plan)
         found[name] = {"measured": trial.peak_bytes}
         if trial.peak_bytes >= peak:
@@ -246,8 +234,8 @@ def summary(models: dict[str, dict[str, Any]]) -> dict[str, Any]:
     pairs = [
         (one["hand"][name]["time"], one["hand"][f"ours at {name}"]["time"])
         for one in models.values()
-        for name in ("each block", "every second block")
-        if "time" in one["hand"].get(name, {})
+        for name in one["hand"]
+        if not name.startswith("ours") and "time" in one["hand"][name]
     ]
     found["never slower than by hand"] = f"{sum(b <= a for a, b in pairs)} of {len(pairs)}"
     found["median by hand"] = statistics.median([a for a, _ in pairs]) if pairs else None

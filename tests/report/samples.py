@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from report.budgets import POINTS
 from report.missed import lever, missed
 from torchtrim.records import Certificate, Difference, Figures, Finding, Profile, Report, Suggestion
 from torchtrim.records.estimate import Estimated, Growth, ModuleBytes
@@ -11,7 +12,7 @@ from torchtrim.records.fix import Fixes, FixRecord
 from torchtrim.records.lever import Part
 from torchtrim.records.plan import Prediction, Technique
 from torchtrim.records.profile import Module, Operator, Place, Storage, TensorUse
-from torchtrim.records.report import FrontierPoint, Holder, PlanSummary, Stream, Waiting, WaitSet
+from torchtrim.records.report import Holder, PlanSummary, Stream, Waiting, WaitSet
 
 MIB = 2**20
 SCRIPT = "/home/ana/segmenter/train.py"
@@ -182,24 +183,7 @@ PLANNING = msgspec.structs.replace(
     planned=None,
     certificate=None,
     findings=(),
-    frontier=(
-        *(
-            FrontierPoint(
-                budget_bytes=mib * MIB,
-                peak_bytes=(mib - 7) * MIB,
-                step_seconds=0.9 - mib / 1000,
-                where=("model.encoder.layers.0", "model.encoder.layers.1"),
-            )
-            for mib in (400, 300, 247, 200)
-        ),
-        FrontierPoint(
-            budget_bytes=260 * MIB,
-            peak_bytes=260 * MIB,
-            step_seconds=0.85,
-            where=("model.encoder.layers.0",),
-            by_hand="each block checkpointed",
-        ),
-    ),
+    frontier=POINTS,
 )
 
 VERIFY = Report(

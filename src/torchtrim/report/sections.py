@@ -152,7 +152,8 @@ def _finding(page: Page, finding: Finding, where: str, room: Room) -> list[Text]
 def frontier(page: Page, room: Room) -> list[Text]:
     """What plans for other budgets are predicted to need."""
     points = page.report.frontier
-    shown = points[: room.findings]
+    hand = tuple(point for point in points if point.by_hand)
+    shown = (*points[: min(room.findings, len(points) - len(hand))], *hand)
     title = _more("other budgets", len(points), len(shown))
     lines = [title.append(keep_left(": budget, peak, step, places", page.width - title.cell_len))]
     for point in shown:
