@@ -37,7 +37,8 @@ def test_alignments_are_read_and_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "words"), [("0", "alignment is 0"), ("-8", "alignment is -8"), ("x", "alignment is 'x'")]
+    ("value", "words"),
+    [("0", "alignment is 0"), ("-8", "alignment is -8"), ("x", "alignment is 'x'")],
 )
 def test_a_wrong_alignment_names_its_line(tmp_path: Path, value: str, words: str) -> None:
     path = tmp_path / "b.csv"

@@ -113,9 +113,7 @@ class Descent:
     Attempts at the floor, which would be optimal, take turns with ones a part of the way down to it.
     """
 
-    def __init__(
-        self, problem: Problem, engine: Engine, effort: Effort, goal: int
-    ) -> None:
+    def __init__(self, problem: Problem, engine: Engine, effort: Effort, goal: int) -> None:
         self._problem = problem
         self._engine = engine
         self._effort = effort
