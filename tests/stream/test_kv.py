@@ -194,7 +194,7 @@ class Attends(torch.nn.Module):
 
     def forward(self, input_ids: Any, past_key_values: Any, attention_mask: Any = None) -> Any:
         states = self.table(input_ids)[:, None]
-        rows, offset = past_key_values.layers[0].get_mask_sizes(input_ids.shape[1])
+        rows, _ = past_key_values.layers[0].get_mask_sizes(input_ids.shape[1])
         keys, values = past_key_values.layers[0].update(states, states * 2)
         if attention_mask is None:
             own = torch.arange(input_ids.shape[1])[:, None] + rows - input_ids.shape[1]

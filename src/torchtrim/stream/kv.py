@@ -199,7 +199,7 @@ def sink_cache(model: Any, *, sinks: int = 4, window: int = 1024) -> Any:
             f"sinks={sinks}, window={window}: a token sees at least itself, so give a window of 1 or more "
             "and no fewer than 0 sinks."
         )
-    config = model.config if isinstance(model, nn.Module) else model
+    config: Any = model.config if isinstance(model, nn.Module) else model
     text = config.get_text_config(decoder=True)
     others = set(getattr(text, "layer_types", None) or []) - {"full_attention"}
     if others:

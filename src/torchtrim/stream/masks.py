@@ -18,7 +18,7 @@ class CallMasks:
     """
 
     def __init__(self, cache: Any = None) -> None:
-        self._cache = weakref.ref(cache) if cache is not None else None
+        self._cache: weakref.ref[Any] | None = None if cache is None else weakref.ref(cache)
 
     def __reduce__(self) -> Any:
         return CallMasks, ()
@@ -30,7 +30,7 @@ class CallMasks:
 
     def __call__(self, model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The arguments, with the mask that the call needs."""
-        cache = None if self._cache is None else self._cache()
+        cache: Any = self._cache() if self._cache is not None else None
         if cache is None or kwargs.get("past_key_values") is not cache:
             return None
         mask = kwargs.get("attention_mask")
@@ -62,13 +62,14 @@ def _refuse_padding(mask: Any, *, first: bool, queries: int) -> None:
         )
 
 
-def _mask(model: Any, layer: Any, queries: int) -> torch.Tensor:
+def _mask(model: Any, layer: Any, queries: int) -> Any:
     implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if isinstance(implementation, str) and "flash" in implementation:
         raise Unsupported(
             f"{layer.tokens + queries} tokens do not fit into {layer.sinks} sinks and a window of "
             f"{layer.window}, and {implementation} takes no mask that hides the others. Give the prompt in "
-            'parts that fit, one token at a time beyond that, or load the model with attn_implementation="sdpa".'
+            "parts that fit and one token at a time beyond that, or load the model with "
+            'attn_implementation="sdpa".'
         )
     where = next(model.parameters())
     return layer.mask(queries, where.dtype, where.device)

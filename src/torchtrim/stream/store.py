@@ -60,8 +60,8 @@ class StateStore(MutableMapping[Any, Any]):
 
     `budget` is a limit in bytes for entries that are not persistent. Above it entries go in the order of
     `policy`, without one the oldest first: to `spill` where one is given, pinned ones last, out of the state
-    where not. If what may not go is above it alone, writing raises `OverBudget` and changes nothing. `compact`
-    copies what survives when another entry of the same storage goes, so that the storage can go too.
+    where not. If what may not go is above it alone, writing raises `OverBudget` and changes nothing.
+    `compact` copies what survives when another entry of the same storage goes, so that the storage can go too.
 
     Methods may be called from several threads; a stream is at one frame at a time.
     """
@@ -267,7 +267,8 @@ class StateStore(MutableMapping[Any, Any]):
     def drop(self, series: tuple[Hashable, ...]) -> None:
         """Let go of all entries of a series, such as `("mug",)`, and of what is known of those that went."""
         with self._lock:
-            for key in self._slots.keys():
+            keys = self._slots.keys()
+            for key in keys:
                 if split(key[1])[0] == series:
                     self._slots.discard(key)
             self._slots.graves.forget(series)

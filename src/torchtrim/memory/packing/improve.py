@@ -62,8 +62,9 @@ def _tried(problem: Problem, goal: int, seconds: float | None) -> Iterator[Layou
             return
         if _searchable(problem, units):
             effort = Effort(units, engine().pace, deadline)
-            for best in Descent(problem, engine(), effort, goal).run(best):
-                yield best
+            for lower in Descent(problem, engine(), effort, goal).run(best):
+                best = lower
+                yield lower
 
 
 def _searchable(problem: Problem, units: float) -> bool:
