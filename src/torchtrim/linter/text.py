@@ -14,6 +14,7 @@ from torchtrim.fixes.reading.facts import Facts, Refused
 from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.registry import matches
 from torchtrim.fixes.writing.edits import compatible, diff_of, patch
+from torchtrim.linter.project import is_cpu_test, outside_of
 from torchtrim.linter.static_syncs import StaticSync, static_syncs
 from torchtrim.records.finding import Finding, Suggestion
 from torchtrim.rules.ignores import ignored_codes
@@ -76,7 +77,7 @@ def lint_source(
     Raises `UnreadableInput` for code that is nested too deeply to be followed.
     """
     try:
-        syncs = static_syncs(source.tree, source.path)
+        syncs = static_syncs(source.tree, source.path, outside_of(source.path))
     except RecursionError:
         raise UnreadableInput(f"{source.path} is nested too deeply to be followed.") from None
     groups: dict[tuple[int, str], list[StaticSync]] = {}
@@ -92,9 +93,9 @@ def lint_source(
 def lint_text(path: str, text: str, selected: Selected = every_code) -> list[Finding]:
     """The findings of a file's text. Raises `UnreadableInput` where it is no Python.
 
-    A text in which nothing is of torch is not parsed.
+    A text in which nothing is of torch is not parsed, nor unit tests that name no device.
     """
-    if WORD not in text:
+    if WORD not in text or is_cpu_test(path, text):
         return []
     source = Source(path, text)
     return [finding_of(source, found) for found in lint_source(source, selected, whole=False)]

@@ -9,8 +9,10 @@ from torchtrim.memory.names import base_name
 from torchtrim.records.finding import Finding, Suggestion
 from torchtrim.records.profile import Place, Profile, Sync
 from torchtrim.rules.places import Line, line_of
+from torchtrim.sync.table.libraries import is_unknown
 from torchtrim.sync.table.lookup import row
 
+_MOST_NAMED = 3
 CODES = ("TT101", "TT102", "TT103", "TT104")
 """The codes of waits. TT105 is about races, which wait for nothing."""
 
@@ -57,6 +59,7 @@ def waiting_finding(
     """A finding for the waits of one line. Only a real device measures what they cost."""
     measured = [sync.seconds for sync in syncs if sync.seconds is not None]
     price = sum(measured) * 1e3 if measured else None
+    inside = _inside(profile, syncs)
     cost = f", {price:.3g} ms in all" if price is not None else ""
     return Finding(
         code=code,
@@ -64,12 +67,62 @@ def waiting_finding(
         line=line.line,
         end_line=line.line,
         message=f"waits at {', '.join(_counted(profile, syncs))}: {what}, "
-        f"{times(len(syncs))} a step{cost}",
+        f"{times(len(syncs))} a step{cost}{inside}",
         count_per_step=len(syncs),
         price_ms=price,
         source="measured" if price is not None else "modelled",
         fix=Suggestion(kind="advice", reason=advice),
     )
+
+
+def unknown_operators(profile: Profile) -> Counter[str]:
+    """Operators of the device that nobody has read: whether they wait is not known. With their number."""
+    there = [not storage.device.startswith("cpu") for storage in profile.storages]
+    return Counter(
+        base_name(op.name)
+        for op in profile.operators
+        if is_unknown(op.name) and any(there[use.storage] for use in (*op.inputs, *op.outputs))
+    )
+
+
+def unknown_note(profile: Profile) -> str:
+    """What a report says of them; empty where there are none."""
+    found = unknown_operators(profile)
+    if not found:
+        return ""
+    named = ", ".join(f"{name} ({times(count)})" for name, count in found.most_common(_MOST_NAMED))
+    more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+    return f"operators whose source was not read, so whether they wait is unknown: {named}{more}"
+
+
+def _inside(profile: Profile, syncs: Sequence[Sync]) -> str:
+    """The lines of libraries at which the line waits, the most frequent first."""
+    found = Counter(place for sync in syncs if (place := _library_place(profile, sync)) is not None)
+    if not found:
+        return ""
+    named = ", ".join(
+        f"{_short(place)}{f' ({times(count)})' if len(found) > 1 else ''}"
+        for place, count in found.most_common(_MOST_NAMED)
+    )
+    more = f" and {len(found) - _MOST_NAMED} more lines" if len(found) > _MOST_NAMED else ""
+    return f", inside {named}{more}"
+
+
+def _library_place(profile: Profile, sync: Sync) -> Place | None:
+    """The innermost line of a library, where the user's own line only led to it."""
+    place, caller = sync.place, sync.caller
+    if sync.operator >= 0:
+        op = profile.operators[sync.operator]
+        if op.forward >= 0:
+            op = profile.operators[op.forward]
+        place, caller = op.place, op.caller
+    return profile.places[place] if place >= 0 and caller >= 0 and place != caller else None
+
+
+def _short(place: Place) -> str:
+    """`torchmetrics/metric.py:471 in compute`."""
+    parts = place.path.replace("\\", "/").split("/")
+    return f"{'/'.join(parts[-2:])}:{place.line} in {place.function}"
 
 
 def advice(profile: Profile, syncs: Sequence[Sync]) -> str:

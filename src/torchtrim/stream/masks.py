@@ -30,8 +30,8 @@ class CallMasks:
 
     def __call__(self, model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The arguments, with the mask that the call needs."""
-        cache: Any = self._cache() if self._cache is not None else None
-        if cache is None or kwargs.get("past_key_values") is not cache:
+        cache = kwargs.get("past_key_values")
+        if cache is None or self._cache is None or self._cache() is not cache:
             return None
         mask = kwargs.get("attention_mask")
         if isinstance(mask, torch.Tensor) and mask.dim() > 2:

@@ -61,7 +61,7 @@ class StateStore(MutableMapping[Any, Any]):
     `budget` is a limit in bytes for entries that are not persistent. Above it entries go in the order of
     `policy`, without one the oldest first: to `spill` where one is given, pinned ones last, out of the state
     where not. If what may not go is above it alone, writing raises `OverBudget` and changes nothing.
-    `compact` copies what survives when another entry of the same storage goes, so that the storage can go too.
+    `compact` copies what survives when another entry of the same storage goes, so that it can go too.
 
     Methods may be called from several threads; a stream is at one frame at a time.
     """

@@ -70,21 +70,24 @@ def place_in_lists(order: Any, rows: Any, tightest: bool, offsets: Any, work: An
 
 
 def orders(problem: Problem) -> Iterator[tuple[list[int], bool]]:
-    """Orders to place buffers in, and whether each goes into its tightest gap; largest first leads."""
+    """Orders to place buffers in, and whether each goes into its tightest gap; largest first leads.
+
+    Next are those by how crowded it gets, which leave the fewest buffers too high in large problems.
+    """
     size, lower, crowd, lifetime = problem.size, problem.lower, problem.crowd, problem.lifetime
     area = [s * t for s, t in zip(size, lifetime, strict=True)]
     keys: list[list[tuple[int, ...]]] = [
         [(-s,) for s in size],
+        [(-c, -a) for c, a in zip(crowd, area, strict=True)],
+        [(-c, -t) for c, t in zip(crowd, lifetime, strict=True)],
+        [(-c, -s) for c, s in zip(crowd, size, strict=True)],
         [(-t,) for t in lifetime],
         [(low,) for low in lower],
         [(-s, low) for s, low in zip(size, lower, strict=True)],
-        [(-c, -s) for c, s in zip(crowd, size, strict=True)],
         [(-a,) for a in area],
         [(-s, -t) for s, t in zip(size, lifetime, strict=True)],
-        [(-c, -t) for c, t in zip(crowd, lifetime, strict=True)],
-        [(-c, -a) for c, a in zip(crowd, area, strict=True)],
     ]
-    for key in keys:
-        order = sorted(range(problem.count), key=key.__getitem__)
-        yield order, True
-        yield order, False
+    ordered = [sorted(range(problem.count), key=key.__getitem__) for key in keys]
+    for tightest in (True, False):
+        for order in ordered:
+            yield order, tightest
