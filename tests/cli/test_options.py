@@ -18,6 +18,7 @@ OPTIONS = {
         "--max-syncs",
         "--max-peak",
         "--allow",
+        "--capture",
         "--update-allow",
     ),
     "doctor": ("--json",),

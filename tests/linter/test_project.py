@@ -35,7 +35,8 @@ def lines(folder: Path, text: str, name: str = "train.py") -> list[int]:
 
 
 def use(function: str, module: str = "losses") -> str:
-    return f"import torch\nfrom {module} import {function}\ndef f(x, m):\n    return float({function}(x, m))\n"
+    head = f"import torch\nfrom {module} import {function}\n"
+    return f"{head}def f(x, m):\n    return float({function}(x, m))\n"
 
 
 @pytest.mark.parametrize(
@@ -79,6 +80,8 @@ UNIT = "import torch\ndef test_it():\n    x = torch.relu(model(1))\n    assert x
 def test_unit_tests_that_name_no_device_are_of_the_host(tmp_path: Path) -> None:
     assert lines(tmp_path, UNIT, "test_model.py") == []
     assert lines(tmp_path, UNIT, "model.py") == [4]
-    assert lines(tmp_path, UNIT.replace("model(1)", "model(1).to(torch_device)"), "test_b.py") == [4]
+    assert lines(tmp_path, UNIT.replace("model(1)", "model(1).to(torch_device)"), "test_b.py") == [
+        4
+    ]
     assert is_cpu_test("a/model_test.py", UNIT)
     assert not is_cpu_test("a/testing.py", UNIT)

@@ -91,7 +91,9 @@ def test_lines_inside_a_library_stand_beside_the_users_own() -> None:
     loss = step.alive("temporary", 4)
     for line, many in ((471, 3), (33, 1)):
         for _ in range(many):
-            read = step.op("aten::_local_scalar_dense", loss, line=line, path="/lib/trainer/loop.py")
+            read = step.op(
+                "aten::_local_scalar_dense", loss, line=line, path="/lib/trainer/loop.py"
+            )
             place = step._place(SCRIPT, 7)
             step.operators[read.index] = replace(step.operators[read.index], caller=place)
             step.sync("item", read)
@@ -104,7 +106,12 @@ def test_lines_inside_a_library_stand_beside_the_users_own() -> None:
 def test_operators_that_nobody_read_are_said_to_be_unknown() -> None:
     step = Step("cuda:0")
     boxes = step.alive("input", 64)
-    for name in ("torchvision::nms", "torchvision::roi_align", "aten::add", "xformers::mha.default"):
+    for name in (
+        "torchvision::nms",
+        "torchvision::roi_align",
+        "aten::add",
+        "xformers::mha.default",
+    ):
         step.op(name, boxes, makes=64)
     step.op("mylib::host", step.alive("input", 4, device="cpu"))
     assert dict(unknown_operators(step.profile())) == {"xformers::mha": 1}

@@ -20,26 +20,28 @@ CODES = ("TT101", "TT102", "TT103", "TT104")
 def sync_numbers(profile: Profile, findings: Iterable[Finding]) -> list[tuple[int, ...]]:
     """For each finding the numbers of the syncs that it is about."""
     numbers: dict[tuple[str, str, int], list[int]] = defaultdict(list)
-    codes = {name: _code(name) for name in {sync.row for sync in profile.syncs}}
+    codes = {name: code_of(name) for name in {sync.row for sync in profile.syncs}}
     for number, sync in enumerate(profile.syncs):
-        numbers[codes[sync.row], *_line(profile, sync)].append(number)
+        numbers[codes[sync.row], *line_of_sync(profile, sync)].append(number)
     return [tuple(numbers[one.code, one.path, one.line]) for one in findings]
 
 
 def waits_by_line(profile: Profile, code: str) -> dict[Line, list[Sync]]:
     """The waits that a rule reports, by the line that asked for them."""
     lines: dict[Line, list[Sync]] = defaultdict(list)
-    known = {name for name in {sync.row for sync in profile.syncs} if _code(name) == code}
+    known = {name for name in {sync.row for sync in profile.syncs} if code_of(name) == code}
     for sync in profile.syncs:
         if sync.row in known:
-            lines[_line(profile, sync)].append(sync)
+            lines[line_of_sync(profile, sync)].append(sync)
     return dict(lines)
 
 
 def waits_in(profile: Profile) -> tuple[tuple[str, int, str, str, int], ...]:
     """Every line that waits, and how: path, line, what, row of the table, times. Races are no waits."""
     counts = Counter(
-        (_line(profile, sync), sync.row) for sync in profile.syncs if _code(sync.row) in CODES
+        (line_of_sync(profile, sync), sync.row)
+        for sync in profile.syncs
+        if code_of(sync.row) in CODES
     )
     return tuple(
         (line.path, line.line, row(name).what, name, count)
@@ -141,7 +143,7 @@ def times(count: int) -> str:
     return {1: "once", 2: "twice"}.get(count, f"{count} times")
 
 
-def _code(name: str) -> str:
+def code_of(name: str) -> str:
     """The code of a row; none for one that only a newer torchtrim knows."""
     try:
         return row(name).code
@@ -149,7 +151,8 @@ def _code(name: str) -> str:
         return ""
 
 
-def _line(profile: Profile, sync: Sync) -> Line:
+def line_of_sync(profile: Profile, sync: Sync) -> Line:
+    """The line that waits."""
     if sync.operator >= 0:
         return line_of(profile, sync.operator)
     index = sync.caller if sync.caller >= 0 else sync.place

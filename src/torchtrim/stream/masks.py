@@ -28,10 +28,13 @@ class CallMasks:
         handle = model.register_forward_pre_hook(self, with_kwargs=True)
         weakref.finalize(cache, handle.remove)
 
+    def _is_ours(self, cache: Any) -> bool:
+        return self._cache is not None and self._cache() is cache
+
     def __call__(self, model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The arguments, with the mask that the call needs."""
         cache = kwargs.get("past_key_values")
-        if cache is None or self._cache is None or self._cache() is not cache:
+        if cache is None or not self._is_ours(cache):
             return None
         mask = kwargs.get("attention_mask")
         if isinstance(mask, torch.Tensor) and mask.dim() > 2:

@@ -43,9 +43,8 @@ def _seen_elsewhere(function: ast.AST) -> frozenset[str]:
     for node in ast.walk(function):
         if isinstance(node, ast.Global | ast.Nonlocal):
             found.update(node.names)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            if node.func.id in _WHOLE:
-                return EVERYTHING
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in _WHOLE:
+            return EVERYTHING
     return frozenset(found)
 
 

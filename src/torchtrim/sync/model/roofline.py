@@ -23,8 +23,8 @@ from torchtrim.sync.model.devices import Device
 HOST_SECONDS = 5e-6
 _KNOWN = 4096
 _COPY_SECONDS = 0.9e-6
-"""A tenth of the copies between host and device take no longer, in the B200 trace of `devices.py`; 1 us in the
-A100's."""
+"""A tenth of the copies between host and device take no longer, in the B200 trace of `devices.py`; 1 us in
+the A100's."""
 _ITEM_BYTES = {"64": 8, "32": 4, "16": 2, "8": 1}
 _FREE = frozenset(
     ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias")

@@ -1,6 +1,7 @@
 """What waits for a CUDA device in PyTorch, each row with its source.
 
-An operator of ATen that no row knows does not wait; one of another library is unknown (`libraries.py`). The versions read are in `sources.py`.
+An operator of ATen that no row knows does not wait; one of another library is unknown (`libraries.py`).
+The versions read are in `sources.py`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,16 @@ import re
 from collections.abc import Iterable
 from functools import cache
 
-from torchtrim.sync.table import algebra, copies, explicit, hidden, libraries, reads, shapes, uploads
+from torchtrim.sync.table import (
+    algebra,
+    copies,
+    explicit,
+    hidden,
+    libraries,
+    reads,
+    shapes,
+    uploads,
+)
 from torchtrim.sync.table.base import Row
 
 FAMILIES: dict[str, tuple[Row, ...]] = {
