@@ -28,7 +28,7 @@ OPTIONS = {
     ),
     "explain": ("--json",),
     "export": ("--perfetto", "--no-source"),
-    "lint": ("--fix", "--unsafe-fixes", "--diff", "--select", "--format"),
+    "lint": ("--fix", "--unsafe-fixes", "--diff", "--select", "--format", "--no-cache"),
     "optimize": (*RUNS, *PLANS, "--out", "--no-source", "--mode", "--fix", "--unsafe-fixes"),
     "pack": ("--capacity", "--out", "--svg", "--alignment", "--seconds", "--json"),
     "plan": (*RUNS, *PLANS, "--out", "--no-source", "--frontier", "--export"),

@@ -18,9 +18,20 @@ _TEST = re.compile(r"test_\w+|\w+_test")
 _DEVICES = re.compile(r"cuda|device|gpu|xpu|npu|hpu|accelerat", re.IGNORECASE)
 
 
-def outside_of(path: str) -> Outside:
-    """Tells a file of functions that it imports from files beside it and of its package."""
-    return lambda full: _returned(full, path, _DEPTH)
+def outside_of(path: str, used: set[str] | None = None) -> Outside:
+    """Tells a file of functions that it imports from files beside it and of its package.
+
+    `used`: the files that were asked, which are added to it.
+    """
+
+    @cache
+    def outside(full: str) -> Kind:
+        kind, files = _returned(full, path, _DEPTH)
+        if used is not None:
+            used.update(files)
+        return kind
+
+    return outside
 
 
 def is_cpu_test(path: str, text: str) -> bool:
@@ -29,26 +40,38 @@ def is_cpu_test(path: str, text: str) -> bool:
     return named and _DEVICES.search(text) is None
 
 
-@lru_cache(4096)
-def _returned(full: str, path: str, depth: int) -> Kind:
-    """What a function returns by its full name, such as `..losses.masked_loss`, where it can be found."""
+def _returned(full: str, path: str, depth: int) -> tuple[Kind, tuple[str, ...]]:
+    """What a function returns by its full name, such as `..losses.masked_loss`, where it can be found.
+
+    With the files that say so.
+    """
     module, _, name = full.rpartition(".")
     file = _file_of(module or ".", path)
     if file is None or file == path:
-        return UNKNOWN
-    facts = _facts(file)
+        return UNKNOWN, ()
+    facts = _facts(file, _stamp(file))
     known = facts.returns.get(name, UNKNOWN)
     if known == UNKNOWN and depth and name in facts.imports:
-        return _returned(facts.imports[name], file, depth - 1)
-    return known
+        known, files = _returned(facts.imports[name], file, depth - 1)
+        return known, (file, *files)
+    return known, (file,)
+
+
+def _stamp(file: str) -> tuple[int, int]:
+    """Its size, and when it was written."""
+    try:
+        found = Path(file).stat()
+    except OSError:
+        return 0, 0
+    return found.st_size, found.st_mtime_ns
 
 
 @lru_cache(_FILES)
-def _facts(file: str) -> FileFacts:
+def _facts(file: str, stamp: tuple[int, int]) -> FileFacts:
     """What a file says of itself; nothing where it cannot be read, or is large."""
     path = Path(file)
     try:
-        if path.stat().st_size > _MOST_BYTES:
+        if stamp[0] > _MOST_BYTES:
             return FileFacts()
         return facts_of(ast.parse(path.read_bytes()), file, lambda full: UNKNOWN)
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
