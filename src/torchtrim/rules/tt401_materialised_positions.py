@@ -151,7 +151,7 @@ def _fix(profile: Profile, found: Sequence[Written], modules: Sequence[str]) -> 
         "makes no tensor of query times key"
     )
     if not known and (types := _types(profile, modules)):
-        change = f"{types} is none of the modules that are replaced; {change}"
+        change = f"{change}; {types} is none of the modules that are replaced"
     if known:
         script = profile.script or "SCRIPT"
         change = (
