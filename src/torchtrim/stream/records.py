@@ -150,6 +150,9 @@ class Objects(Routed):
 
     def clear(self) -> None:
         """Forget all objects."""
+        for kinds in self.values():
+            for records in kinds.values():
+                records.dropped = True
         dict.clear(self)
         self.owner.cleared()
 
