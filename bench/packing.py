@@ -3,8 +3,8 @@
 python -m bench.packing [FOLDER] [--json] [--save]
 
 FOLDER holds `A.1048576.csv` and others of google/minimalloc: benchmarks/challenging (Apache-2.0), and
-`resnet50.csv`, `G_1.csv` and others of cappadokes/idealloc: benchmarks (MIT); whatever it holds is
-packed. Without one, squares that were cut into buffers are.
+`resnet50.csv`, `pangu_2.6B.csv`, `S_1.csv` and others of cappadokes/idealloc: benchmarks (MIT); whatever
+it holds is packed. Without one, squares that were cut into buffers are.
 Greedy-by-size is that of TFLite's simple_memory_arena.cc, greedy-by-breadth that of Pisarchyk and Lee (arXiv
 2001.03288): moments in the order of the bytes alive then, the buffers of each the largest first. Both are
 written here anew. MiniMalloc is not on the package index; where `minimalloc` is on the path it is run with
@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from memory.packing.instances import cut
 
 _MINIMALLOC_SECONDS = 300
+_FEW = 5000
 
 
 def tightest_gaps(order: Sequence[Buffer]) -> int:
@@ -93,19 +94,23 @@ def measure(path: Path) -> dict[str, Any]:
     ours = _timed(buffers)
     found = {"buffers": len(buffers), "lower_bound": ours["lower_bound"], "torchtrim": ours}
     found["torchtrim, greedy orders"] = _timed(buffers, seconds=0)
-    installed = improve.can_compile
-    improve.can_compile = lambda: False
-    try:
-        found["torchtrim, no numba"] = _timed(buffers)
-    finally:
-        improve.can_compile = installed
-    if len(buffers) < 5000:
+    if len(buffers) < _FEW:
+        found["torchtrim, no numba"] = _without_numba(buffers)
         found["greedy by size"] = {"height": by_size(buffers)}
         found["greedy by breadth"] = {"height": by_breadth(buffers)}
     named = path.name.split(".")
     capacity = int(named[1]) if len(named) == 3 and named[1].isdigit() else found["lower_bound"]
     found["minimalloc"] = minimalloc(path, capacity)
     return found
+
+
+def _without_numba(buffers: Sequence[Buffer]) -> dict[str, Any]:
+    installed = improve.can_compile
+    improve.can_compile = lambda: False
+    try:
+        return _timed(buffers)
+    finally:
+        improve.can_compile = installed
 
 
 def _timed(buffers: Sequence[Buffer], seconds: float | None = None) -> dict[str, Any]:

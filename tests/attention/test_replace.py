@@ -121,3 +121,24 @@ def test_dropout_is_seen_however_it_is_kept() -> None:
     assert dropout_of(module) == 0.25
     module.attn_drop = nn.Dropout(0.5)
     assert dropout_of(module) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("holds", "name"),
+    [
+        ("attention_biases", "LeViT"),
+        ("cpb_mlp", "Swin V2"),
+        ("pos_key_proj", "DeBERTa"),
+        ("r_r_bias", "Transformer-XL"),
+        ("rel_pos", "MaxViT and CoAtNet"),
+    ],
+)
+def test_positions_of_another_kind_are_named(holds: str, name: str) -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.num_heads, self.qkv = 2, nn.Linear(8, 24)
+            setattr(self, holds, nn.Parameter(torch.zeros(2, 3)))
+
+    with pytest.raises(Unsupported, match=f"Attention has the positions of {name}, which are not"):
+        replace.replacement(Attention())

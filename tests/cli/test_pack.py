@@ -5,13 +5,14 @@ from __future__ import annotations
 import csv
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from memory.packing.instances import cut
 from torchtrim.cli.main import main
-from torchtrim.memory.packing import table, why_invalid
+from torchtrim.memory.packing import improve, table, why_invalid
 
 TEXT = "size,id,upper,lower,what\n100,a,2,0,first\n50,b,3,1,second\n70,c,4,2,third\n"
 Run = Callable[..., tuple[int, str, str]]
@@ -59,6 +60,35 @@ def test_over_capacity_is_exit_1_and_the_offsets_are_written(run: Run, tmp_path:
         offsets = {row["id"]: int(row["offset"]) for row in csv.DictReader(file)}
     assert why_invalid(read.buffers, offsets, capacity=150) is None
     assert [row[-2] for row in read.rows] == ["first", "second", "third"]
+
+
+def test_alignments_of_the_table_are_kept(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(
+        "id,lower,upper,size,alignment\na,0,2,100,64\nb,0,2,10,\nc,0,2,7,128\n"
+    )
+    code, out, _ = run("a.csv", "--out", "-")
+    offsets = {row["id"]: int(row["offset"]) for row in csv.DictReader(out.splitlines())}
+    assert code == 0
+    assert (offsets["a"] % 64, offsets["c"] % 128) == (0, 0)
+
+
+def test_interrupted_it_tells_and_writes_the_best_so_far(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pressed(self: object, best: object) -> Iterator[object]:
+        raise KeyboardInterrupt
+        yield
+
+    rows = [f"{b.id},{b.lower},{b.upper},{b.size}" for b in cut(3, 60)]
+    (tmp_path / "s.csv").write_text("\n".join(["id,lower,upper,size", *rows]))
+    monkeypatch.setattr(improve.Descent, "run", pressed)
+    code, out, err = run("s.csv", "--out", "o.csv")
+    assert code == 130
+    assert "best so far" in err
+    assert out.startswith("PACKED")
+    written = table.read(tmp_path / "o.csv")
+    at = {b.id: int(row[-1]) for b, row in zip(written.buffers, written.rows, strict=True)}
+    assert why_invalid(written.buffers, at) is None
 
 
 def test_offsets_on_stdout(run: Run) -> None:

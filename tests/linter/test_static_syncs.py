@@ -271,3 +271,52 @@ def test_names_of_torch_may_be_called_anything() -> None:
 def test_any_python_is_walked() -> None:
     for path in sorted(Path(ast.__file__).parent.glob("*.py"))[:60]:
         static_syncs(ast.parse(path.read_bytes()), str(path))
+
+
+KEPT = [
+    ("self.total = torch.zeros(1, device='cuda')", "self.total.item()", True),
+    ("self.total = None\n        self.total = torch.relu(x)", "self.total.item()", True),
+    ("self.total = torch.zeros(1)", "self.total.item()", False),
+    ("self.total = 0\n        self.total = torch.relu(x)", "float(self.total)", False),
+    ("self.seen = {'loss': torch.relu(x), 'n': 3}", "self.seen['loss'].item()", True),
+    ("self.seen = {'loss': torch.relu(x), 'n': 3}", "float(self.seen['n'])", False),
+]
+
+
+@pytest.mark.parametrize(("kept", "read", "waits"), KEPT)
+def test_what_is_kept_on_self_is_known_in_every_method(kept: str, read: str, waits: bool) -> None:
+    code = f"class A:\n    def read(self):\n        return {read}\n    def step(self, x):\n        {kept}\n"
+    assert bool(lines(f"import torch\n{code}")) is waits
+
+
+DICTS = [
+    ("d = {'a': torch.relu(x), 'b': 2}", "float(d['a'])", True),
+    ("d = {'a': torch.relu(x), 'b': 2}", "float(d['b'])", False),
+    ("d = {}\n    d['a'] = torch.relu(x)", "float(d['a'])", True),
+    ("d = {'a': 1}\n    d['a'] = torch.relu(x)", "if d['a']: pass", True),
+    ("d = dict(a=1)", "float(d['a'])", False),
+    ("d = {k: torch.relu(x) for k in 'ab'}", "float(d['a'])", True),
+    ("d = {'a': torch.relu(x)}", "[v.item() for v in d.values()]", True),
+    ("d = {'a': torch.relu(x)}", "[float(v) for k, v in d.items()]", True),
+    ("d = {'a': torch.relu(x)}", "[float(k) for k, v in d.items()]", False),
+    ("d = {'a': torch.relu(x)}", "float(d.get('a'))", True),
+    ("d = {'a': torch.relu(x), **more}", "float(d['c'])", False),
+    ("d = {'a': torch.relu(x)} if y else {'a': 1}", "float(d['a'])", False),
+]
+
+
+@pytest.mark.parametrize(("made", "read", "waits"), DICTS)
+def test_values_of_dicts(made: str, read: str, waits: bool) -> None:
+    code = f"import torch\ndef f(x, y, more):\n    {made}\n    {read}\n"
+    assert bool(lines(code)) is waits
+
+
+def test_what_functions_and_methods_of_the_file_return() -> None:
+    code = (
+        "class A:\n    def use(self, x):\n        return float(self.made(x)) + float(self.shown)\n"
+        "    def made(self, x):\n        return torch.relu(x)\n"
+        "    @property\n    def shown(self):\n        return torch.relu(self.x)\n"
+        "def use(x):\n    return float(made(x)) + float(plain(x))\n"
+        "def made(x):\n    return torch.relu(x)\ndef plain(x):\n    return 3\n"
+    )
+    assert lines(f"import torch\n{code}") == [4, 4, 11]

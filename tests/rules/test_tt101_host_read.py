@@ -1,7 +1,9 @@
 import pytest
+from msgspec.structs import replace
 
-from profiles import Step
+from profiles import SCRIPT, Step
 from torchtrim.rules.tt101_host_read import check
+from torchtrim.rules.waits import unknown_note, unknown_operators
 
 
 def one_read(device: str, seconds: float | None = None) -> Step:
@@ -82,3 +84,36 @@ def test_a_wait_in_backward_is_at_the_line_of_its_forward() -> None:
     (finding,) = check(step.profile())
     assert finding.line == 7
     assert "in backward" in finding.message
+
+
+def test_lines_inside_a_library_stand_beside_the_users_own() -> None:
+    step = Step("cuda:0")
+    loss = step.alive("temporary", 4)
+    for line, many in ((471, 3), (33, 1)):
+        for _ in range(many):
+            read = step.op(
+                "aten::_local_scalar_dense", loss, line=line, path="/lib/trainer/loop.py"
+            )
+            place = step._place(SCRIPT, 7)
+            step.operators[read.index] = replace(step.operators[read.index], caller=place)
+            step.sync("item", read)
+    (finding,) = check(step.profile())
+    assert (finding.path, finding.line) == ("train.py", 7)
+    assert "inside trainer/loop.py:471 in " in finding.message
+    assert "(3 times), trainer/loop.py:33 in " in finding.message
+
+
+def test_operators_that_nobody_read_are_said_to_be_unknown() -> None:
+    step = Step("cuda:0")
+    boxes = step.alive("input", 64)
+    for name in (
+        "torchvision::nms",
+        "torchvision::roi_align",
+        "aten::add",
+        "xformers::mha.default",
+    ):
+        step.op(name, boxes, makes=64)
+    step.op("mylib::host", step.alive("input", 4, device="cpu"))
+    assert dict(unknown_operators(step.profile())) == {"xformers::mha": 1}
+    assert "xformers::mha (once)" in unknown_note(step.profile())
+    assert unknown_note(Step("cuda:0").profile()) == ""

@@ -44,7 +44,7 @@ def test_no_line_is_the_script() -> None:
     [
         ({"adapter": "bound_session"}, "bound_session(session, model)", "BITWISE"),
         ({"adapter": "bound_state"}, "bound_state(inference_state, predictor)", "BITWISE"),
-        ({"adapter": "sink_cache"}, "sink_cache(model.config", None),
+        ({"adapter": "sink_cache"}, "sink_cache(model, ", None),
         ({}, 'bound_caches(model, {"memory": window(n)})', None),
         ({"name": 'state["memory"][0]'}, 'bound_caches(model, {"memory": window(n)})', None),
         ({"kind": "graph"}, "torch.inference_mode()", None),

@@ -67,6 +67,24 @@ class Predictor(nn.Module):
             output["cond_frame_outputs"][frame] = self._record(seen, frame)
             output["non_cond_frame_outputs"].pop(frame, None)
 
+    def remove(self, state: dict[str, Any], obj: int) -> None:
+        """Take an object out, and number those after it anew; without objects it is a reset."""
+        there = sorted(state["output_dict_per_obj"])
+        if there == [obj]:
+            self.reset(state)
+            return
+        state["output_dict_per_obj"][obj]["cond_frame_outputs"].clear()
+        numbers = {old: new for new, old in enumerate(one for one in there if one != obj)}
+        for name in ("output_dict_per_obj", "frames_tracked_per_obj"):
+            table = state[name]
+            taken = [(old, table.pop(old)) for old in there]
+            table.update([(numbers[old], value) for old, value in taken if old in numbers])
+
+    def reset(self, state: dict[str, Any]) -> None:
+        """Forget all objects."""
+        for name in ("output_dict_per_obj", "frames_tracked_per_obj"):
+            state[name].clear()
+
     def propagate(
         self, state: dict[str, Any], order: list[int], reverse: bool = False
     ) -> Iterator[torch.Tensor]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from hypothesis import strategies as st
 import draws
 from torchtrim.errors import Unsupported, UsageError
 from torchtrim.stream.kv import SinkWindow, sink_cache, window_mask
+from torchtrim.stream.masks import CallMasks
 
 FAMILIES = ["Llama", "Qwen2"]
 SINKS, WINDOW = 4, 28
@@ -174,3 +178,100 @@ def test_what_cannot_be_bounded_is_refused() -> None:
     model.config.layer_types = ["full_attention", "sliding_attention"]
     with pytest.raises(Unsupported, match="sliding_attention"):
         sink_cache(model.config)
+
+
+class Cache:
+    def __init__(self, sinks: int, window: int) -> None:
+        self.layers = [SinkWindow(sinks, window)]
+
+
+class Attends(torch.nn.Module):
+    """One head of attention over a sink cache, with the masks that it is given or plainly causal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(13, 8)
+
+    def forward(self, input_ids: Any, past_key_values: Any, attention_mask: Any = None) -> Any:
+        states = self.table(input_ids)[:, None]
+        rows, _ = past_key_values.layers[0].get_mask_sizes(input_ids.shape[1])
+        keys, values = past_key_values.layers[0].update(states, states * 2)
+        if attention_mask is None:
+            own = torch.arange(input_ids.shape[1])[:, None] + rows - input_ids.shape[1]
+            attention_mask = additive(torch.arange(rows)[None] <= own)
+        scores = states @ keys.transpose(-1, -2) + attention_mask
+        return scores.softmax(-1) @ values
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("chunks", [(20,), (9, 11), (3, 1, 16), (6, 6, 6, 1, 1), (40, 1, 1)])
+def test_calls_get_the_mask_that_they_need(chunks: tuple[int, ...]) -> None:
+    model, ids = Attends(), torch.randint(0, 13, (2, sum(chunks)))
+    alone, together = Cache(2, 6), Cache(2, 6)
+    CallMasks(together).watch(model, together)
+    want = torch.cat([model(one, past_key_values=alone) for one in ids.split(1, dim=1)], dim=2)
+    given = torch.ones(2, sum(chunks), dtype=torch.long)
+    got = [
+        model(one, past_key_values=together, attention_mask=given)
+        for one in ids.split(chunks, dim=1)
+    ]
+    assert float((torch.cat(got, dim=2) - want).abs().max()) <= 1e-6
+
+
+def test_a_padded_batch_is_refused_and_nothing_is_computed() -> None:
+    model, cache = Attends(), Cache(2, 6)
+    CallMasks(cache).watch(model, cache)
+    mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
+    with pytest.raises(UsageError, match="the batch is padded"):
+        model(torch.zeros(2, 3, dtype=torch.long), past_key_values=cache, attention_mask=mask)
+    assert cache.layers[0].tokens == 0
+
+
+def test_what_nobody_vouches_for_is_refused_in_batches() -> None:
+    layer = SinkWindow(2, 6)
+    layer.vouched = False
+    layer.update(torch.zeros(1, 1, 2, 3), torch.zeros(1, 1, 2, 3))
+    with pytest.raises(UsageError, match=r"sink_cache\(model\)"):
+        layer.update(torch.zeros(2, 1, 2, 3), torch.zeros(2, 1, 2, 3))
+
+
+def test_flash_attention_takes_no_mask() -> None:
+    model, cache = Attends(), Cache(2, 6)
+    model.config = SimpleNamespace(_attn_implementation="flash_attention_2")
+    CallMasks(cache).watch(model, cache)
+    with torch.no_grad():
+        model(torch.zeros(1, 7, dtype=torch.long), past_key_values=cache)
+        with pytest.raises(Unsupported, match="attn_implementation"):
+            model(torch.zeros(1, 7, dtype=torch.long), past_key_values=cache)
+
+
+def test_the_hook_goes_with_the_cache_and_leaves_other_calls_alone() -> None:
+    model, cache, other = Attends(), Cache(2, 6), Cache(2, 6)
+    CallMasks(cache).watch(model, cache)
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    own = torch.zeros(1, 1, 9, 9)
+    with torch.no_grad():
+        for one in (model, copied):
+            one(torch.zeros(1, 9, dtype=torch.long), past_key_values=other, attention_mask=None)
+            other.layers[0].reset()
+        model(torch.zeros(1, 9, dtype=torch.long), past_key_values=cache, attention_mask=own)
+    assert len(model._forward_pre_hooks) == 1
+    del cache
+    assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generate_gives_what_a_token_at_a_time_gives(family: str) -> None:
+    model, ids = language_model(family), tokens(70)
+    cache = sink_cache(model, sinks=SINKS, window=WINDOW)
+    out = model.generate(ids, past_key_values=cache, max_new_tokens=20, do_sample=False)
+    alone = sink_cache(model, sinks=SINKS, window=WINDOW)
+    with torch.no_grad():
+        for one in out[:, :-1].split(1, dim=1):
+            last = model(one, past_key_values=alone).logits
+    assert int(last[0, -1].argmax()) == int(out[0, -1])
+    padded = torch.ones_like(ids)
+    padded[0, :3] = 0
+    fresh = sink_cache(model, sinks=SINKS, window=WINDOW)
+    with pytest.raises(UsageError, match="padded"):
+        model.generate(ids, attention_mask=padded, past_key_values=fresh, max_new_tokens=2)

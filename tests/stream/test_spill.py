@@ -11,7 +11,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from torchtrim.errors import UsageError
-from torchtrim.stream import FileSpill, HostSpill, Spill, SpillFailed, StateStore, pinned, window
+from torchtrim.stream import (
+    FileSpill,
+    HostSpill,
+    MemoryExhausted,
+    OverBudget,
+    Spill,
+    SpillFailed,
+    StateStore,
+    Watermarks,
+    pinned,
+    window,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
 
@@ -140,3 +151,25 @@ def test_closing_removes_the_files(tmp_path: Path) -> None:
 def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no directory to spill to"):
         FileSpill(tmp_path / "absent")
+
+
+def test_what_is_pinned_is_spilled_last_and_never_lost(spill: Spill) -> None:
+    store = StateStore({"a": window(9), "p": pinned()}, budget=16, spill=spill)
+    for frame in range(3):
+        store["p", frame] = torch.full((2,), float(frame))
+    assert (store.bytes, store.spilled_bytes) == (16, 8)
+    store["a", 3] = torch.zeros(2)
+    store["a", 4] = torch.zeros(2)
+    assert store.recall(("p", 0))
+    assert [store["p", frame].tolist() for frame in range(3)] == [[0.0] * 2, [1.0] * 2, [2.0] * 2]
+    with pytest.raises(OverBudget, match="Raise the budget: one entry alone"):
+        store["p", 9] = torch.zeros(5)
+
+
+def test_a_spill_that_is_set_is_not_advised(spill: Spill) -> None:
+    store = StateStore({"p": pinned()}, spill=spill)
+    store["p", 0] = torch.zeros(100)
+    marks = Watermarks(store, 1000, measure=lambda: 960)
+    with pytest.raises(MemoryExhausted, match="All that can be spilled is"):
+        marks.check()
+    assert store.spilled_bytes == 400

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtrim.attention.known import MASKS, Asked, Known, dropout_of, known, written_out_bias
+from torchtrim.attention.others import other
 from torchtrim.errors import Unsupported
 
 Forward = Callable[..., Any]
@@ -101,10 +102,7 @@ def replacement(module: nn.Module) -> Replacement:
     """
     kind = known(module)
     if kind is None:
-        raise Unsupported(
-            f"{type(module).__name__} holds no relative positions that are known. Call "
-            "torchtrim.attention.relative_attention in its forward."
-        )
+        raise Unsupported(_unknown(module))
     found = Replacement(module, kind, tuple(inspect.signature(module.forward).parameters))
     try:
         with ThreadPoolExecutor(1) as apart:
@@ -116,6 +114,16 @@ def replacement(module: nn.Module) -> Replacement:
             f"{type(module).__name__} looks like attention with the positions of {kind.name}, and "
             f"could not be run to try that: {type(error).__name__}: {error}"
         ) from error
+
+
+def _unknown(module: nn.Module) -> str:
+    found = other(module)
+    if found is not None:
+        return f"{type(module).__name__} has the positions of {found.name}, which are not replaced: {found.why}."
+    return (
+        f"{type(module).__name__} holds no relative positions that are known. Call "
+        "torchtrim.attention.relative_attention in its forward."
+    )
 
 
 @torch.no_grad()

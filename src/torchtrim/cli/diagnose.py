@@ -13,6 +13,8 @@ from torchtrim.cli.output import command_for, folder_for, progress, show, write_
 if TYPE_CHECKING:
     from torchtrim.cli.limits import Judged
 
+_CAPTURE = "TT402"
+
 
 @click.command()
 @runs_script
@@ -26,6 +28,11 @@ if TYPE_CHECKING:
     metavar="FILE",
     help="Findings that count for no limit; the project's torchtrim-allow.toml by default.",
 )
+@click.option(
+    "--capture",
+    is_flag=True,
+    help="Also what keeps the step from being captured in a CUDA graph; exit 1 if anything does.",
+)
 @click.option("--update-allow", is_flag=True, help="Write what was found into that file.")
 def command(**options: Any) -> None:
     """Find what wastes memory and time in SCRIPT's step."""
@@ -36,12 +43,15 @@ def command(**options: Any) -> None:
     gate = Gate(options, script.project)
     folder = folder_for(options)
     with progress() as tell:
-        result = diagnose_report(script, request_of(options), progress=tell)
+        result = diagnose_report(
+            script, request_of(options), capture=options["capture"], progress=tell
+        )
     judged = gate.judge(result)
     paths = write_files(judged.result, folder)
     click.echo(judged.said, nl=False, err=options["form"] != "text")
     show(judged.result, form=options["form"], next_command=_next(options, judged), paths=paths)
-    raise click.exceptions.Exit(1 if judged.over else 0)
+    blocked = any(one.code == _CAPTURE for one in result.report.findings)
+    raise click.exceptions.Exit(1 if judged.over or blocked else 0)
 
 
 def _next(options: dict[str, Any], judged: Judged) -> str:

@@ -35,6 +35,7 @@ FORMATS = ("full", "concise", "json", "sarif", "github")
     default="full",
     help="Format of stdout; full by default.",
 )
+@click.option("--no-cache", is_flag=True, help="Read every file anew, and keep nothing.")
 def command(**options: Any) -> None:
     """Find host-device syncs in PATHS without running them.
 
@@ -51,6 +52,7 @@ def command(**options: Any) -> None:
         fix=options["fix"] or options["unsafe_fixes"] or options["diff"],
         unsafe=options["unsafe_fixes"],
         write=not options["diff"],
+        cached=not options["no_cache"],
     )
     _show(checked, options)
     raise click.exceptions.Exit(2 if checked.errors else 1 if checked.report.findings else 0)

@@ -15,7 +15,12 @@ from torchtrim.cli.output import drawn_arena, progress
 from torchtrim.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torchtrim.api import Packing
+    from torchtrim.memory.packing import Buffer
+
+_INTERRUPTED = 130
 
 
 @click.command()
@@ -55,9 +60,10 @@ def command(
     """Give each buffer of FILE an offset, so that those alive together do not overlap.
 
     FILE has comma-separated values with the columns id, lower, upper and size: a buffer of that many bytes
-    is alive from lower until just before upper.
+    is alive from lower until just before upper. Where there is a column alignment, its offset is a multiple
+    of that. Interrupted, the best so far is told and written, and the exit code is 130.
     """
-    from torchtrim.api import pack, read_buffers, why_invalid, write_offsets
+    from torchtrim.api import read_buffers, why_invalid, write_offsets
     from torchtrim.errors import UsageError
     from torchtrim.records.files import write_atomically
 
@@ -70,7 +76,7 @@ def command(
     begin = time.perf_counter()
     with progress() as tell:
         tell(f"packing {len(read.buffers)} buffers")
-        packing = pack(read.buffers, limit, alignment=alignment, seconds=seconds)
+        packing, interrupted = _packed(read.buffers, limit, alignment, seconds)
     took = time.perf_counter() - begin
     reason = why_invalid(read.buffers, packing.offsets, alignment=alignment)
     assert reason is None, reason
@@ -84,7 +90,26 @@ def command(
         print(json.dumps(_figures(packing, took)))
     elif out != Path("-"):
         _show(packing, len(read.buffers), limit, took, _next(file, out))
-    raise click.exceptions.Exit(1 if limit is not None and packing.height > limit else 0)
+    over = limit is not None and packing.height > limit
+    raise click.exceptions.Exit(_INTERRUPTED if interrupted else int(over))
+
+
+def _packed(
+    buffers: Sequence[Buffer], limit: int | None, alignment: int, seconds: float | None
+) -> tuple[Packing, bool]:
+    """The packing, or the best until Ctrl-C was pressed; and whether it was."""
+    from torchtrim.api import pack
+
+    found: list[Packing] = []
+    try:
+        return pack(
+            buffers, limit, alignment=alignment, seconds=seconds, better=found.append
+        ), False
+    except KeyboardInterrupt:
+        if not found:
+            raise
+        click.echo("interrupted; this is the best so far", err=True)
+        return found[-1], True
 
 
 def _figures(packing: Packing, took: float) -> dict[str, float | bool]:

@@ -28,13 +28,14 @@ if TYPE_CHECKING:
 @click.option(
     "--max-growth",
     metavar="B",
-    default="1KiB",
-    help="Exit 1 if a frame adds more than this; 0B for nothing at all. 1KiB by default.",
+    default="0B",
+    help="Exit 1 if a frame adds more than this, such as 1KiB. By default nothing may be added.",
 )
 def command(**options: Any) -> None:
     """Measure what each frame of SCRIPT adds to memory, and name what grows and the lines that fill it.
 
-    Runs on the CPU, until so many frames are done or the script ends. Exit code 1 if it grows.
+    Runs on the CPU, until so many frames are done or the script ends. The verdict is FLAT where nothing is
+    added, GROWS with exit code 1 where more than --max-growth is, else IN BOUNDS.
     """
     from torchtrim.api import StreamRequest, check_report
 

@@ -148,7 +148,7 @@ def _look(plan: _Plan, values: Values, facts: Facts) -> None:
     known = known_names(plan.match.parts, values)
     condition = known.get(ast.unparse(branch.condition)) or getattr(values, "C", None)
     if condition is None or not is_tensor(condition):
-        raise Refused("its condition is no tensor, so it needs no host-device sync")
+        raise Refused(_no_tensor(branch.condition))
     if condition.shape:
         raise Refused("its condition is no tensor of zero dimensions")
     plan.numeric |= condition.dtype != "bool"
@@ -158,6 +158,26 @@ def _look(plan: _Plan, values: Values, facts: Facts) -> None:
         facts.leave_open(_FACT)
         return
     _compare(plan, values, then, other, condition, known)
+
+
+def _no_tensor(condition: ast.expr) -> str:
+    """Why a condition that is a value of Python's is refused: it may have been read from a tensor."""
+    for node in ast.walk(condition):
+        if isinstance(node, ast.Call) and (read := _read_by(node)) is not None:
+            return (
+                f"its condition reads `{ast.unparse(node)[:60]}` on the host before anything is compared. "
+                f"Compare `{read[:60]}` itself, so that the device can choose"
+            )
+    return "its condition is no tensor, so it needs no host-device sync"
+
+
+def _read_by(call: ast.Call) -> str | None:
+    """What a call reads on the host, by its form: `float(x)`, `x.item()`."""
+    if isinstance(call.func, ast.Name) and call.func.id in ("float", "int", "bool") and call.args:
+        return ast.unparse(call.args[0])
+    if isinstance(call.func, ast.Attribute) and call.func.attr in ("item", "tolist"):
+        return ast.unparse(call.func.value)
+    return None
 
 
 def _other(

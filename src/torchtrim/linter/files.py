@@ -39,17 +39,23 @@ class Selected:
                     "a run: torchtrim diagnose."
                 )
 
+    @property
+    def starts(self) -> tuple[str, ...]:
+        """The beginnings."""
+        return self._starts
+
     def __call__(self, code: str) -> bool:
         """Whether a code is wanted."""
         return code.startswith(self._starts)
 
 
 class Linted(NamedTuple):
-    """What one file gave: its findings, or why it was not read."""
+    """What one file gave: its findings, or why it was not read; and the files that it calls functions of."""
 
     path: str
     findings: tuple[Finding, ...] = ()
     error: str = ""
+    used: tuple[str, ...] = ()
 
 
 class FixedFiles(NamedTuple):
@@ -169,7 +175,9 @@ def _is_skipped(top: Path, name: str) -> bool:
 def _lint(name: str, selected: Selected) -> Linted:
     try:
         text = read_source(Path(name))[0]
-        return Linted(name, tuple(lint_text(name, text, selected)))
+        used: set[str] = set()
+        found = tuple(lint_text(name, text, selected, used))
+        return Linted(name, found, used=tuple(sorted(used)))
     except UnreadableInput as error:
         return Linted(name, error=str(error))
     finally:

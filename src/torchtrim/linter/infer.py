@@ -19,10 +19,12 @@ from torchtrim.linter.kinds import (
     Kind,
     device,
     joined,
+    mapping,
     part_of,
     sequence,
     tensor,
     together,
+    valued,
 )
 from torchtrim.linter.plain_calls import called_name, called_on, own_method
 from torchtrim.linter.scope import Scope
@@ -64,13 +66,31 @@ class Inference(Scope):
         elif isinstance(target, ast.Starred):
             self.assign(target.value, sequence(kind))
         elif isinstance(target, ast.Subscript):
+            if self._put(target, kind):
+                return
             base, places = self.value(target.value), self._places(target.slice)
             subscripts.written(target, base, places, kind, self.wait)
         elif isinstance(target, ast.Attribute):
             owner = target.value
             self.value(owner)
-            if isinstance(owner, ast.Name) and owner.id == "self" and self.this is not None:
+            mine = isinstance(owner, ast.Name) and owner.id == "self"
+            if mine and self.this is not None and not (node is not None and _is_none(node)):
                 self.this.set(target.attr, kind)
+
+    def _put(self, target: ast.Subscript, kind: Kind) -> bool:
+        """A value is put into a dict that has a name; whether it was one."""
+        owner = target.value
+        base = self.env.get(owner.id) if isinstance(owner, ast.Name) else None
+        if base is None or base.what != "mapping":
+            return False
+        assert isinstance(owner, ast.Name)
+        key = _text(target.slice)
+        if key is not None:
+            self.env[owner.id] = mapping(dict(base.items) | {key: kind}, base.part)
+        else:
+            self.value(target.slice)
+            self.env[owner.id] = mapping({}, kind if base.part is None else joined(base.part, kind))
+        return True
 
     def _unpack(self, target: ast.Tuple | ast.List, kind: Kind, node: ast.expr | None) -> None:
         if isinstance(node, ast.Tuple | ast.List) and len(node.elts) == len(target.elts):
@@ -115,6 +135,9 @@ class Inference(Scope):
 
     def _subscript(self, node: ast.Subscript) -> Kind:
         base = self.value(node.value)
+        if base.what == "mapping":
+            self.value(node.slice)
+            return valued(base, _text(node.slice))
         return subscripts.read(node, base, self._places(node.slice), self.wait)
 
     def _places(self, node: ast.expr) -> subscripts.Places:
@@ -209,10 +232,18 @@ class Inference(Scope):
         return part_of(self.value(node.value))
 
     def _dict(self, node: ast.Dict) -> Kind:
-        for one in (*node.keys, *node.values):
-            if one is not None:
-                self.value(one)
-        return UNKNOWN
+        items: dict[str, Kind] = {}
+        rest: Kind | None = None
+        for key, value in zip(node.keys, node.values, strict=True):
+            if key is not None:
+                self.value(key)
+            kind, text = self.value(value), _text(key)
+            if text is not None:
+                items[text] = kind
+            else:
+                kind = part_of(kind) if key is None else kind
+                rest = kind if rest is None else joined(rest, kind)
+        return mapping(items, rest)
 
     def _comprehended(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp) -> Kind:
         before = dict(self.env)
@@ -225,9 +256,9 @@ class Inference(Scope):
         before = dict(self.env)
         self._generators(node.generators)
         self.value(node.key)
-        self.value(node.value)
+        kind = self.value(node.value)
         self.env = before
-        return UNKNOWN
+        return mapping({}, kind)
 
     def _generators(self, generators: list[ast.comprehension]) -> None:
         for one in generators:
@@ -241,6 +272,8 @@ class Inference(Scope):
         name = (
             node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
         )
+        if isinstance(target, ast.Tuple) and self._looped_items(target, node):
+            return
         if name not in ("enumerate", "zip") or not isinstance(target, ast.Tuple):
             self.assign(target, part_of(self.value(node)))
             return
@@ -251,6 +284,17 @@ class Inference(Scope):
             inner = inner[1:]
         for one, given in zip(inner, node.args, strict=False):
             self.loop(one, given)
+
+    def _looped_items(self, target: ast.Tuple, node: ast.expr) -> bool:
+        """`for key, value in d.items()` of a dict that is known; whether it was one."""
+        method = node.func if isinstance(node, ast.Call) else None
+        if not isinstance(method, ast.Attribute) or method.attr != "items" or len(target.elts) != 2:
+            return False
+        base = self.value(method.value)
+        if base.what == "mapping":
+            self.assign(target.elts[0], PLAIN)
+            self.assign(target.elts[1], base.part or UNKNOWN)
+        return base.what == "mapping"
 
     def _lambda(self, node: ast.Lambda) -> Kind:
         before = dict(self.env)
@@ -352,6 +396,11 @@ def _named(name: str) -> Kind:
 
 def _is_text(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and (node.value is None or isinstance(node.value, str))
+
+
+def _text(node: ast.expr | None) -> str | None:
+    """A key that stands there."""
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
 
 
 def _is_none(node: ast.expr) -> bool:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, reduce
 from typing import Literal
 
-What = Literal["unknown", "plain", "tensor", "sequence", "array", "device", "dtype", "layer"]
+What = Literal[
+    "unknown", "plain", "tensor", "sequence", "array", "device", "dtype", "layer", "mapping"
+]
 On = Literal["", "host", "device", "mixed"]
 
 
@@ -15,7 +17,8 @@ class Kind:
     """What an expression is.
 
     `plain` is what Python itself has: numbers, text, shapes, None. A `sequence` holds `part`, a `layer`
-    gives a tensor where it is called. `on` is where a tensor is, or which a device is: `""` where that
+    gives a tensor where it is called, a `mapping` has a `part` for all its values, and `items` for those
+    whose key is text that stands there. `on` is where a tensor is, or which a device is: `""` where that
     is not known, `"mixed"` where it was computed from one of the host and something unknown. `dtype` is
     `"bool"` or `"int"`, `""` otherwise. `single`: of no dimensions. `sure`: computed as a tensor, where
     an annotation alone may be wrong.
@@ -27,6 +30,7 @@ class Kind:
     single: bool = False
     sure: bool = False
     part: Kind | None = None
+    items: tuple[tuple[str, Kind], ...] = ()
 
     @property
     def waits(self) -> bool:
@@ -52,6 +56,21 @@ def tensor(on: On = "", dtype: str = "", *, single: bool = False, sure: bool = T
 def sequence(part: Kind) -> Kind:
     """A list or tuple of a kind."""
     return Kind("sequence", part=part)
+
+
+def mapping(items: dict[str, Kind], rest: Kind | None = None) -> Kind:
+    """A dict: its values by key, and what those of other keys are, None for no others."""
+    kinds = [*items.values(), *([rest] if rest is not None else [])]
+    return Kind(
+        "mapping", part=reduce(joined, kinds) if kinds else None, items=tuple(items.items())
+    )
+
+
+def valued(kind: Kind, key: str | None) -> Kind:
+    """The value of a key of a mapping, None for a key that the source does not tell."""
+    return (
+        dict(kind.items).get(key, kind.part or UNKNOWN) if key is not None else kind.part or UNKNOWN
+    )
 
 
 @cache
@@ -83,6 +102,10 @@ def joined(one: Kind, other: Kind) -> Kind:
         )
     if one.what == other.what == "sequence":
         return sequence(joined(one.part or UNKNOWN, other.part or UNKNOWN))
+    if one.what == other.what == "mapping":
+        mine, yours = dict(one.items), dict(other.items)
+        both = {key: joined(mine[key], yours[key]) for key in mine if key in yours}
+        return mapping(both, joined(one.part or UNKNOWN, other.part or UNKNOWN))
     return UNKNOWN
 
 

@@ -14,6 +14,7 @@ from torchtrim.linter.kinds import (
     part_of,
     sequence,
     tensor,
+    valued,
 )
 from torchtrim.linter.scope import Scope
 from torchtrim.linter.torch_calls import Call, called_method
@@ -37,7 +38,7 @@ def called_name(scope: Scope, function: ast.Name, call: Call) -> Kind:
     if name in scope.file.returns:
         return scope.file.returns[name]
     if name in scope.file.imports:
-        return UNKNOWN
+        return scope.file.outside(scope.file.imports[name])
     return _builtin(scope, name, call)
 
 
@@ -82,6 +83,8 @@ def called_on(scope: Scope, owner: ast.expr, receiver: Kind, method: str, call: 
         return called_method(receiver, method, call)
     if receiver.what in ("plain", "array"):
         return _NUMBERS.get(method, receiver)
+    if receiver.what == "mapping":
+        return _of_dict(receiver, method, call)
     if receiver.what == "sequence":
         return _of_list(scope, owner, receiver, method, call)
     return _of_unknown(scope, owner, method, call)
@@ -99,6 +102,20 @@ def own_method(scope: Scope, method: str, call: Call) -> Kind:
     if known is not None and known.what == "layer":
         return tensor()
     return scope.this.returned(method) or UNKNOWN
+
+
+def _of_dict(receiver: Kind, method: str, call: Call) -> Kind:
+    if method == "values":
+        return sequence(receiver.part or UNKNOWN)
+    if method == "keys":
+        return sequence(PLAIN)
+    if method == "copy":
+        return receiver
+    first = call.node.args[0] if call.node.args else None
+    if method not in ("get", "pop", "setdefault") or first is None:
+        return UNKNOWN
+    known = isinstance(first, ast.Constant) and isinstance(first.value, str)
+    return valued(receiver, first.value if known else None)  # type: ignore[attr-defined]
 
 
 def _of_list(scope: Scope, owner: ast.expr, receiver: Kind, method: str, call: Call) -> Kind:

@@ -12,6 +12,7 @@ from torchtrim.linter.kinds import UNKNOWN, Kind, joined
 
 Wait = Callable[[str, ast.AST], None]
 Environment = dict[str, Kind]
+Outside = Callable[[str], Kind]
 
 
 @dataclass
@@ -22,9 +23,12 @@ class ClassFacts:
     attributes: Environment = field(default_factory=dict)
     returns: Environment = field(default_factory=dict)
     bases: tuple[ClassFacts, ...] = ()
+    complete: bool = False
 
     def set(self, name: str, kind: Kind) -> None:
-        """Note the kind assigned to an attribute."""
+        """Note the kind assigned to an attribute, unless all were noted before."""
+        if self.complete:
+            return
         known = self.attributes.get(name)
         self.attributes[name] = kind if known is None else joined(known, kind)
 
@@ -41,12 +45,16 @@ class ClassFacts:
 
 @dataclass
 class FileFacts:
-    """What the code of a file says: its imports, its own names, and what its functions return."""
+    """What the code of a file says: its imports, its own names, and what its functions return.
+
+    `outside` tells by its full name what a function that it imports returns.
+    """
 
     imports: dict[str, str] = field(default_factory=dict)
     own: Environment = field(default_factory=dict)
     returns: Environment = field(default_factory=dict)
     classes: dict[str, ClassFacts] = field(default_factory=dict)
+    outside: Outside = field(default=lambda full: UNKNOWN)
 
 
 class Scope:

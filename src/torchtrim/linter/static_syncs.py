@@ -9,14 +9,15 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterable
+from functools import reduce
 from pathlib import PurePath
 from typing import NamedTuple
 
 from torchtrim.linter.annotations import annotated
 from torchtrim.linter.guards import guard
 from torchtrim.linter.infer import Inference, computed
-from torchtrim.linter.kinds import PLAIN, UNKNOWN, joined, sequence
-from torchtrim.linter.scope import ClassFacts, Environment, FileFacts
+from torchtrim.linter.kinds import PLAIN, UNKNOWN, Kind, joined, sequence
+from torchtrim.linter.scope import ClassFacts, Environment, FileFacts, Outside
 
 _ONCE = re.compile(
     r"__(init|new|setstate|getstate|repr|str|post_init|reduce|del|init_subclass)__|extra_repr|"
@@ -33,6 +34,9 @@ _ON_HOST = re.compile(
 _AFTER_THE_MODEL = re.compile(r"_?post_process\w*")
 _PIPELINE = re.compile(r"(Chunk)?Pipeline")
 _ONE_SHOT_FILES = re.compile(r"convert_\w+|export\w*|setup|conftest")
+_TRANSPARENT = frozenset(
+    ("property", "staticmethod", "classmethod", "no_grad", "inference_mode", "lru_cache", "cache")
+)
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -43,20 +47,36 @@ class StaticSync(NamedTuple):
     node: ast.AST
 
 
-def static_syncs(tree: ast.Module, path: str) -> list[StaticSync]:
-    """Every sync point of a file, in the order of the code."""
-    walk = _Walk(path)
+def static_syncs(
+    tree: ast.Module, path: str, outside: Outside = lambda full: UNKNOWN
+) -> list[StaticSync]:
+    """Every sync point of a file, in the order of the code. `outside` tells of functions of other files.
+
+    The code is walked twice: first for what functions return and what is kept on `self`.
+    """
+    walk = _Walk(path, facts_of(tree, path, outside))
     walk.file(tree)
     at = {(one.row, one.node): one for one in walk.found}
     return sorted(at.values(), key=lambda one: (one.node.lineno, one.node.col_offset))  # type: ignore[attr-defined]
 
 
+def facts_of(tree: ast.Module, path: str, outside: Outside) -> FileFacts:
+    """What a file's own functions return, and what its classes keep."""
+    facts = FileFacts(outside=outside)
+    _Walk(path, facts, learns=True).file(tree)
+    for one in facts.classes.values():
+        one.complete = True
+    return facts
+
+
 class _Walk:
     """Walks statements in the order in which they run, each once."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, facts: FileFacts, *, learns: bool = False) -> None:
         self.found: list[StaticSync] = []
-        self._facts = FileFacts()
+        self._facts = facts
+        self._learns = learns
+        self._returned: list[list[Kind]] = []
         self._infer = Inference(self._facts, self._wait)
         self._pending: list[Callable[[], None]] = []
         self._one_shot = _ONE_SHOT_FILES.fullmatch(PurePath(path).stem) is not None
@@ -65,7 +85,7 @@ class _Walk:
         """Walk a module: its own code first, functions after it, when all their names are known."""
         self._imports(tree.body)
         self._declare(tree.body, self._facts.returns)
-        with self._infer.silent(self._one_shot):
+        with self._infer.silent(self._one_shot or self._learns):
             self._block(tree.body)
             self._facts.own = dict(self._infer.env)
             while self._pending:
@@ -95,7 +115,7 @@ class _Walk:
     def _declare(self, body: Iterable[ast.stmt], returns: Environment) -> None:
         """What functions return, by their annotations."""
         for one in body:
-            if isinstance(one, _Function):
+            if isinstance(one, _Function) and one.name not in returns:
                 returns[one.name] = annotated(one.returns, self._infer.dotted)
 
     def _block(self, body: Iterable[ast.stmt]) -> bool:
@@ -121,7 +141,10 @@ class _Walk:
         self._infer.value(node.value)
 
     def _return(self, node: ast.Return) -> bool:
-        self._infer.value(node.value)
+        kind = self._infer.value(node.value)
+        none = isinstance(node.value, ast.Constant) and node.value.value is None
+        if self._returned and node.value is not None and not none:
+            self._returned[-1].append(kind)
         return True
 
     def _raise(self, node: ast.Raise) -> bool:
@@ -208,7 +231,8 @@ class _Walk:
 
     def _class(self, node: ast.ClassDef) -> None:
         known = (self._facts.classes.get(getattr(base, "id", "")) for base in node.bases)
-        facts = ClassFacts(node.name, bases=tuple(filter(None, known)))
+        facts = self._facts.classes.get(node.name) if not self._learns else None
+        facts = facts or ClassFacts(node.name, bases=tuple(filter(None, known)))
         self._declare(node.body, facts.returns)
         self._facts.classes[node.name] = facts
         self._infer.env.pop(node.name, None)
@@ -236,10 +260,26 @@ class _Walk:
         def walk() -> None:
             self._infer.env, self._infer.this = {" within": PLAIN}, this
             with self._infer.silent(quiet):
-                self._body(node)
+                kinds = self._body(node)
             self._infer.this = None
+            if self._learns:
+                self._learn(node, this, kinds)
 
         self._pending.append(walk)
+
+    def _learn(self, node: _Function, this: ClassFacts | None, kinds: list[Kind]) -> None:
+        """Note what a function returns that has no annotation, by its `return`s."""
+        returns = self._facts.returns if this is None else this.returns
+        decorators = {_called(one) for one in node.decorator_list}
+        if returns.get(node.name) != UNKNOWN or not kinds or not decorators <= _TRANSPARENT:
+            return
+        if isinstance(node, ast.AsyncFunctionDef) or any(map(_yields, ast.walk(node))):
+            return
+        kind = reduce(joined, kinds)
+        if "property" not in decorators:
+            returns[node.name] = kind
+        elif this is not None:
+            this.set(node.name, kind)
 
     def _within(self, node: _Function) -> None:
         """A function in a function sees its names."""
@@ -248,7 +288,8 @@ class _Walk:
         self._body(node)
         self._infer.env = outer
 
-    def _body(self, node: _Function) -> None:
+    def _body(self, node: _Function) -> list[Kind]:
+        """Walk a function's code; what it returns."""
         arguments = node.args
         for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
             self._infer.env[one.arg] = annotated(one.annotation, self._infer.dotted)
@@ -259,8 +300,10 @@ class _Walk:
                     sequence(said) if extra is arguments.vararg else UNKNOWN
                 )
         once = _ONCE.fullmatch(node.name) or _ON_HOST.fullmatch(node.name)
+        self._returned.append([])
         with self._infer.silent(bool(once)):
             self._block(node.body)
+        return self._returned.pop()
 
 
 def merged(one: Environment, other: Environment) -> Environment:
@@ -272,6 +315,15 @@ def merged(one: Environment, other: Environment) -> Environment:
         mine = one.get(name)
         found[name] = kind if mine is None or mine == kind else joined(mine, kind)
     return found
+
+
+def _called(decorator: ast.expr) -> str:
+    node = decorator.func if isinstance(decorator, ast.Call) else decorator
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def _yields(node: ast.AST) -> bool:
+    return isinstance(node, ast.Yield | ast.YieldFrom)
 
 
 def _is_for_host(node: ast.ClassDef) -> bool:

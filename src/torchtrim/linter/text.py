@@ -14,6 +14,7 @@ from torchtrim.fixes.reading.facts import Facts, Refused
 from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.registry import matches
 from torchtrim.fixes.writing.edits import compatible, diff_of, patch
+from torchtrim.linter.project import is_cpu_test, outside_of
 from torchtrim.linter.static_syncs import StaticSync, static_syncs
 from torchtrim.records.finding import Finding, Suggestion
 from torchtrim.rules.ignores import ignored_codes
@@ -68,15 +69,20 @@ def every_code(code: str) -> bool:
 
 
 def lint_source(
-    source: Source, selected: Selected = every_code, *, whole: bool = True
+    source: Source,
+    selected: Selected = every_code,
+    *,
+    whole: bool = True,
+    used: set[str] | None = None,
 ) -> list[Found]:
     """The syncs of a file, by line, but for those that its comments ignore.
 
-    Fixes are looked for in the `whole` file, else only in the functions and classes with a sync.
-    Raises `UnreadableInput` for code that is nested too deeply to be followed.
+    Fixes are looked for in the `whole` file, else only in the functions and classes with a sync. `used`
+    gets the files whose functions it calls. Raises `UnreadableInput` for code that is nested too deeply to
+    be followed.
     """
     try:
-        syncs = static_syncs(source.tree, source.path)
+        syncs = static_syncs(source.tree, source.path, outside_of(source.path, used))
     except RecursionError:
         raise UnreadableInput(f"{source.path} is nested too deeply to be followed.") from None
     groups: dict[tuple[int, str], list[StaticSync]] = {}
@@ -89,15 +95,19 @@ def lint_source(
     return _with_candidates(source, kept, whole=whole) if kept else []
 
 
-def lint_text(path: str, text: str, selected: Selected = every_code) -> list[Finding]:
+def lint_text(
+    path: str, text: str, selected: Selected = every_code, used: set[str] | None = None
+) -> list[Finding]:
     """The findings of a file's text. Raises `UnreadableInput` where it is no Python.
 
-    A text in which nothing is of torch is not parsed.
+    A text in which nothing is of torch is not parsed, nor unit tests that name no device. `used` gets the
+    files whose functions it calls.
     """
-    if WORD not in text:
+    if WORD not in text or is_cpu_test(path, text):
         return []
     source = Source(path, text)
-    return [finding_of(source, found) for found in lint_source(source, selected, whole=False)]
+    found = lint_source(source, selected, whole=False, used=used)
+    return [finding_of(source, one) for one in found]
 
 
 def finding_of(source: Source, found: Found) -> Finding:

@@ -253,12 +253,18 @@ def _made(last: str, call: Call) -> Kind:
 
 def _placed(last: str, call: Call, otherwise: On) -> Kind:
     """A new tensor on the device that the call names."""
-    on = otherwise
-    if "device" in call.words:
-        on = _where(call.words["device"], otherwise)
+    on = _asked(call, otherwise)
     dtype = "bool" if last in names.BOOL else "int" if last in names.INT else ""
     dtype = call.words["dtype"].dtype if "dtype" in call.words else dtype
     return tensor(on, dtype)
+
+
+def _asked(call: Call, otherwise: On) -> On:
+    """Where a call's `device=` says, a name of a device that stands there included."""
+    if "device" not in call.words:
+        return otherwise
+    node = next(word.value for word in call.node.keywords if word.arg == "device")
+    return _device_of(node) or _where(call.words["device"], otherwise)
 
 
 def _where(kind: Kind, otherwise: On) -> On:
@@ -354,8 +360,7 @@ def _result(last: str, operands: tuple[Kind, ...], call: Call, first: int) -> Ki
     parts = [part_of(kind) if kind.what == "sequence" else kind for kind in operands]
     parts += [kind for word, kind in call.words.items() if word in ("other", "input", "tensors")]
     on = together(*parts)
-    if "device" in call.words:
-        on = _where(call.words["device"], on)
+    on = _asked(call, on)
     whole = len(operands) <= first and not {"dim", "axis", "keepdim"} & set(call.words)
     if last in names.SEVERAL or _gives_two(last, operands, call, first):
         return sequence(tensor(on))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from torchtrim.loops.findings import report_of
 from torchtrim.loops.optimize import Fitting
 from torchtrim.loops.settings import with_settings
@@ -13,7 +15,10 @@ from torchtrim.records.report import Result
 from torchtrim.records.trial import Request
 from torchtrim.rules.prices import priced
 from torchtrim.rules.registry import diagnose
+from torchtrim.rules.tt402_blocks_capture import RULE, verdict
 from torchtrim.run.trials import Progress, Workload
+
+CAPTURE = RULE.code
 
 
 def record(workload: Workload, warmup: int, progress: Progress) -> Profile:
@@ -31,8 +36,22 @@ def findings_of(
 
 
 def diagnose_report(
-    workload: Workload, request: Request, *, progress: Progress = lambda _: None
+    workload: Workload,
+    request: Request,
+    *,
+    capture: bool = False,
+    progress: Progress = lambda _: None,
 ) -> Result:
-    """What is wasteful in a step, with its figures."""
+    """What is wasteful in a step, with its figures.
+
+    `capture`: also what keeps it from being captured in a CUDA graph (TT402), and whether anything does.
+    """
     trial = Fitting(workload, request, progress).observe()
-    return Result(report_of("diagnose", workload, trial), trial.profile)
+    report = report_of("diagnose", workload, trial)
+    if capture and trial.profile is not None:
+        found = diagnose(trial.profile, (CAPTURE,))
+        said = verdict(trial.profile, len({(one.path, one.line) for one in found}))
+        report = msgspec.structs.replace(
+            report, findings=(*report.findings, *found), notes=(said, *report.notes)
+        )
+    return Result(report, trial.profile)

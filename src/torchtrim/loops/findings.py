@@ -15,6 +15,7 @@ from torchtrim.records.trial import Trial
 from torchtrim.report.assemble import Found, Subject, original_report
 from torchtrim.rules.prices import priced
 from torchtrim.rules.registry import diagnose
+from torchtrim.rules.waits import unknown_note
 from torchtrim.run.machine import machine
 from torchtrim.run.script import Script
 from torchtrim.run.trials import Workload
@@ -25,7 +26,8 @@ def report_of(verb: str, workload: Workload, trial: Trial) -> Report:
     found = found_in(trial.profile) if trial.profile is not None else Found()
     report = original_report(verb, subject_of(workload, trial.device), trial, found)
     warning = untested(str(torch.__version__))
-    notes = (*report.notes, warning) if warning else report.notes
+    unread = unknown_note(trial.profile) if trial.profile is not None else ""
+    notes = (*report.notes, *filter(None, (warning, unread)))
     return msgspec.structs.replace(report, notes=notes)
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from torchtrim.linter.cached import lint_cached
 from torchtrim.linter.files import (
     FixedFiles,
     Linted,
@@ -41,10 +42,12 @@ def lint_report(
     fix: bool = False,
     unsafe: bool = False,
     write: bool = True,
+    cached: bool = False,
 ) -> Checked:
     """The findings of files and folders, by paths relative to the current one.
 
-    `fix`: apply the fixes that are safe without a run, with `unsafe` also others; `write` them.
+    `cached`: what was found in files that have not changed since is not looked for again. `fix`: apply the
+    fixes that are safe without a run, with `unsafe` also others; `write` them.
     """
     selected, files, project = Selected(select), files_of(paths), project_of(paths)
     fixed = None
@@ -53,7 +56,7 @@ def lint_report(
         fixed = fix_files(files, selected, project, unsafe=unsafe)
         if write:
             write_fixed(fixed, project)
-    linted = lint_files(files, selected)
+    linted = lint_cached(files, selected, project) if cached else lint_files(files, selected)
     errors = tuple(one.error for one in linted if one.error)
     return Checked(_report(linted, paths, errors), errors, fixed)
 

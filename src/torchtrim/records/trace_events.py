@@ -21,6 +21,7 @@ class Args(Struct, gc=False):
     stack: str | None = msgspec.field(default=None, name="Call stack")
     stream: Number = None
     device: Number = None
+    kind: Number = None
     wait_stream: Number = msgspec.field(default=None, name="wait_on_stream")
     wait_record: Number = msgspec.field(default=None, name="wait_on_cuda_event_record_corr_id")
 

@@ -226,7 +226,8 @@ def _verdict(report: Report) -> str:
     if missed:
         return "BUDGET MISSED"
     if report.stream is not None:
-        return "GROWS" if _grows(report) else "FLAT"
+        grew = "IN BOUNDS" if report.stream.growth_bytes else "FLAT"
+        return "GROWS" if _grows(report) else grew
     if report.estimated is not None and report.budget_bytes is not None:
         return "FITS"
     if report.verb != "diagnose":

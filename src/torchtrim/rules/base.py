@@ -26,12 +26,13 @@ class Rule:
 
     `name` names the pattern, not its fix. `check` finds it in a profile. The docstring of the
     module that defines `check` is the rule's documentation: a line of summary, then Markdown under
-    `HEADINGS`.
+    `HEADINGS`. One `on_request` runs only where its code is selected.
     """
 
     code: str
     name: str
     check: Callable[[Profile], Iterable[Finding]]
+    on_request: bool = False
 
     @property
     def stem(self) -> str:

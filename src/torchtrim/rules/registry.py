@@ -60,7 +60,7 @@ def explain(code: str) -> str:
 
 def _selected(select: Iterable[str] | None) -> tuple[Rule, ...]:
     if select is None:
-        return all_rules()
+        return tuple(one for one in all_rules() if not one.on_request)
     starts = tuple(select)
     for start in starts:
         if not any(_matches(found, start) for found in all_rules()):

@@ -150,6 +150,8 @@ def _fix(profile: Profile, found: Sequence[Written], modules: Sequence[str]) -> 
         "call torchtrim.attention.relative_attention, or the adapter for this model beside it, which "
         "makes no tensor of query times key"
     )
+    if not known and (types := _types(profile, modules)):
+        change = f"{change}; {types} is none of the modules that are replaced"
     if known:
         script = profile.script or "SCRIPT"
         change = (
@@ -160,6 +162,12 @@ def _fix(profile: Profile, found: Sequence[Written], modules: Sequence[str]) -> 
     return Suggestion(
         kind="advice", equivalence="ROUNDING", reason=f"{change}. {_measure(found[0])}"
     )
+
+
+def _types(profile: Profile, modules: Sequence[str]) -> str:
+    """The classes of these modules."""
+    types = {module.path: module.type for module in profile.modules}
+    return ", ".join(dict.fromkeys(types[path] for path in modules if path in types))
 
 
 def _measure(one: Written) -> str:

@@ -76,8 +76,8 @@ _LINES = {
         "init_state"
     ),
     "sink_cache": (
-        "from torchtrim.stream import sink_cache; past_key_values=sink_cache(model.config, sinks=4, "
-        "window=1024), if tokens further back need not be seen"
+        "from torchtrim.stream import sink_cache; past_key_values=sink_cache(model, sinks=4, window=1024)"
+        ", if tokens further back need not be seen"
     ),
 }
 

@@ -9,8 +9,10 @@ from torchtrim.memory.names import base_name
 from torchtrim.records.finding import Finding, Suggestion
 from torchtrim.records.profile import Place, Profile, Sync
 from torchtrim.rules.places import Line, line_of
+from torchtrim.sync.table.libraries import is_unknown
 from torchtrim.sync.table.lookup import row
 
+_MOST_NAMED = 3
 CODES = ("TT101", "TT102", "TT103", "TT104")
 """The codes of syncs. TT105 is about races, which do not synchronize."""
 
@@ -18,26 +20,28 @@ CODES = ("TT101", "TT102", "TT103", "TT104")
 def sync_numbers(profile: Profile, findings: Iterable[Finding]) -> list[tuple[int, ...]]:
     """For each finding the numbers of the syncs that it is about."""
     numbers: dict[tuple[str, str, int], list[int]] = defaultdict(list)
-    codes = {name: _code(name) for name in {sync.row for sync in profile.syncs}}
+    codes = {name: code_of(name) for name in {sync.row for sync in profile.syncs}}
     for number, sync in enumerate(profile.syncs):
-        numbers[codes[sync.row], *_line(profile, sync)].append(number)
+        numbers[codes[sync.row], *line_of_sync(profile, sync)].append(number)
     return [tuple(numbers[one.code, one.path, one.line]) for one in findings]
 
 
 def waits_by_line(profile: Profile, code: str) -> dict[Line, list[Sync]]:
     """The waits that a rule reports, by the line that asked for them."""
     lines: dict[Line, list[Sync]] = defaultdict(list)
-    known = {name for name in {sync.row for sync in profile.syncs} if _code(name) == code}
+    known = {name for name in {sync.row for sync in profile.syncs} if code_of(name) == code}
     for sync in profile.syncs:
         if sync.row in known:
-            lines[_line(profile, sync)].append(sync)
+            lines[line_of_sync(profile, sync)].append(sync)
     return dict(lines)
 
 
 def waits_in(profile: Profile) -> tuple[tuple[str, int, str, str, int], ...]:
     """Every line that waits, and how: path, line, what, row of the table, times. Races are no waits."""
     counts = Counter(
-        (_line(profile, sync), sync.row) for sync in profile.syncs if _code(sync.row) in CODES
+        (line_of_sync(profile, sync), sync.row)
+        for sync in profile.syncs
+        if code_of(sync.row) in CODES
     )
     return tuple(
         (line.path, line.line, row(name).what, name, count)
@@ -57,6 +61,7 @@ def waiting_finding(
     """A finding for the waits of one line. Only a real device measures what they cost."""
     measured = [sync.seconds for sync in syncs if sync.seconds is not None]
     price = sum(measured) * 1e3 if measured else None
+    inside = _inside(profile, syncs)
     cost = f", {price:.3g} ms in all" if price is not None else ""
     return Finding(
         code=code,
@@ -64,12 +69,62 @@ def waiting_finding(
         line=line.line,
         end_line=line.line,
         message=f"sync at {', '.join(_counted(profile, syncs))}: {what}, "
-        f"{times(len(syncs))} a step{cost}",
+        f"{times(len(syncs))} a step{cost}{inside}",
         count_per_step=len(syncs),
         price_ms=price,
         source="measured" if price is not None else "modelled",
         fix=Suggestion(kind="advice", reason=advice),
     )
+
+
+def unknown_operators(profile: Profile) -> Counter[str]:
+    """Operators of the device that nobody has read: whether they wait is not known. With their number."""
+    there = [not storage.device.startswith("cpu") for storage in profile.storages]
+    return Counter(
+        base_name(op.name)
+        for op in profile.operators
+        if is_unknown(op.name) and any(there[use.storage] for use in (*op.inputs, *op.outputs))
+    )
+
+
+def unknown_note(profile: Profile) -> str:
+    """What a report says of them; empty where there are none."""
+    found = unknown_operators(profile)
+    if not found:
+        return ""
+    named = ", ".join(f"{name} ({times(count)})" for name, count in found.most_common(_MOST_NAMED))
+    more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+    return f"operators whose source was not read, so whether they wait is unknown: {named}{more}"
+
+
+def _inside(profile: Profile, syncs: Sequence[Sync]) -> str:
+    """The lines of libraries at which the line waits, the most frequent first."""
+    found = Counter(place for sync in syncs if (place := _library_place(profile, sync)) is not None)
+    if not found:
+        return ""
+    named = ", ".join(
+        f"{_short(place)}{f' ({times(count)})' if len(found) > 1 else ''}"
+        for place, count in found.most_common(_MOST_NAMED)
+    )
+    more = f" and {len(found) - _MOST_NAMED} more lines" if len(found) > _MOST_NAMED else ""
+    return f", inside {named}{more}"
+
+
+def _library_place(profile: Profile, sync: Sync) -> Place | None:
+    """The innermost line of a library, where the user's own line only led to it."""
+    place, caller = sync.place, sync.caller
+    if sync.operator >= 0:
+        op = profile.operators[sync.operator]
+        if op.forward >= 0:
+            op = profile.operators[op.forward]
+        place, caller = op.place, op.caller
+    return profile.places[place] if place >= 0 and caller >= 0 and place != caller else None
+
+
+def _short(place: Place) -> str:
+    """`torchmetrics/metric.py:471 in compute`."""
+    parts = place.path.replace("\\", "/").split("/")
+    return f"{'/'.join(parts[-2:])}:{place.line} in {place.function}"
 
 
 def advice(profile: Profile, syncs: Sequence[Sync]) -> str:
@@ -88,7 +143,7 @@ def times(count: int) -> str:
     return {1: "once", 2: "twice"}.get(count, f"{count} times")
 
 
-def _code(name: str) -> str:
+def code_of(name: str) -> str:
     """The code of a row; none for one that only a newer torchtrim knows."""
     try:
         return row(name).code
@@ -96,7 +151,8 @@ def _code(name: str) -> str:
         return ""
 
 
-def _line(profile: Profile, sync: Sync) -> Line:
+def line_of_sync(profile: Profile, sync: Sync) -> Line:
+    """The line that waits."""
     if sync.operator >= 0:
         return line_of(profile, sync.operator)
     index = sync.caller if sync.caller >= 0 else sync.place

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 from torchtrim.errors import Unsupported
-from torchtrim.stream.records import Record, Records
+from torchtrim.stream.records import Record, Records, Tracked
 from torchtrim.stream.store import StateStore
 from torchtrim.stream.tombstones import Evicted, Tombstone
 from torchtrim.stream.unbounded import bounded, is_unbounded
@@ -37,7 +37,9 @@ class Bounding:
         self._turns = turns
         self._strict = strict
         self._reading: int | None = None
-        self._touched: list[tuple[Records, int]] = []
+        self._touched: dict[tuple[int, int], tuple[Records, int]] = {}
+        self._parted: list[Records] = []
+        self._moved = False
         self._serial = itertools.count()
         self._names: dict[tuple[str, str], str] = {}
 
@@ -46,10 +48,14 @@ class Bounding:
 
         Raises `Unsupported` where a record holds a field that this adapter does not know.
         """
+        self.settle()
         self.store.advance(frame)
-        touched, self._touched = self._touched, []
+        touched, self._touched = list(self._touched.values()), {}
         if is_unbounded():
             return
+        if self._turns and self._moved:
+            self._moved = False
+            self.store.anchors(one for records in self._prompted() for one in records)
         for records, written in touched:
             record = dict.get(records, written)
             if record is not None:
@@ -62,9 +68,13 @@ class Bounding:
     def before_end(self, frame: int, touched: list[tuple[Records, int]]) -> None:
         """What else goes when a frame ends, and which records were written in it."""
 
+    def objects(self) -> Iterator[Mapping[str, Records]]:
+        """The records by kind of each object in the state, and of all together where it keeps such."""
+        return iter(())
+
     def tables(self) -> Iterator[Records]:
         """All records of frames that are not conditioning frames."""
-        return iter(())
+        return (kinds[OTHER] for kinds in self.objects() if OTHER in kinds)
 
     def series(self, number: Hashable) -> tuple[Hashable, ...]:
         """See `Owner`."""
@@ -72,7 +82,7 @@ class Bounding:
 
     def wrote(self, records: Records, frame: int) -> None:
         """See `Owner`."""
-        self._touched.append((records, frame))
+        self._touched[id(records), frame] = records, frame
         if records.kind == CONDITIONING and self._turns:
             self.store.anchor(frame)
 
@@ -97,15 +107,24 @@ class Bounding:
         if self.store.recall(key):
             return record[field]
         tombstone = self.store.tombstone(key)
+        if record.records.dropped:
+            tombstone = Tombstone(*key, None, "its object was removed")
         if self.store.fields[key[0]].kind == "volatile":
             tombstone = Tombstone(*key, record.frame, f"{key[0]} is volatile and its frame ended")
         if tombstone is None:
             raise KeyError(field)
         raise Evicted(tombstone, _ADVICE)
 
+    def recalls(self, record: Record, field: str) -> bool:
+        """See `Owner`."""
+        entry = (*record.records.series, record.frame)
+        return self.store.recall((f"{record.records.kind}.{field}", entry))
+
     def took(self, records: Records, record: Record) -> None:
         """See `Owner`."""
         entry = (*records.series, record.frame)
+        self._touched.pop((id(records), record.frame), None)
+        self._moved |= records.kind == CONDITIONING
         for name in self.store.fields:
             kind, _, _ = name.partition(".")
             if kind == records.kind:
@@ -114,10 +133,31 @@ class Bounding:
     def cleared(self) -> None:
         """See `Owner`."""
         self._touched.clear()
+        self._parted.clear()
         self.store.reset()
 
-    def tracked(self, number: Hashable, frame: int) -> None:
+    def parted(self, kinds: Mapping[str, Records]) -> None:
         """See `Owner`."""
+        self._parted += [one for one in kinds.values() if isinstance(one, Records)]
+
+    def settle(self) -> None:
+        """See `Owner`. What is gone takes its entries, tombstones and anchors along."""
+        parted, self._parted = self._parted, []
+        if not parted:
+            return
+        there = {id(records) for kinds in self.objects() for records in kinds.values()}
+        for records in parted:
+            if id(records) not in there and not records.dropped:
+                records.dropped = self._moved = True
+                for frame in records:
+                    self._touched.pop((id(records), frame), None)
+                self.store.drop(records.series)
+
+    def tracked(self, frames: Tracked, frame: int) -> None:
+        """See `Owner`."""
+
+    def _prompted(self) -> Iterator[Records]:
+        return (kinds[CONDITIONING] for kinds in self.objects() if CONDITIONING in kinds)
 
     def _adopt(self, records: Records, record: Record) -> None:
         kind, entry = records.kind, (*records.series, record.frame)

@@ -13,6 +13,7 @@ from torch import nn
 from torchtrim.errors import Unsupported, UsageError
 from torchtrim.stream.frames import FrameSet
 from torchtrim.stream.lifetimes import Lifetime
+from torchtrim.stream.routed import Routed
 from torchtrim.stream.state_bytes import state_bytes
 from torchtrim.stream.store import StateStore
 from torchtrim.stream.tombstones import Evicted, Newest, Tombstone
@@ -44,7 +45,7 @@ class _Quiet:
         return dict.pop(self._cache, key, default)
 
 
-class _Cache(dict[Any, Any]):
+class _Cache(Routed):
     """A dict whose entries may go. Reading one that went raises `Evicted`; `get` and `in` know it no more.
 
     An entry is known to the store by the call that wrote it, and by its place among those written then.
@@ -92,39 +93,11 @@ class _Cache(dict[Any, Any]):
             raise KeyError(key)
         raise Evicted(tombstone, _ADVICE)
 
-    def update(self, *others: Any, **more: Any) -> None:
-        """As of a dict."""
-        for key, value in dict(*others, **more).items():
-            self[key] = value
-
-    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]
-        self.update(other)
-        return self
-
-    def setdefault(self, key: Any, default: Any = None) -> Any:
-        """As of a dict."""
-        if key not in self:
-            self[key] = default
-        return self[key]
-
     def pop(self, key: Any, *default: Any) -> Any:
         """As of a dict."""
         value = super().pop(key, *default)
         self._forget(key)
         return value
-
-    def popitem(self) -> tuple[Any, Any]:
-        """As of a dict."""
-        key = next(reversed(self))
-        return key, self.pop(key)
-
-    def __delitem__(self, key: Any) -> None:
-        self.pop(key)
-
-    def clear(self) -> None:
-        """As of a dict."""
-        for key in list(self):
-            del self[key]
 
     def _forget(self, key: Any) -> None:
         entry = self._entries.pop(key, None)

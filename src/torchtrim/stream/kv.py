@@ -13,8 +13,10 @@ import types
 from typing import Any
 
 import torch
+from torch import nn
 
 from torchtrim.errors import Unsupported, UsageError
+from torchtrim.stream.masks import CallMasks
 
 
 class SinkWindow:
@@ -38,6 +40,7 @@ class SinkWindow:
         self.keys: torch.Tensor | None = None
         self.values: torch.Tensor | None = None
         self.is_initialized = False
+        self.vouched = True
         self.tokens = 0
 
     @property
@@ -69,6 +72,11 @@ class SinkWindow:
                 "a sink cache is written in place and carries no gradients; run the model under "
                 "torch.no_grad() or torch.inference_mode()."
             )
+        if not self.vouched and len(key_states) > 1:
+            raise UsageError(
+                "this cache was made from a config, so it cannot see whether the batch is padded, and a "
+                "padded one would get wrong results. Make it from the model: sink_cache(model)."
+            )
         if self.keys is None or self.values is None:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None
@@ -94,6 +102,20 @@ class SinkWindow:
         sinks = torch.arange(min(self.sinks, self.tokens))
         first = min(max(self.sinks, self.tokens - self.window + 1), self.tokens)
         return torch.cat([sinks, torch.arange(first, self.tokens + queries)])
+
+    def mask(
+        self, queries: int, dtype: torch.dtype | None, device: torch.device | str
+    ) -> torch.Tensor:
+        """See `window_mask`."""
+        rows = self.positions(queries)[None, :]
+        own = torch.arange(self.tokens, self.tokens + queries)[:, None]
+        sees = (rows <= own) & ((rows < self.sinks) | (rows > own - self.window))
+        sees = sees[None, None].to(device)
+        if dtype is None:
+            return sees
+        return torch.zeros(sees.shape, dtype=dtype, device=device).masked_fill(
+            ~sees, torch.finfo(dtype).min
+        )
 
     def get_seq_length(self) -> int:
         """Tokens given so far: the true position of the next one."""
@@ -154,24 +176,20 @@ def window_mask(
     """The mask with which tokens given together see what each would see alone: `[1, 1, queries, rows]`.
 
     Booleans, true where a token sees a row; with `dtype` what is added to scores: 0 or the least number.
-    Pass it as `attention_mask`, together with the cache.
+    For a cache made from a config, or a layer on its own: pass it as `attention_mask`, with the cache. One
+    made from the model sees to that itself.
     """
     layer: SinkWindow = cache.layers[0] if hasattr(cache, "layers") else cache
-    rows = layer.positions(queries)[None, :]
-    own = torch.arange(layer.tokens, layer.tokens + queries)[:, None]
-    sees = (rows <= own) & ((rows < layer.sinks) | (rows > own - layer.window))
-    sees = sees[None, None].to(device)
-    if dtype is None:
-        return sees
-    return torch.zeros(sees.shape, dtype=dtype, device=device).masked_fill(
-        ~sees, torch.finfo(dtype).min
-    )
+    return layer.mask(queries, dtype, device)
 
 
-def sink_cache(config: Any, *, sinks: int = 4, window: int = 1024) -> Any:
-    """A transformers `Cache` of `SinkWindow` layers, for a model's config: pass it as `past_key_values`.
+def sink_cache(model: Any, *, sinks: int = 4, window: int = 1024) -> Any:
+    """A transformers `Cache` of `SinkWindow` layers for a model: pass it as `past_key_values`.
 
-    Batches have one length and no padding. Dynamic rotary scaling works as it does for an unbounded cache,
+    Calls of the model with it get the mask that they need, so prompts of any length go through `generate()`.
+    For as long as the cache is there a forward pre-hook is on the model. Batches have one length: a padded
+    one raises `UsageError`. From a config in place of the model, masks are the caller's (`window_mask`), and
+    batches of one sequence alone are taken. Dynamic rotary scaling works as it does for an unbounded cache,
     since position ids count true positions; it is state of the model, not of the cache. Needs transformers
     5 (made with 5.23). Raises `Unsupported` without it, and for models with other than full attention;
     `UsageError` for a window below 1.
@@ -181,6 +199,7 @@ def sink_cache(config: Any, *, sinks: int = 4, window: int = 1024) -> Any:
             f"sinks={sinks}, window={window}: a token sees at least itself, so give a window of 1 or more "
             "and no fewer than 0 sinks."
         )
+    config: Any = model.config if isinstance(model, nn.Module) else model
     text = config.get_text_config(decoder=True)
     others = set(getattr(text, "layer_types", None) or []) - {"full_attention"}
     if others:
@@ -189,7 +208,12 @@ def sink_cache(config: Any, *, sinks: int = 4, window: int = 1024) -> Any:
             "sink cache is for models whose layers all have full attention."
         )
     layer, cache = _made()
-    return cache(layers=[layer(sinks, window) for _ in range(text.num_hidden_layers)])
+    made = cache(layers=[layer(sinks, window) for _ in range(text.num_hidden_layers)])
+    for one in made.layers:
+        one.vouched = False
+    if isinstance(model, nn.Module):
+        CallMasks(made).watch(model, made)
+    return made
 
 
 @functools.cache

@@ -22,7 +22,7 @@ class Lifetime:
 
     @property
     def evictable(self) -> bool:
-        """Whether a budget may take entries of this field."""
+        """Whether a budget may take entries of this field out of the state; any may be spilled."""
         return self.kind not in ("persistent", "pinned")
 
     def __str__(self) -> str:

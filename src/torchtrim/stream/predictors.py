@@ -9,7 +9,7 @@ were good; of the good ones the newest are its memory, however old.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -65,7 +65,7 @@ class BoundPredictorState(Bounding):
         if "output_dict" in state:
             self._whole = state["output_dict"] = wrapped(state["output_dict"], self, "all")
             tracked = state["frames_already_tracked"]
-            state["frames_already_tracked"] = Tracked(tracked, self, None)
+            state["frames_already_tracked"] = Tracked(tracked, self)
         else:
             tracked = state["frames_tracked_per_obj"]
             state["frames_tracked_per_obj"] = TrackedObjects(tracked, self)
@@ -89,16 +89,17 @@ class BoundPredictorState(Bounding):
         if isinstance(state["images"], LoadedFrames):
             state["images"] = state["images"].source
 
-    def tracked(self, number: Hashable, frame: int) -> None:
+    def tracked(self, frames: Tracked, frame: int) -> None:
         """See `Owner`: the frame is done when its last object is."""
-        if number is None or number == max(self.state["output_dict_per_obj"]):
+        each = self.state.get("frames_tracked_per_obj")
+        if each is None or each[max(each)] is frames:
             self.end_frame(frame)
 
-    def tables(self) -> Iterator[Records]:
+    def objects(self) -> Iterator[Mapping[str, Records]]:
         """See `Bounding`."""
-        for kinds in (*self.state["output_dict_per_obj"].values(), self._whole):
-            if kinds:
-                yield kinds[OTHER]
+        yield from self.state["output_dict_per_obj"].values()
+        if self._whole:
+            yield self._whole
 
     def absent(self, records: Records, frame: int, *, must: bool) -> Any:
         """See `Owner`. A frame that SAMURAI finds bad when it scans stays bad."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, MutableMapping
+from collections.abc import Hashable, Iterator, Mapping, MutableMapping
 from typing import Any, Protocol
 
 from torchtrim.stream.frames import FrameSet
+from torchtrim.stream.routed import Routed
 from torchtrim.stream.tombstones import Evicted, Tombstone
 
 
@@ -24,14 +25,23 @@ class Owner(Protocol):
     def lacks(self, record: Record, field: str) -> Any:
         """A field that is not there was read. Returns its value if it was spilled."""
 
+    def recalls(self, record: Record, field: str) -> bool:
+        """Brings a field back; whether it was spilled."""
+
     def took(self, records: Records, record: Record) -> None:
         """Somebody took a record out."""
 
     def cleared(self) -> None:
         """The state was reset."""
 
-    def tracked(self, number: Hashable, frame: int) -> None:
-        """An object was tracked in a frame."""
+    def parted(self, kinds: Mapping[str, Records]) -> None:
+        """An object was taken out of the state; it may come back under another number."""
+
+    def settle(self) -> None:
+        """Objects that were taken out and are not back are gone."""
+
+    def tracked(self, frames: Tracked, frame: int) -> None:
+        """The object with these frames was tracked in one more."""
 
 
 class Record(dict[Any, Any]):
@@ -47,11 +57,17 @@ class Record(dict[Any, Any]):
     def __missing__(self, field: str) -> Any:
         return self.records.owner.lacks(self, field)
 
+    def get(self, field: Any, default: Any = None) -> Any:
+        """The value of a field, brought back if it was spilled; `default` if it is not there."""
+        if field in self or self.records.owner.recalls(self, field):
+            return self[field]
+        return default
 
-class Records(dict[Any, Any]):
+
+class Records(Routed):
     """The records of one object by frame. Asking for one that went raises `Evicted`."""
 
-    __slots__ = ("kind", "owner", "series")
+    __slots__ = ("dropped", "kind", "owner", "series")
 
     def __init__(
         self, frames: dict[Any, Any], owner: Owner, series: tuple[Hashable, ...], kind: str
@@ -60,6 +76,7 @@ class Records(dict[Any, Any]):
         self.owner = owner
         self.series = series
         self.kind = kind
+        self.dropped = False
         for frame, fields in frames.items():
             self[frame] = fields
 
@@ -87,21 +104,24 @@ class Records(dict[Any, Any]):
             self.owner.took(self, self[frame])
         return super().pop(frame, *default)
 
-    def __delitem__(self, frame: Any) -> None:
-        self.pop(frame)
-
-    def clear(self) -> None:
-        """Take all out."""
-        for frame in list(self):
-            del self[frame]
+    def back(self) -> Records:
+        """Itself, in a state again: if it was gone, all its frames are looked after anew."""
+        if self.dropped:
+            self.dropped = False
+            for frame in self:
+                self.owner.wrote(self, frame)
+        return self
 
     def plain(self) -> dict[Any, Any]:
         """The same in plain dicts."""
         return {frame: dict(record) for frame, record in self.items()}
 
 
-class Objects(dict[Any, Any]):
-    """The records of all objects of a state: object -> kind -> frame -> field."""
+class Objects(Routed):
+    """The records of all objects of a state: object -> kind -> frame -> field.
+
+    Objects may go, come back and change their numbers; `update` ends such a change.
+    """
 
     __slots__ = ("owner",)
 
@@ -112,11 +132,28 @@ class Objects(dict[Any, Any]):
             self[number] = kinds
 
     def __setitem__(self, number: Hashable, kinds: dict[str, Any]) -> None:
+        if number in self:
+            self.owner.parted(self[number])
         super().__setitem__(number, wrapped(kinds, self.owner, number))
+
+    def pop(self, number: Any, *default: Any) -> Any:
+        """Take an object out."""
+        kinds = super().pop(number, *default)
+        if isinstance(kinds, dict):
+            self.owner.parted(kinds)
+        return kinds
+
+    def update(self, *others: Any, **more: Any) -> None:
+        """Put objects in: those that were taken out before, and are not among them, are gone."""
+        super().update(*others, **more)
+        self.owner.settle()
 
     def clear(self) -> None:
         """Forget all objects."""
-        super().clear()
+        for kinds in self.values():
+            for records in kinds.values():
+                records.dropped = True
+        dict.clear(self)
         self.owner.cleared()
 
     def plain(self) -> dict[Any, Any]:
@@ -131,12 +168,12 @@ def wrapped(kinds: dict[str, Any], owner: Owner, number: Hashable) -> dict[str, 
     """The records of an object by kind, in dicts that know what left them."""
     series = owner.series(number)
     return {
-        kind: frames if isinstance(frames, Records) else Records(frames, owner, series, kind)
+        kind: frames.back() if isinstance(frames, Records) else Records(frames, owner, series, kind)
         for kind, frames in kinds.items()
     }
 
 
-class TrackedObjects(dict[Any, Any]):
+class TrackedObjects(Routed):
     """Which frames each object was tracked in."""
 
     __slots__ = ("owner",)
@@ -148,7 +185,7 @@ class TrackedObjects(dict[Any, Any]):
             self[number] = frames
 
     def __setitem__(self, number: Hashable, frames: Any) -> None:
-        made = frames if isinstance(frames, Tracked) else Tracked(frames, self.owner, number)
+        made = frames if isinstance(frames, Tracked) else Tracked(frames, self.owner)
         super().__setitem__(number, made)
 
     def plain(self) -> dict[Any, Any]:
@@ -159,9 +196,9 @@ class TrackedObjects(dict[Any, Any]):
 class Tracked(MutableMapping[int, dict[str, bool]]):
     """Frames that were tracked, and in which direction last, as ranges."""
 
-    def __init__(self, frames: Any, owner: Owner, number: Hashable) -> None:
+    def __init__(self, frames: Any, owner: Owner) -> None:
         self._all, self._reverse = FrameSet(), FrameSet()
-        self._owner, self._number = owner, number
+        self._owner = owner
         for frame, how in frames.items():
             self._add(frame, how)
 
@@ -188,7 +225,7 @@ class Tracked(MutableMapping[int, dict[str, bool]]):
 
     def __setitem__(self, frame: int, how: dict[str, bool]) -> None:
         self._add(frame, how)
-        self._owner.tracked(self._number, frame)
+        self._owner.tracked(self, frame)
 
     def __delitem__(self, frame: int) -> None:
         if frame not in self:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -89,9 +89,9 @@ class BoundSession(Bounding):
         self.session.output_dict_per_obj = self.session.output_dict_per_obj.plain()
         self.session.frames_tracked_per_obj = self.session.frames_tracked_per_obj.plain()
 
-    def tables(self) -> Iterator[Records]:
+    def objects(self) -> Iterator[Mapping[str, Records]]:
         """See `Bounding`."""
-        return (kinds[OTHER] for kinds in self.session.output_dict_per_obj.values())
+        return iter(self.session.output_dict_per_obj.values())
 
     def before_end(self, frame: int, touched: list[tuple[Records, int]]) -> None:
         """See `Bounding`."""

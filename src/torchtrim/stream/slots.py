@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,24 +149,14 @@ class Slots:
         if possible < over:
             raise OverBudget(
                 f"the state needs {self.accounts.bytes - possible} bytes that may not be evicted, and the "
-                f"budget is {self._budget}. Nothing was lost. Raise the budget, or give a pinned field a "
-                "window."
+                f"budget is {self._budget}. Nothing was lost. {self._room()}"
             )
         self.free(over, now, keep)
 
     def free(self, nbytes: int, now: int | None, keep: Key | None = None) -> int:
         """Spill, or evict where there is nowhere to spill, in the policy's order. Returns bytes freed."""
         begin = self.accounts.bytes
-        candidates = [
-            slot
-            for table in self._tables.values()
-            for slot in table.values()
-            if slot.parked is None
-            and slot.storages
-            and slot.key != keep
-            and slot.lifetime.evictable
-        ]
-        for key in self._ordered(candidates):
+        for key in self._ordered(self._candidates(keep)):
             if begin - self.accounts.bytes >= nbytes:
                 break
             slot = self.find(key)
@@ -227,14 +217,45 @@ class Slots:
         """Bytes that are spilled."""
         return 0 if self._parking is None else self._parking.bytes
 
+    def _room(self) -> str:
+        """What makes room."""
+        if self.spills:
+            return "Raise the budget: one entry alone is above it."
+        return "Raise the budget, give a spill, or give a pinned field a window."
+
     def _told(self, key: Key) -> None:
         if self.policy is not None:
             self.policy.on_evict(key)
 
-    def _ordered(self, candidates: list[Slot]) -> Iterable[Key]:
+    def _candidates(self, keep: Key | None) -> list[Slot]:
+        return [
+            slot
+            for table in self._tables.values()
+            for slot in table.values()
+            if slot.parked is None and slot.storages and slot.key != keep and self._may_leave(slot)
+        ]
+
+    def _may_leave(self, slot: Slot) -> bool:
+        """Whether it may leave memory: nothing is lost where it can be spilled."""
+        return self.spills or slot.lifetime.evictable
+
+    def _ordered(self, candidates: list[Slot]) -> list[Key]:
+        """In the policy's order, without one the oldest first; what may only be spilled comes last."""
         if self.policy is not None:
-            return self.policy.order([slot.key for slot in candidates])
-        return [slot.key for slot in sorted(candidates, key=lambda slot: slot.number)]
+            keys = list(self.policy.order([slot.key for slot in candidates]))
+        else:
+            keys = [slot.key for slot in sorted(candidates, key=lambda slot: slot.number)]
+        last = {slot.key for slot in candidates if not self._is_free(slot)}
+        return [key for key in keys if key not in last] + [key for key in keys if key in last]
+
+    def _is_free(self, slot: Slot) -> bool:
+        """Whether neither it nor what shares a storage with it is pinned."""
+        holdings = (self.accounts.holdings[one] for one in slot.storages)
+        return slot.lifetime.evictable and all(
+            (other := self.find(key)) is None or other.lifetime.evictable
+            for holding in holdings
+            for key in holding.keys
+        )
 
     def _release(self, slot: Slot) -> tuple[int, list[Holding]]:
         if slot.parked is not None and self._parking is not None:
@@ -256,11 +277,11 @@ class Slots:
         )
 
     def _may_go(self, holding: Holding, keep: Key | None) -> bool:
-        def evictable(key: Any) -> bool:
+        def may_leave(key: Any) -> bool:
             slot = self.find(key)
-            return key != keep and slot is not None and slot.lifetime.evictable
+            return key != keep and slot is not None and self._may_leave(slot)
 
-        return all(map(evictable, holding.keys))
+        return all(map(may_leave, holding.keys))
 
     def _frees(self, slot: Slot, keep: Key | None) -> bool:
         if self._compact and self._parking is None:

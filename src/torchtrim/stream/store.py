@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,9 +59,9 @@ class StateStore(MutableMapping[Any, Any]):
     key. The newest `remember` tombstones are kept in full, older ones as ranges.
 
     `budget` is a limit in bytes for entries that are not persistent. Above it entries go in the order of
-    `policy`, without one the oldest first: to `spill` where one is given, out of the state where not. If
-    what may not be evicted is above it alone, writing raises `OverBudget` and changes nothing. `compact`
-    copies what survives when another entry of the same storage goes, so that the storage can go too.
+    `policy`, without one the oldest first: to `spill` where one is given, pinned ones last, out of the state
+    where not. If what may not go is above it alone, writing raises `OverBudget` and changes nothing.
+    `compact` copies what survives when another entry of the same storage goes, so that it can go too.
 
     Methods may be called from several threads; a stream is at one frame at a time.
     """
@@ -264,6 +264,20 @@ class StateStore(MutableMapping[Any, Any]):
                 freed += self._slots.free(nbytes - freed, self.now)
             return freed
 
+    def drop(self, series: tuple[Hashable, ...]) -> None:
+        """Let go of all entries of a series, such as `("mug",)`, and of what is known of those that went."""
+        with self._lock:
+            keys = self._slots.keys()
+            for key in keys:
+                if split(key[1])[0] == series:
+                    self._slots.discard(key)
+            self._slots.graves.forget(series)
+
+    def anchors(self, frames: Iterable[int]) -> None:
+        """The frames that the stream may return to are these and no others."""
+        with self._lock:
+            self._heads.anchors = set(frames)
+
     def anchor(self, frame: int) -> None:
         """The stream may return to this frame at any time: what is within a window of it stays."""
         with self._lock:
@@ -309,6 +323,11 @@ class StateStore(MutableMapping[Any, Any]):
     def shared_bytes(self) -> int:
         """Bytes of the persistent entries. A storage that an own entry shares is in `bytes` too."""
         return self._shared.accounts.bytes
+
+    @property
+    def spills(self) -> bool:
+        """Whether there is somewhere to spill to."""
+        return self._slots.spills
 
     @property
     def spilled_bytes(self) -> int:

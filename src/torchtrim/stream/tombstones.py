@@ -105,6 +105,13 @@ class Graveyard:
         """The newest tombstones, oldest first."""
         return [_stone(key, facts) for key, facts in self._recent.items()]
 
+    def forget(self, series: Hashable) -> None:
+        """Forget a series."""
+        for key in [key for key in self._recent if split(key[1])[0] == series]:
+            del self._recent[key]
+        for field, other in [one for one in self._older if one[1] == series]:
+            del self._older[field, other]
+
     def clear(self) -> None:
         """Forget all."""
         self._recent.clear()

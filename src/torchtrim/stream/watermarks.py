@@ -116,8 +116,8 @@ class Watermarks:
         if used >= self._terminate:
             raise MemoryExhausted(
                 f"{used} bytes are in use, {self._terminate} are the last watermark, and nothing more can be "
-                f"let go: the watched state holds {self._managed()} of them. Nothing was lost. Give more "
-                "memory, a spill, or shorter lifetimes."
+                f"let go: the watched state holds {self._managed()} of them. Nothing was lost. "
+                f"{self._advice()}"
             )
         self.paused = used >= (self._spill if self.paused else self._pause)
         if self.paused:
@@ -157,6 +157,13 @@ class Watermarks:
                 "lost: what may still be read is there or spilled. Smaller images, fewer objects or more "
                 "memory are needed."
             ) from error
+
+    def _advice(self) -> str:
+        if not all(store.spills for store in self.stores):
+            return "Give more memory, a spill, or shorter lifetimes."
+        return (
+            "All that can be spilled is: give more memory, or see what else of the process grows."
+        )
 
     def _managed(self) -> int:
         return sum(store.bytes for store in self.stores)

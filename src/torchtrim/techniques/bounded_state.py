@@ -172,6 +172,7 @@ def _bind_states(predictor: Any, options: dict[str, Any]) -> Callable[[], None]:
 
 def _bind_caches(model: Any, options: dict[str, Any]) -> Callable[[], None]:
     from torchtrim.stream.kv import sink_cache
+    from torchtrim.stream.masks import CallMasks
 
     _only(options, _OF_CACHES, "caches")
     if "window" not in options:
@@ -190,7 +191,9 @@ def _bind_caches(model: Any, options: dict[str, Any]) -> Callable[[], None]:
             return None
         if given is None and kwargs.get("use_cache") is False:
             return None
-        return args, kwargs | {"past_key_values": sink_cache(model.config, **options)}
+        cache = sink_cache(model, **options)
+        given = kwargs | {"past_key_values": cache}
+        return CallMasks(cache)(module, args, given) or (args, given)
 
     return model.register_forward_pre_hook(bind, with_kwargs=True).remove  # type: ignore[no-any-return]
 

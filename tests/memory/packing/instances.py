@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 from torchtrim.memory.packing import Buffer
@@ -69,7 +70,8 @@ def crowded(number: int, moments: int = 7, level: int = 6) -> list[Buffer]:
 def lowest_height(buffers: list[Buffer], alignment: int = 1) -> int:
     """The least height, from every order in which buffers can be put upon each other from the bottom up."""
     real = [b for b in buffers if b.size and b.lower < b.upper]
-    return _lowest(real, [], sum(b.size + alignment for b in real), alignment)
+    above = sum(b.size + math.lcm(b.alignment, alignment) for b in real)
+    return _lowest(real, [], above, alignment)
 
 
 def can_be_below(height: int, buffers: list[Buffer]) -> bool:
@@ -82,7 +84,8 @@ def _lowest(left: list[Buffer], placed: Placed, best: int, alignment: int) -> in
         return min(best, max((o + b.size for b, o in placed), default=0))
     for i, b in enumerate(left):
         under = [o + c.size for c, o in placed if c.lower < b.upper and b.lower < c.upper]
-        offset = -(-max(under, default=0) // alignment) * alignment
+        step = math.lcm(b.alignment, alignment)
+        offset = -(-max(under, default=0) // step) * step
         alive = sum(c.size for c in left if c.lower <= b.lower < c.upper)
         if offset + alive < best and (not placed or offset >= placed[-1][1]):
             best = _lowest(left[:i] + left[i + 1 :], [*placed, (b, offset)], best, alignment)

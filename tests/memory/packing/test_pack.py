@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
+import random
 import subprocess
 import sys
 import tracemalloc
+from dataclasses import replace
 
 import pytest
 
@@ -25,6 +28,7 @@ from torchtrim.errors import UsageError
 from torchtrim.memory import pack, why_invalid
 from torchtrim.memory.packing import Buffer, Packing, engine
 from torchtrim.memory.packing import improve as improving
+from torchtrim.memory.packing.placing import Placing
 from torchtrim.memory.packing.problem import problem_of
 from torchtrim.memory.packing.ranks import ranks
 
@@ -117,7 +121,7 @@ def test_compiled_and_plain_loops_do_the_same(number: int) -> None:
         work = one.room(problem.count, len(problem.load))
         rows = tuple(map(one.array, improving.rows_of(problem, order)))
         ended = one.search(rows, len(problem.load), 1024, (5000, 10**9), work)
-        columns = tuple(map(one.array, (problem.lower, problem.upper, problem.size)))
+        columns = tuple(map(one.array, problem.rows))
         heights = []
         for tightest in (True, False):
             offsets = one.empty(problem.count)
@@ -153,6 +157,79 @@ def test_a_time_limit_ends_the_search(without_numba: None) -> None:
     packing = pack(buffers, seconds=0.3)
     check(buffers, packing)
     assert packing.height <= pack(buffers, seconds=0).height
+
+
+def own_alignments(number: int, most: int) -> list[Buffer]:
+    chance = random.Random(number)
+    return [
+        replace(b, alignment=chance.choice((1, 1, 2, 3, 8)))
+        for b in any_instance(number, most=most)
+    ]
+
+
+def test_each_buffer_has_its_own_alignment() -> None:
+    for number in draws.some(range(400)):
+        buffers = own_alignments(number, most=5)
+        alignment = (1, 4)[number % 2]
+        packing = pack(buffers, alignment=alignment)
+        check(buffers, packing, alignment)
+        lowest = lowest_height(buffers, alignment)
+        assert packing.height == lowest if packing.optimal else packing.height >= lowest, number
+
+
+def test_own_alignments_without_a_search_and_compiled() -> None:
+    for number in draws.some(range(100)):
+        buffers = own_alignments(number, most=60)
+        check(buffers, pack(buffers, seconds=0))
+    pytest.importorskip("numba")
+    buffers = [replace(b, alignment=(1, 4)[b.size % 2]) for b in cut(5, 40)]
+    check(buffers, pack(buffers, 1400))
+
+
+def test_the_search_ends_where_the_capacity_is_met(without_numba: None) -> None:
+    """The bound is 1024, and nothing that is met on the way to it is passed by."""
+    buffers = cut(11, 200)
+    heights: list[int] = []
+    packing = pack(buffers, 1250, better=lambda found: heights.append(found.height))
+    check(buffers, packing)
+    assert packing.height == heights[-1] <= 1250
+    assert all(height > 1250 for height in heights[:-1])
+    assert heights == sorted(set(heights), reverse=True)
+
+
+def test_each_better_packing_is_told_of_and_holds(without_numba: None) -> None:
+    buffers = cut(3, 60)
+    told: list[Packing] = []
+    last = pack(buffers, better=told.append)
+    for packing in told:
+        check(buffers, packing)
+    assert told[-1] == last
+
+
+def test_what_ends_too_high_is_moved_forward(without_numba: None) -> None:
+    """Lower than every greedy order, by no search."""
+    problem = problem_of(cut(1, 60), 1)
+    placing = Placing(problem, engine.plain())
+    greedy_heights = [problem.height(offsets) for offsets in placing.greedy()]
+    later = [problem.height(o) for o in placing.hoisted(1024, None, endless=False)]
+    assert min(later) < min(greedy_heights)
+
+
+def test_more_seconds_try_the_same_and_then_more(
+    monkeypatch: pytest.MonkeyPatch, without_numba: None
+) -> None:
+    """With a clock that counts how often it is read, the heights with less time lead those with more."""
+    buffers = cut(11, 120)
+    runs: list[list[int]] = []
+    for seconds in (30, 300, 3000, None):
+        clock = iter(range(10**9))
+        monkeypatch.setattr(improving.time, "monotonic", lambda clock=clock: next(clock))
+        heights: list[int] = []
+        pack(buffers, seconds=seconds, better=lambda p, heights=heights: heights.append(p.height))
+        runs.append(heights)
+    for less, more in itertools.pairwise(runs[:3]):
+        assert more[: len(less)] == less
+    assert runs[3][: len(runs[0])] == runs[0]
 
 
 def test_nothing_to_pack() -> None:
@@ -204,6 +281,8 @@ def test_memory_grows_with_the_buffers_and_not_with_their_pairs(without_numba: N
         (Buffer("b", 0, 2, -1), ["buffers[1]", "'b'", "size is -1"]),
         (Buffer("b", 0.5, 2, 1), ["buffers[1]", "'b'", "lower is 0.5", "integer"]),  # type: ignore[arg-type]
         (Buffer("b", 0, 2, True), ["size is True"]),
+        (Buffer("b", 0, 2, 1, 0), ["buffers[1]", "'b'", "alignment is 0"]),
+        (Buffer("b", 0, 2, 1, 1.5), ["alignment is 1.5"]),  # type: ignore[arg-type]
         (Buffer("b", 0, math.nan, 1), ["upper is nan"]),  # type: ignore[arg-type]
         (Buffer("a", 0, 2, 1), ["buffers[1]", "'a'", "earlier"]),
         (Buffer("b", 0, 2, 2**60), ["bytes in all", "2**58"]),

@@ -28,6 +28,25 @@ def test_an_offset_that_was_there_is_replaced(tmp_path: Path) -> None:
     assert table.write(read, {"1": 7}) == b"offset,id,lower,upper,size\n7,1,0,2,4\n"
 
 
+def test_alignments_are_read_and_kept(tmp_path: Path) -> None:
+    path = tmp_path / "b.csv"
+    path.write_text("id,lower,upper,size,alignment\na,0,2,4,64\nb,0,2,4,\n")
+    read = table.read(path)
+    assert read.buffers == [Buffer("a", 0, 2, 4, 64), Buffer("b", 0, 2, 4)]
+    assert table.write(read, {"a": 0, "b": 4}).decode().splitlines()[1] == "a,0,2,4,64,0"
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [("0", "alignment is 0"), ("-8", "alignment is -8"), ("x", "alignment is 'x'")],
+)
+def test_a_wrong_alignment_names_its_line(tmp_path: Path, value: str, words: str) -> None:
+    path = tmp_path / "b.csv"
+    path.write_text(f"id,lower,upper,size,alignment\na,0,2,4,1\nb,0,2,4,{value}\n")
+    with pytest.raises(UnreadableInput, match=f"line 3: {words}"):
+        table.read(path)
+
+
 def test_a_table_without_rows(tmp_path: Path) -> None:
     path = tmp_path / "b.csv"
     path.write_text("id,lower,upper,size")

@@ -99,3 +99,19 @@ def test_the_longer_of_arithmetic_and_traffic() -> None:
     assert found.host_seconds[2] == HOST_SECONDS
     assert found.host_seconds[0] == HOST_SECONDS + h100.call
     assert found.source == "modelled"
+
+
+def test_nothing_that_is_launched_takes_no_time() -> None:
+    """Twenty-two small patterns are busy for as long as their kernels and copies are in traces."""
+    step = Step("emulated")
+    small = use(step.alive("parameter", 4, device="cuda:0"), "float32", (3,))
+    host = use(step.alive("input", 4, device="cpu"), "float32", (3,))
+    for _ in range(11):
+        step.op("aten::add", small, small)
+        step.op("aten::_to_copy", host, small)
+    for name in ("a100", "h100", "b200", "mi300x"):
+        device = DEVICES[name]
+        times = estimate(step.profile(), device).device_seconds
+        assert set(times[::2]) == {device.floor}
+        assert device.floor >= 1e-6
+        assert min(times[1::2]) >= 0.9e-6

@@ -397,12 +397,21 @@ def _lengths(inputs: Tensor, targets: Tensor, *, device: tuple[Tensor, ...]) -> 
     return ask("aten::_ctc_loss.Tensor", *device, log_probs=X, targets=ROWS3, **named)
 
 
+def _libraries() -> dict[str, list[Case]]:
+    def suppress(boxes: Tensor, *device: Tensor) -> Asked:
+        args = {"dets": boxes, "scores": SCALAR, "iou_threshold": 0.5}
+        return Asked("torchvision::nms.default", args, device)
+
+    return {"torchvision-nms": [(suppress(X, X), 1), (suppress(X), 0), (suppress(EMPTY, EMPTY), 0)]}
+
+
 _FAMILIES: tuple[Callable[[], dict[str, list[Case]]], ...] = (
     _reads,
     _algebra,
     _shapes,
     _copies,
     _uploads,
+    _libraries,
 )
 
 CASES = {

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from recordings import PAGEABLE, Recording, training
+from torchtrim.sync.traces.analysis import analyse
 from torchtrim.sync.traces.waiting import find_waits, unexplained_copies
 
 
@@ -51,3 +52,31 @@ def test_a_program_that_synchronizes_itself(tmp_path: Path) -> None:
     made.call("cudaDeviceSynchronize", 9e4, 5)
     device = [w for w in find_waits(made.trace(tmp_path)) if w.is_device]
     assert [w.is_profiler for w in device] == [False]
+
+
+def test_a_rocm_copy_is_what_was_asked_for_and_not_what_its_label_says(tmp_path: Path) -> None:
+    made = Recording()
+    for at, (kind, label) in enumerate(
+        [
+            ("2", "Memcpy DtoD (Device -> Device)"),
+            ("1", "Memcpy DtoD (Device -> Device)"),
+            ("3", "Memcpy DtoH (Device -> Host)"),
+        ]
+    ):
+        ts = 100.0 * at
+        number = made.call("hipMemcpyWithStream", ts, 20)
+        made.events[-1]["args"]["kind"] = kind
+        made.activity(label, ts + 5, 10, number)
+    made.call("hipMemcpyWithStream", 400, 20)
+    made.events[-1]["args"]["kind"] = 3
+    assert [wait.call.ts for wait in find_waits(made.trace(tmp_path))] == [0.0, 100.0]
+
+
+def test_calls_of_a_trace_without_kernels_are_counted(tmp_path: Path) -> None:
+    made = Recording()
+    made.frame("train.py(3): main", 0, 500)
+    for at in (10, 40):
+        made.call("cudaStreamSynchronize", at, 5)
+    report = analyse(made.trace(tmp_path))
+    assert (report.sync_calls, report.replay_ms, report.bound) == (2, None, "unknown")
+    assert "nothing that ran on a device" in " ".join(report.notes)

@@ -9,6 +9,7 @@ from torchtrim.fixes.reading.tensor_methods import VALUES, VIEWS
 from torchtrim.fixes.reading.total import is_fresh
 from torchtrim.fixes.reading.uses import loads, stores
 
+EVERYTHING: frozenset[str] = frozenset(["*"])
 _WHOLE = frozenset(("locals", "globals", "vars", "eval", "exec", "dir"))
 _READERS_NAMES = """
     abs bool float int isinstance len max min print range round str sum
@@ -20,18 +21,31 @@ _KEEPING = frozenset(["as_tensor", "asarray", "from_numpy", "save", "tensor_spli
 
 def is_private(source: Source, function: ast.AST, name: str) -> bool:
     """Whether only the function's own code sees the name: no function within, no `global`, no `locals()`."""
+    known = source.private.get((function, name))
+    if known is None:
+        known = source.private[function, name] = _is_private(source, function, name)
+    return known
+
+
+def _is_private(source: Source, function: ast.AST, name: str) -> bool:
+    declared = source.private_but.get(function)
+    if declared is None:
+        declared = source.private_but[function] = _seen_elsewhere(function)
+    if declared is EVERYTHING or name in declared:
+        return False
+    uses = (*loads(function, name), *stores(function, name))
+    return all(_is_own(source, function, node) for node in uses)
+
+
+def _seen_elsewhere(function: ast.AST) -> frozenset[str]:
+    """The names that a function declares as others'; everything where it looks at all its names."""
+    found: set[str] = set()
     for node in ast.walk(function):
-        if isinstance(node, ast.Global | ast.Nonlocal) and name in node.names:
-            return False
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Name)
-            and node.func.id in _WHOLE
-        ):
-            return False
-        if isinstance(node, ast.Name) and node.id == name and not _is_own(source, function, node):
-            return False
-    return True
+        if isinstance(node, ast.Global | ast.Nonlocal):
+            found.update(node.names)
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in _WHOLE:
+            return EVERYTHING
+    return frozenset(found)
 
 
 def only_reads(source: Source, use: ast.Name) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import lcm
 
 from torchtrim.errors import UsageError
 
@@ -14,13 +15,15 @@ _MOST = 1 << 58
 class Buffer:
     """Bytes that are alive from `lower` until just before `upper`, in any unit of time.
 
-    `id` names it among its kind. With a size of 0 or `lower == upper` it needs no room.
+    `id` names it among its kind. With a size of 0 or `lower == upper` it needs no room. Its offset is a
+    multiple of `alignment`, in bytes.
     """
 
     id: str | int
     lower: int
     upper: int
     size: int
+    alignment: int = 1
 
     @property
     def takes_room(self) -> bool:
@@ -65,11 +68,11 @@ def check(
                 "so each buffer needs its own."
             )
         seen.add(buffer.id)
-    _check_sum(sum(buffer.size for buffer in buffers) + len(buffers) * alignment)
+    _check_sum(sum(b.size + lcm(b.alignment, alignment) for b in buffers))
 
 
 def _check_one(buffer: Buffer, place: int) -> None:
-    for field in ("lower", "upper", "size"):
+    for field in ("lower", "upper", "size", "alignment"):
         value = getattr(buffer, field)
         if type(value) is not int:
             raise UsageError(
@@ -78,6 +81,11 @@ def _check_one(buffer: Buffer, place: int) -> None:
     if buffer.size < 0:
         raise UsageError(
             f"buffers[{place}] ({buffer.id!r}): size is {buffer.size}; a buffer has 0 bytes or more."
+        )
+    if buffer.alignment < 1:
+        raise UsageError(
+            f"buffers[{place}] ({buffer.id!r}): alignment is {buffer.alignment}; its offset is a multiple "
+            "of it, so give 1 or more, such as 64."
         )
     if buffer.upper < buffer.lower:
         raise UsageError(

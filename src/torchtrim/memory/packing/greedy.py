@@ -16,14 +16,14 @@ from torchtrim.memory.packing.problem import Problem
 def place(order: Any, rows: Any, tightest: bool, offsets: Any, work: Any) -> int:
     """Place buffers in this order, each into the first or the tightest gap; the height.
 
-    rows: lower, upper and size. offsets: written. work: four arrays as long as the order.
+    rows: lower, upper, size and align. offsets: written. work: four arrays as long as the order.
     """
-    lower, upper, size = rows
+    lower, upper, size, align = rows
     lows, highs, starts, ends = work
     height = 0
     for count in range(len(order)):
         b = order[count]
-        low, high, need = lower[b], upper[b], size[b]
+        low, high, need, step = lower[b], upper[b], size[b], align[b]
         best, least, top = -1, -1, 0
         for i in range(count):
             if lows[i] < high and highs[i] > low:
@@ -32,7 +32,8 @@ def place(order: Any, rows: Any, tightest: bool, offsets: Any, work: Any) -> int
                     best, least = top, gap
                     if not tightest:
                         break
-                top = max(top, ends[i])
+                if ends[i] > top:
+                    top = ends[i] if step == 1 else -(-ends[i] // step) * step
         offset = top if least < 0 else best
         offsets[b] = offset
         height = max(height, offset + need)
@@ -47,11 +48,11 @@ def place(order: Any, rows: Any, tightest: bool, offsets: Any, work: Any) -> int
 
 def place_in_lists(order: Any, rows: Any, tightest: bool, offsets: Any, work: Any) -> int:
     """What `place` does, in the way that is quick where it is not compiled."""
-    lower, upper, size = rows
+    lower, upper, size, align = rows
     placed: list[tuple[int, int, int, int]] = []
     height = 0
     for b in order:
-        low, high, need = lower[b], upper[b], size[b]
+        low, high, need, step = lower[b], upper[b], size[b], align[b]
         best, least, top = -1, -1, 0
         for start, end in [(s, e) for s, e, t, u in placed if t < high and u > low]:
             gap = start - top
@@ -60,7 +61,7 @@ def place_in_lists(order: Any, rows: Any, tightest: bool, offsets: Any, work: An
                 if not tightest:
                     break
             if end > top:
-                top = end
+                top = end if step == 1 else -(-end // step) * step
         offset = top if least < 0 else best
         offsets[b] = offset
         height = max(height, offset + need)
@@ -69,21 +70,24 @@ def place_in_lists(order: Any, rows: Any, tightest: bool, offsets: Any, work: An
 
 
 def orders(problem: Problem) -> Iterator[tuple[list[int], bool]]:
-    """Orders to place buffers in, and whether each goes into its tightest gap; largest first leads."""
+    """Orders to place buffers in, and whether each goes into its tightest gap; largest first leads.
+
+    Next are those by how crowded it gets, which leave the fewest buffers too high in large problems.
+    """
     size, lower, crowd, lifetime = problem.size, problem.lower, problem.crowd, problem.lifetime
     area = [s * t for s, t in zip(size, lifetime, strict=True)]
     keys: list[list[tuple[int, ...]]] = [
         [(-s,) for s in size],
+        [(-c, -a) for c, a in zip(crowd, area, strict=True)],
+        [(-c, -t) for c, t in zip(crowd, lifetime, strict=True)],
+        [(-c, -s) for c, s in zip(crowd, size, strict=True)],
         [(-t,) for t in lifetime],
         [(low,) for low in lower],
         [(-s, low) for s, low in zip(size, lower, strict=True)],
-        [(-c, -s) for c, s in zip(crowd, size, strict=True)],
         [(-a,) for a in area],
         [(-s, -t) for s, t in zip(size, lifetime, strict=True)],
-        [(-c, -t) for c, t in zip(crowd, lifetime, strict=True)],
-        [(-c, -a) for c, a in zip(crowd, area, strict=True)],
     ]
-    for key in keys:
-        order = sorted(range(problem.count), key=key.__getitem__)
-        yield order, True
-        yield order, False
+    ordered = [sorted(range(problem.count), key=key.__getitem__) for key in keys]
+    for tightest in (True, False):
+        for order in ordered:
+            yield order, tightest

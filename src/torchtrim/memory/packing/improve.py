@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import count
 
-from torchtrim.memory.packing import greedy, search
+from torchtrim.memory.packing import search
 from torchtrim.memory.packing.effort import Effort
 from torchtrim.memory.packing.engine import Engine, can_compile, compiled, plain
+from torchtrim.memory.packing.placing import Placing
 from torchtrim.memory.packing.problem import Problem
 from torchtrim.memory.packing.ranks import ranks
 
@@ -21,7 +22,6 @@ _LONG, _LONGER = 128, 16
 _PATIENCE = 4
 _LOADING_SECONDS = 5.0
 _FEW_PAIRS = 2_000_000
-_GREEDY_SECONDS = 5.0, 25.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,18 +33,54 @@ class Layout:
     proven: bool = False
 
 
-def improve(problem: Problem, capacity: int | None, seconds: float | None) -> Layout:
-    """The lowest layout found, as `pack` says."""
+def improving(problem: Problem, capacity: int | None, seconds: float | None) -> Iterator[Layout]:
+    """Layouts, each lower than the one before, as `pack` says; the last may only say that it is proven.
+
+    With more seconds the same is tried, and then more.
+    """
+    best: Layout | None = None
+    goal = max(problem.lower_bound, capacity or 0)
+    for layout in _tried(problem, goal, seconds):
+        if best is None or layout.height < best.height or layout.proven:
+            best = layout
+            yield best
+        if best.height <= goal or best.proven:
+            return
+
+
+def _tried(problem: Problem, goal: int, seconds: float | None) -> Iterator[Layout]:
+    """Every layout that is tried, until the effort or the time is spent."""
     deadline = None if seconds is None else time.monotonic() + seconds
-    best = _greedy(problem, _GREEDY_SECONDS[seconds is None])
+    best: Layout | None = None
+    for offsets in _placed(problem, goal, deadline, alone=seconds == 0):
+        layout = _layout(problem, offsets)
+        best = layout if best is None or layout.height < best.height else best
+        yield layout
+    assert best is not None
     for engine, units in _stages(deadline):
-        if best.height <= problem.floor or best.proven or _past(deadline):
-            break
-        if problem.count * problem.spans > min(units, _LONG_EFFORT):
-            continue
-        effort = Effort(units, engine().pace, deadline)
-        best = Descent(problem, engine(), effort, capacity).run(best)
-    return best
+        if _past(deadline):
+            return
+        if _searchable(problem, units):
+            effort = Effort(units, engine().pace, deadline)
+            for lower in Descent(problem, engine(), effort, goal).run(best):
+                best = lower
+                yield lower
+
+
+def _searchable(problem: Problem, units: float) -> bool:
+    return problem.count * problem.spans <= min(units, _LONG_EFFORT)
+
+
+def _placed(
+    problem: Problem, goal: int, deadline: float | None, *, alone: bool
+) -> Iterator[list[int]]:
+    """Offsets from placing in several orders and, unless these are wanted alone, in better ones."""
+    engine = compiled() if problem.count**2 > _FEW_PAIRS and can_compile() else plain()
+    placing = Placing(problem, engine)
+    yield from placing.greedy()
+    if not alone:
+        last = deadline is not None and not _searchable(problem, _LONG_EFFORT)
+        yield from placing.hoisted(goal, deadline, endless=last)
 
 
 def _stages(deadline: float | None) -> list[tuple[Callable[[], Engine], float]]:
@@ -67,29 +103,9 @@ def _layout(problem: Problem, offsets: Iterable[int]) -> Layout:
     placed = list(offsets)
     top = max(o + s for o, s in zip(placed, problem.size, strict=True))
     mirrored = [top - o - s for o, s in zip(placed, problem.size, strict=True)]
-    lower = min((placed, mirrored), key=problem.height) if any(problem.padding) else placed
+    turns = any(problem.padding) and max(problem.align) == 1
+    lower = min((placed, mirrored), key=problem.height) if turns else placed
     return Layout(offsets=lower, height=problem.height(lower))
-
-
-def _greedy(problem: Problem, seconds: float) -> Layout:
-    """The lowest of the greedy packings: largest first, and others while they are quick."""
-    pairs = problem.count**2
-    engine = compiled() if pairs > _FEW_PAIRS and can_compile() else plain()
-    rows = tuple(map(engine.array, (problem.lower, problem.upper, problem.size)))
-    work = tuple(engine.empty(problem.count) for _ in range(4))
-    best: Layout | None = None
-    for done, (order, tightest) in enumerate(greedy.orders(problem)):
-        if best is not None and best.height <= problem.lower_bound:
-            break
-        if done > 1 and done * pairs > seconds * 4 * engine.pace:
-            break
-        offsets = engine.empty(problem.count)
-        engine.place(engine.array(order), rows, tightest, offsets, work)
-        layout = _layout(problem, map(int, offsets))
-        if best is None or layout.height < best.height:
-            best = layout
-    assert best is not None
-    return best
 
 
 class Descent:
@@ -98,26 +114,25 @@ class Descent:
     Attempts at the floor, which would be optimal, take turns with ones a part of the way down to it.
     """
 
-    def __init__(
-        self, problem: Problem, engine: Engine, effort: Effort, capacity: int | None
-    ) -> None:
+    def __init__(self, problem: Problem, engine: Engine, effort: Effort, goal: int) -> None:
         self._problem = problem
         self._engine = engine
         self._effort = effort
-        self._capacity = capacity
+        self._goal = goal
         self._work = engine.room(problem.count, len(problem.load))
         self._floor = problem.floor
         self._share = 0.5
         self._failed = 0
         self._numbers = {True: count(), False: count()}
 
-    def run(self, best: Layout) -> Layout:
-        """The lowest layout that the effort was enough for."""
+    def run(self, best: Layout) -> Iterator[Layout]:
+        """Layouts, each lower than the one before, while the effort lasts."""
         for turn in count():
             if best.height <= self._floor:
-                return replace(best, proven=not any(self._problem.padding))
+                yield replace(best, proven=not any(self._problem.padding))
+                return
             if self._effort.left <= 0:
-                return best
+                return
             at_floor = turn % (_FEWER if turn < _EASY else 2) == 0
             found = self._attempt(
                 self._floor if at_floor else self._target(best.height),
@@ -125,8 +140,9 @@ class Descent:
             )
             if not at_floor:
                 self._adapt(found is not None)
-            best = found or best
-        raise AssertionError
+            if found is not None and found.height < best.height:
+                best = found
+                yield best
 
     def _attempt(self, capacity: int, number: int) -> Layout | None:
         order = ranks(self._problem, number)
@@ -161,16 +177,14 @@ class Descent:
         """A multiple of the step between the floor and below this height."""
         step = self._problem.step
         aim = height - max(step, int((height - self._floor) * self._share))
-        if self._capacity is not None and self._floor <= self._capacity < height:
-            aim = self._capacity
+        if self._goal > self._problem.lower_bound:
+            aim = self._goal
         return max(self._floor, aim // step * step)
 
 
 def rows_of(problem: Problem, order: list[int]) -> tuple[list[int], ...]:
     """The problem's columns in this order, and for each buffer the equal one before it."""
-    columns = [
-        [values[i] for i in order] for values in (problem.lower, problem.upper, problem.size)
-    ]
+    columns = [[values[i] for i in order] for values in problem.rows]
     seen: dict[tuple[int, ...], int] = {}
     twins = []
     for index, kind in enumerate(zip(*columns, strict=True)):

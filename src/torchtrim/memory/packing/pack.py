@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torchtrim.memory.packing.buffers import Buffer, Packing, check
-from torchtrim.memory.packing.improve import Layout, improve
-from torchtrim.memory.packing.problem import problem_of
+from torchtrim.memory.packing.improve import Layout, improving
+from torchtrim.memory.packing.problem import Problem, problem_of
 
 
 def pack(
@@ -15,15 +15,18 @@ def pack(
     *,
     alignment: int = 1,
     seconds: float | None = None,
+    better: Callable[[Packing], None] | None = None,
 ) -> Packing:
     """Give each buffer an offset so that those alive together do not overlap, and all end low.
 
     buffers: their ids differ; lifetimes are half-open. A buffer of no bytes or no lifetime gets 0.
-    capacity: the bytes that there are. The search aims at it too; whether it was met is for the caller to
+    capacity: the bytes that there are. The search ends where it is met; whether it was is for the caller to
         see: `height <= capacity`.
-    alignment: offsets are multiples of it, in bytes.
+    alignment: offsets are multiples of it, in bytes, and of the buffer's own.
     seconds: how long to search after several greedy orders; 0 for these alone. None searches for a fixed
-        effort, seconds to half a minute where the bound is not met, and gives the same result each time.
+        effort, seconds to a minute where the bound is not met, and gives the same result each time.
+    better: called with each packing that is lower than all before it, so that whoever interrupts the search
+        has the best so far.
 
     The result is never higher than that of placing the largest first. It is compiled where numba is
     installed. Memory grows with the number of buffers, not with the pairs that are alive together.
@@ -32,9 +35,16 @@ def pack(
     check(buffers, capacity, alignment, seconds)
     taking = [buffer for buffer in buffers if buffer.takes_room]
     problem = problem_of(taking, alignment)
-    layout = (
-        improve(problem, capacity, seconds) if taking else Layout(offsets=[], height=0, proven=True)
-    )
+    best = Layout(offsets=[], height=0, proven=True)
+    for best in improving(problem, capacity, seconds) if taking else ():
+        if better is not None:
+            better(_packing(buffers, taking, problem, best))
+    return _packing(buffers, taking, problem, best)
+
+
+def _packing(
+    buffers: Sequence[Buffer], taking: Sequence[Buffer], problem: Problem, layout: Layout
+) -> Packing:
     offsets: dict[str | int, int] = dict.fromkeys((buffer.id for buffer in buffers), 0)
     offsets.update(zip((buffer.id for buffer in taking), layout.offsets, strict=True))
     return Packing(

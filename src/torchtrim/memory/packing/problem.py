@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from math import gcd
+from math import gcd, lcm
 
 from torchtrim.memory.packing.buffers import Buffer
 
@@ -20,8 +20,9 @@ class Problem:
     """What is to be packed, one entry a buffer: `lower` and `upper` are sections, half-open.
 
     lifetime: the time that it is alive, in the caller's unit.
-    size: its bytes, rounded up to the alignment.
+    size: its bytes, rounded up to what all offsets are multiples of.
     padding: how many of these are not its own.
+    align: what its offset is a multiple of, where that is more than all are multiples of; else 1.
     load: the bytes alive in each section.
     crowd: the most bytes alive together with a buffer, its own included.
     """
@@ -31,6 +32,7 @@ class Problem:
     lifetime: list[int]
     size: list[int]
     padding: list[int]
+    align: list[int]
     load: list[int]
     crowd: list[int]
     lower_bound: int
@@ -41,6 +43,11 @@ class Problem:
         return len(self.size)
 
     @property
+    def rows(self) -> tuple[list[int], list[int], list[int], list[int]]:
+        """What the loops ask of each buffer: lower, upper, size and align."""
+        return self.lower, self.upper, self.size, self.align
+
+    @property
     def floor(self) -> int:
         """The lowest that a packing of the rounded sizes can be."""
         return max(self.load, default=0)
@@ -48,7 +55,7 @@ class Problem:
     @property
     def step(self) -> int:
         """Heights differ by multiples of this."""
-        return gcd(*self.size) or 1
+        return gcd(*self.size, *(align for align in self.align if align > 1)) or 1
 
     @property
     def spans(self) -> int:
@@ -64,9 +71,11 @@ class Problem:
 
 
 def problem_of(buffers: Sequence[Buffer], alignment: int) -> Problem:
-    """The problem that these buffers are; each takes room."""
+    """The problem that these buffers are; each takes room, at multiples of its alignment and of this one."""
     lower, upper, sections = _sections(buffers)
-    size = [-(-b.size // alignment) * alignment for b in buffers]
+    own = [lcm(b.alignment, alignment) for b in buffers]
+    shared = gcd(*own)
+    size = [-(-b.size // shared) * shared for b in buffers]
     padding = [s - b.size for s, b in zip(size, buffers, strict=True)]
     load = _loads(lower, upper, size, sections)
     return Problem(
@@ -75,6 +84,7 @@ def problem_of(buffers: Sequence[Buffer], alignment: int) -> Problem:
         lifetime=[b.upper - b.lower for b in buffers],
         size=size,
         padding=padding,
+        align=[1 if align == shared else align for align in own],
         load=load,
         crowd=_most_within(load, lower, upper),
         lower_bound=_bound(lower, upper, load, padding),

@@ -27,8 +27,9 @@ MANY = 1 << 60
 def search(rows: Any, sections: int, capacity: int, limits: Any, work: Any) -> int:
     """Search for offsets that stay within the capacity.
 
-    rows: (lower, upper, size, twin), each one integer a buffer: its first section, the one after its last,
-        its bytes, and the index of an equal buffer that must lie below it, or -1.
+    rows: (lower, upper, size, align, twin), each one integer a buffer: its first section, the one after its
+        last, its bytes, what its offset is a multiple of, and the index of an equal buffer that must lie
+        below it, or -1.
     sections: how many sections of time there are.
     limits: how many nodes are visited at most, and how many units of effort are spent.
     work: what `room` of `engine.py` made. Its first array holds the offsets afterwards.
@@ -170,7 +171,7 @@ def _remaining(rows: Any, work: Any, depth: int, capacity: int) -> int:
 
 def _branch(rows: Any, work: Any, depth: int, highest: int) -> None:
     """Push what may be placed next, the lowest offset and then the lowest index first."""
-    size, twin = rows[2], rows[3]
+    size, twin = rows[2], rows[4]
     offsets, placed, listed, frames, counters, choices = (
         work[0],
         work[1],
@@ -208,7 +209,7 @@ def _branch(rows: Any, work: Any, depth: int, highest: int) -> None:
 
 def _place(rows: Any, work: Any, depth: int) -> bool:
     """Place the next choice and raise what overlaps it; False where the trail is full."""
-    lower, upper, size = rows[0], rows[1], rows[2]
+    lower, upper, size, align = rows[0], rows[1], rows[2], rows[3]
     offsets, placed, free, frames, counters, choices, trail = (
         work[0],
         work[1],
@@ -236,7 +237,7 @@ def _place(rows: Any, work: Any, depth: int) -> bool:
             trail[trailed] = k
             trail[trailed + 1] = offsets[k]
             trailed += 2
-            offsets[k] = top
+            offsets[k] = top if align[k] == 1 else -(-top // align[k]) * align[k]
     counters[FREE] = left
     counters[TRAILED] = trailed
     return True

@@ -13,6 +13,7 @@ from torchtrim.errors import UnreadableInput
 from torchtrim.memory.packing.buffers import Buffer
 
 NEEDED = ("id", "lower", "upper", "size")
+_OPTIONAL = ("alignment", "offset")
 _WHOLE = re.compile(r"[+-]?[0-9]{1,19}", re.ASCII)
 _MOST_BYTES = 2**30
 
@@ -28,6 +29,8 @@ class Table:
 
 def read(path: Path) -> Table:
     """Read a table with the columns id, lower, upper and size, in any order, among others.
+
+    Where there is a column alignment, each buffer has its own; an empty one is 1.
 
     Raises `UnreadableInput`, which names the line and the column.
     """
@@ -91,7 +94,7 @@ def _text(path: Path) -> str:
 
 def _places(columns: Sequence[str], path: Path) -> dict[str, int]:
     """Where the needed columns are."""
-    for name in (*NEEDED, "offset"):
+    for name in (*NEEDED, *_OPTIONAL):
         found = columns.count(name)
         if found > 1 or (not found and name in NEEDED):
             has = ", ".join(map(_short, columns[:12])) or "none"
@@ -99,7 +102,7 @@ def _places(columns: Sequence[str], path: Path) -> dict[str, int]:
                 f"{path}, line 1: there {'are two columns' if found else 'is no column'} {name!r} among: "
                 f"{has}. The first line names the columns; {', '.join(NEEDED)} are needed."
             )
-    return {name: columns.index(name) for name in NEEDED}
+    return {name: columns.index(name) for name in (*NEEDED, "alignment") if name in columns}
 
 
 def _buffer(row: Sequence[str], width: int, places: Mapping[str, int], where: str) -> Buffer:
@@ -116,7 +119,17 @@ def _buffer(row: Sequence[str], width: int, places: Mapping[str, int], where: st
             f"{where}: upper is {upper}, before lower, {lower}; a buffer is alive from lower until just "
             "before upper."
         )
-    return Buffer(name, lower, upper, size)
+    return Buffer(name, lower, upper, size, _alignment(row, places, where))
+
+
+def _alignment(row: Sequence[str], places: Mapping[str, int], where: str) -> int:
+    text = row[places["alignment"]] if "alignment" in places else ""
+    found = _whole(text, "alignment", where) if text.strip(" \t") else 1
+    if found < 1:
+        raise UnreadableInput(
+            f"{where}: alignment is {found}; its offset is a multiple of it, so give 1 or more, or nothing."
+        )
+    return found
 
 
 def _whole(text: str, column: str, where: str) -> int:

@@ -17,7 +17,8 @@ def why_invalid(
 ) -> str | None:
     """The first reason why these offsets are no packing of these buffers, or None where they are one.
 
-    Offsets must be there for each buffer and for no other, not negative, multiples of `alignment`; no
+    Offsets must be there for each buffer and for no other, not negative, multiples of `alignment` and of
+    the buffer's own; no
     buffer may end above `capacity`, and none may share a byte with one that is alive at the same time.
     """
     known = {buffer.id for buffer in buffers}
@@ -39,8 +40,9 @@ def _misplaced(
     offset = offsets[buffer.id]
     if type(offset) is not int or offset < 0:
         return f"buffer {buffer.id!r} has the offset {offset!r}, which is no place in memory"
-    if offset % alignment:
-        return f"buffer {buffer.id!r} is at {offset}, which is no multiple of {alignment}"
+    for step in (alignment, buffer.alignment):
+        if offset % step:
+            return f"buffer {buffer.id!r} is at {offset}, which is no multiple of {step}"
     if capacity is not None and offset + buffer.size > capacity:
         return (
             f"buffer {buffer.id!r} ends at {offset + buffer.size}, above the capacity of {capacity}"

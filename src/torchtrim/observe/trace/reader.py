@@ -60,7 +60,12 @@ def _trace(decoded: Decoded, source: str) -> Trace:
             flows.append(event)
     base = _clean(by_kind, source, notes)
     if not by_kind["activities"]:
-        raise Unsupported(_no_device(source, by_kind))
+        if not by_kind["calls"]:
+            raise Unsupported(_no_device(source, by_kind))
+        notes.append(
+            "The trace has calls of the runtime and nothing that ran on a device: what waits is counted, and "
+            "what it costs cannot be told."
+        )
     for events in by_kind.values():
         for event in events:
             event.ts -= base
@@ -148,7 +153,7 @@ def _device(meta: Meta, activities: list[Event]) -> str:
     """The name of the device that most activities ran on; empty where the trace does not tell."""
     if not isinstance(meta.devices, list) or not meta.devices:
         return ""
-    used = Counter(str(e.args.device) for e in activities if e.args).most_common(1)
+    used = Counter(str(e.args.device) for e in activities if e.args).most_common(1) or [("", 0)]
     known = [one for one in meta.devices if isinstance(one, dict)]
     named = {str(one.get("id")): one.get("name") for one in known}
     name = named.get(used[0][0]) or next(iter(named.values()), "")

@@ -3,7 +3,7 @@
 The roofline of Williams, Waterman and Patterson (CACM 52(4), 2009): an operator takes as long as its
 arithmetic at the device's peak rate or its memory traffic at the peak bandwidth, whichever is longer.
 Real kernels reach a part of either, so this is a lower bound; it is marked `modelled` wherever shown. No
-kernel is quicker than the smallest ones that the device's trace has.
+kernel is quicker than the smallest ones that the device's trace has, and no copy.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from torchtrim.sync.model.devices import Device
 
 HOST_SECONDS = 5e-6
 _KNOWN = 4096
+_COPY_SECONDS = 0.9e-6
+"""A tenth of the copies between host and device take no longer, in the B200 trace of `devices.py`; 1 us in
+the A100's."""
 _ITEM_BYTES = {"64": 8, "32": 4, "16": 2, "8": 1}
 _FREE = frozenset(
     ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias")
@@ -62,7 +65,7 @@ def _seconds(op: Operator, there: Sequence[bool], device: Device) -> float:
     sizes = [bytes_of(use) for use in on_device]
     largest = max(sizes)
     if name in _COPIES and len(on_device) < len(uses):
-        return largest / device.link
+        return max(largest / device.link, _COPY_SECONDS)
     dtype = on_device[sizes.index(largest)].dtype
     work = max(sum(sizes) / device.bandwidth, flops(op) / device.peak(dtype))
     return max(work, device.floor)

@@ -1,6 +1,7 @@
 """The host-device syncs of PyTorch on CUDA, each row with its source.
 
-An operator that no row knows does not wait. The versions read are in `sources.py`.
+An operator of ATen that no row knows does not wait; one of another library is unknown (`libraries.py`).
+The versions read are in `sources.py`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,16 @@ import re
 from collections.abc import Iterable
 from functools import cache
 
-from torchtrim.sync.table import algebra, copies, explicit, hidden, reads, shapes, uploads
+from torchtrim.sync.table import (
+    algebra,
+    copies,
+    explicit,
+    hidden,
+    libraries,
+    reads,
+    shapes,
+    uploads,
+)
 from torchtrim.sync.table.base import Row
 
 FAMILIES: dict[str, tuple[Row, ...]] = {
@@ -20,6 +30,7 @@ FAMILIES: dict[str, tuple[Row, ...]] = {
     "Small uploads inside operators": uploads.ROWS,
     "Where no operator shows it": hidden.ROWS,
     "Calls and races": explicit.ROWS,
+    "Libraries beside ATen": libraries.ROWS,
 }
 
 ROWS: tuple[Row, ...] = tuple(row for rows in FAMILIES.values() for row in rows)

@@ -22,6 +22,8 @@ _KINDS: dict[str, Kind] = {
     "EventRecordWithFlags": "record",
     "StreamWaitEvent": "order",
 }
+_BETWEEN = "3"
+_KINDS_OF_COPIES = ("0", "1", "2", _BETWEEN)
 WAITING: frozenset[Kind] = frozenset(("stream", "event", "device", "copy"))
 
 
@@ -44,6 +46,13 @@ def is_pageable(activity: str) -> bool:
     return activity.startswith("Memcpy") and "Pageable" in activity
 
 
-def is_between_devices(activity: str) -> bool:
-    """Whether a copy stays on devices, for which the host does not wait."""
+def is_between_devices(activity: str, kind: object = None) -> bool:
+    """Whether a copy stays on devices, for which the host does not wait.
+
+    `kind` is `args.kind` of the call, which ROCm's tracer writes: `hipMemcpyKind`, 1 to the device, 2 to the
+    host, 3 between devices. It is what was asked for; the activity's label may say "DtoD" of all three.
+    """
+    asked = str(kind)
+    if asked in _KINDS_OF_COPIES:
+        return asked == _BETWEEN
     return activity.startswith(("Memcpy DtoD", "Memcpy PtoP"))

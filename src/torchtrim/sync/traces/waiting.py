@@ -49,7 +49,7 @@ def find_waits(trace: Trace) -> list[Wait]:
         kind = kind_of(call.name)
         copy = copies.get(call.args.correlation) if call.args else None
         if kind in WAITING:
-            if kind != "copy" or copy is None or not is_between_devices(copy.name):
+            if kind != "copy" or not _is_between(call, copy):
                 found.append((call, kind, copy))
         elif copy is not None and is_pageable(copy.name):
             found.append((call, "other", copy))
@@ -81,6 +81,11 @@ def _copies(trace: Trace) -> dict[object, Event]:
         for one in trace.activities
         if one.args and one.args.correlation is not None and one.name.startswith("Memcpy")
     }
+
+
+def _is_between(call: Event, copy: Event | None) -> bool:
+    asked = call.args.kind if call.args else None
+    return is_between_devices(copy.name if copy is not None else "", asked)
 
 
 def _launching(trace: Trace) -> tuple[float, float]:
