@@ -28,7 +28,7 @@ def find(source: Source) -> Iterator[Match]:
         if len(upload.made.args) != 1 or upload.between:
             continue
         (value,) = upload.made.args
-        if isinstance(value, ast.Constant | ast.Starred) or _is_repeated(value):
+        if isinstance(value, ast.Constant | ast.Starred) or _is_repeated(value) or _counts(value):
             continue
         parts = {"L": value}
         if upload.device is not None:
@@ -41,6 +41,14 @@ def _is_repeated(node: ast.expr) -> bool:
     return (
         isinstance(node, ast.BinOp) and isinstance(node.left, ast.List) and len(node.left.elts) == 1
     )
+
+
+def _counts(node: ast.expr) -> bool:
+    """Whether it is a number by what it is made with, such as `x.numel()`."""
+    if not isinstance(node, ast.Call):
+        return False
+    name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+    return name in ("len", "numel", "dim") or (name == "size" and bool(node.args))
 
 
 def write(match: Match, facts: Facts) -> Writing:

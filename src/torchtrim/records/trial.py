@@ -46,10 +46,22 @@ class Request(Struct, frozen=True, kw_only=True):
         return self.warmup + 1 + self.steps
 
 
+class Call(Struct, frozen=True, kw_only=True):
+    """A call of a root from outside: its mode, and its inputs, such as `"float32[8, 3]"`."""
+
+    root: str
+    training: bool
+    inputs: tuple[str, ...]
+
+
 class Step(Struct, kw_only=True):
-    """One step: digests by `(quantity, name)` joined with a colon, in the order they were seen."""
+    """One step: digests by `(quantity, name)` joined with a colon, in the order they were seen.
+
+    `calls`: each kind of call of a root once.
+    """
 
     digests: dict[str, str] = {}
+    calls: list[Call] = []
     losses: list[float] = []
     seconds: float = 0.0
     peak_bytes: int = 0

@@ -19,7 +19,7 @@ from torchtrim.observe.optimizers import parameters_of
 from torchtrim.observe.recording import tensors_in
 from torchtrim.observe.spent import Spent
 from torchtrim.observe.watch import Listener
-from torchtrim.records.trial import Step
+from torchtrim.records.trial import Call, Step
 
 QUANTITIES = (
     "loss",
@@ -58,6 +58,14 @@ class Evidence(Listener):
         self._counts.clear()
         self._known_names = None
         return step
+
+    def module_starts(self, module: nn.Module, args: Any, kwargs: Any, depth: int) -> None:
+        if depth != 0 or (self._graded and not torch.is_grad_enabled()):
+            return
+        inputs = tuple(map(_kind_of, tensors_in((args, kwargs))))
+        call = Call(root=self._root_name(module), training=module.training, inputs=inputs)
+        if call not in self.step.calls:
+            self.step.calls.append(call)
 
     def module_ends(self, module: nn.Module, output: Any, depth: int) -> None:
         if depth != 0 or (self._graded and not torch.is_grad_enabled()):
@@ -132,6 +140,11 @@ class Evidence(Listener):
             self.step.digests[name] = digest_of(tensor)
             if self._keep is not None:
                 self._keep(name, tensor)
+
+
+def _kind_of(tensor: torch.Tensor) -> str:
+    """`"float32[8, 3]"`."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def digest_of(tensor: torch.Tensor) -> str:

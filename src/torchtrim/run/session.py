@@ -334,6 +334,8 @@ class Session(Listener):
             self._done()
         if (recording := self._recorded_or_none()) is not None:
             recording.module_starts(module, args, kwargs, depth)
+        if depth == 0 and not (self.trial.request.dry or self.complete):
+            self._timed(self._evidence.module_starts, module, args, kwargs, depth)
 
     def module_ends(self, module: nn.Module, output: Any, depth: int) -> None:
         if (recording := self._recorded_or_none()) is not None:

@@ -16,6 +16,7 @@ from torchtrim.records.certificate import Certificate, Difference, Verdict
 from torchtrim.records.trial import Request, Trial
 from torchtrim.run.trials import Progress, Workload, run_trial
 from torchtrim.verifier.compare import compared, differences, largest_difference
+from torchtrim.verifier.coverage import coverage_of
 
 NOISE_FACTOR = 2.0
 ROUNDING_LIMIT = 1e-2
@@ -61,6 +62,7 @@ def certify(contest: Contest, original: Trial, planned: Trial, progress: Progres
         seeds=original.seeds,
         steps=len(original.steps),
         reason=reason,
+        coverage=coverage_of(original),
     )
 
 

@@ -1,0 +1,158 @@
+"""Keeps the original statement for what no run has shown: another rank, type or relation of shapes."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Mapping, Sequence
+
+from torchtrim.fixes.base import Edit
+from torchtrim.fixes.reading.facts import Facts, Refused, is_tensor
+from torchtrim.fixes.reading.purity import is_pure, is_simple
+from torchtrim.fixes.reading.source import Source
+from torchtrim.fixes.writing.replace import atom
+from torchtrim.records.seen import Seen
+
+
+def ranks_seen(facts: Facts, texts: Mapping[str, str]) -> str:
+    """The test that tensors have the ranks that were seen: `"(x.dim(), mask.dim()) == (3, 2)"`.
+
+    `texts`: what to write for a part, by its name; those that are no tensors are left out. Empty without
+    evidence. Raises `Refused` where runs differ in it.
+    """
+    named: dict[str, int] = {}
+    for part, text in texts.items():
+        seen = facts.only(f"the rank of `{text}`", lambda v, part=part: _rank(getattr(v, part)), -1)  # type: ignore[misc]
+        if seen >= 0:
+            named[text] = seen
+    return _equal([f"{text}.dim()" for text in named], [str(rank) for rank in named.values()])
+
+
+def _rank(seen: Seen) -> int:
+    return len(seen.shape) if is_tensor(seen) else -1
+
+
+_KEEPS_RANK = frozenset(
+    ("clone", "detach", "contiguous", "to", "float", "half", "bfloat16", "double", "long", "bool")
+)
+
+
+def of_same_rank(source: Source, node: ast.expr) -> str:
+    """The text of a tensor of the node's rank: the node without what only copies it.
+
+    Raises `Refused` where that is more than a name.
+    """
+    while (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in _KEEPS_RANK
+        and source.dotted(node.func) is None
+    ):
+        node = node.func.value
+    if not is_simple(node) and not is_pure(node, source):
+        raise Refused(
+            f"the rank of `{source.segment(node)[:60]}` decides what is written. Give it a name first"
+        )
+    return atom(source, node)
+
+
+def kinds_seen(known: Iterable[Mapping[str, Seen]], torch: str) -> str:
+    """The test that tensors, by their text, have the ranks and types that were seen, and equal shapes as
+    those had.
+
+    Raises `Refused` where runs differ in it.
+    """
+    found = [_kinds(names, torch) for names in known]
+    if any(one != found[0] for one in found):
+        raise Refused("ranks, types or relations of shapes are not the same in all runs")
+    return found[0] if found else ""
+
+
+def _kinds(names: Mapping[str, Seen], torch: str) -> str:
+    tensors = {text: seen for text, seen in sorted(names.items()) if is_tensor(seen)}
+    left = [f"{text}.{what}" for text in tensors for what in ("dim()", "dtype")]
+    right = [
+        one for seen in tensors.values() for one in (str(len(seen.shape)), f"{torch}.{seen.dtype}")
+    ]
+    sized = [(text, seen.shape) for text, seen in tensors.items() if seen.shape]
+    tests = [_equal(left, right)] if tensors else []
+    if len(sized) > 1 and len({shape for _, shape in sized}) == 1:
+        tests.append(" == ".join(f"{text}.shape" for text, _ in sized))
+    elif len(sized) > 1:
+        tests += [f"{text}.shape == {tuple(shape)}" for text, shape in sized]
+    return " and ".join(tests)
+
+
+def _equal(left: Sequence[str], right: Sequence[str]) -> str:
+    if not left:
+        return ""
+    if len(left) == 1:
+        return f"{left[0]} == {right[0]}"
+    return f"({', '.join(left)}) == ({', '.join(right)})"
+
+
+def guarded(
+    source: Source,
+    edits: Sequence[Edit],
+    span: tuple[ast.stmt, ast.stmt],
+    test: str,
+    *,
+    returns: bool = False,
+) -> tuple[Edit, ...]:
+    """The edits made only where the test holds, and else the statements as they are.
+
+    `span`: the first and the last statement that they change. `returns`: both ways end in a return.
+    """
+    first, last = span
+    blanks = source.indentation(first)
+    if blanks is None:
+        raise Refused("the statement shares its line with another. Give each its own line")
+    start, end = source.line_start(first.lineno), source.end(last)
+    _check_lines(source, first, last)
+    inside = [one for one in edits if start <= one.start and one.end <= end]
+    old, new = source.text[start:end], _patched(source.text, inside, start, end)
+    newline = source.newline
+    lines = [f"{blanks}if {test}:", _deeper(new)]
+    lines += [old] if returns else [f"{blanks}else:", _deeper(old)]
+    outside = [one for one in edits if one not in inside]
+    return (*outside, Edit(start, end, newline.join(lines)))
+
+
+def _check_lines(source: Source, first: ast.stmt, last: ast.stmt) -> None:
+    """Raises `Refused` for a text of several lines, which would not be the same deeper."""
+    for node in ast.walk(source.tree):
+        text = isinstance(node, ast.JoinedStr) or (
+            isinstance(node, ast.Constant) and isinstance(node.value, str | bytes)
+        )
+        within = text and source.start(first) <= source.start(node) < source.end(last)
+        if within and node.lineno != node.end_lineno:  # type: ignore[attr-defined]
+            raise Refused("a text of several lines is in the statement. Give it a name first")
+
+
+def _patched(text: str, edits: Iterable[Edit], start: int, end: int) -> str:
+    at, parts = start, []
+    for one in sorted(edits):
+        parts += [text[at : one.start], one.text]
+        at = one.end
+    return "".join([*parts, text[at:end]])
+
+
+def _deeper(text: str) -> str:
+    return "\n".join(f"    {line}" if line.strip() else line for line in text.split("\n"))
+
+
+def is_fallback(source: Source, node: ast.AST) -> bool:
+    """Whether it is what a guard keeps for other ranks and types, which is not to be fixed again."""
+    inner = node
+    for outer in source.around(node):
+        if isinstance(outer, ast.If) and _is_guard(outer.test):
+            in_body = any(one is inner for one in outer.body)
+            if not in_body:
+                return True
+        inner = outer
+    return False
+
+
+def _is_guard(test: ast.expr) -> bool:
+    calls = [one for one in ast.walk(test) if isinstance(one, ast.Call)]
+    only_ranks = all(isinstance(c.func, ast.Attribute) and c.func.attr == "dim" for c in calls)
+    return bool(calls) and only_ranks and isinstance(test, ast.Compare | ast.BoolOp)
