@@ -43,7 +43,7 @@ def command(**options: Any) -> None:
 
 
 def _verify(options: dict[str, Any], tell: Any) -> Any:
-    from torchtrim.api import verify_report, verify_scripts
+    from torchtrim.api import verify_report, verify_pair
     from torchtrim.records.files import load_plan
 
     if options["stream"]:
@@ -60,7 +60,7 @@ def _verify(options: dict[str, Any], tell: Any) -> Any:
     other = script._replace(target=script.args[0], args=script.args[1:])
     for one in (script, other):
         one.check()
-    return verify_scripts(script._replace(args=script.args[1:]), other, request, progress=tell)
+    return verify_pair(script._replace(args=script.args[1:]), other, request, progress=tell)
 
 
 def _verify_stream(options: dict[str, Any], tell: Any) -> Any:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from torchtrim.errors import ApplyFailed, UsageError
+from torchtrim.errors import ApplyFailed, ScriptFailed, UsageError
 from torchtrim.loops.findings import report_of
 from torchtrim.loops.optimize import Fitting
 from torchtrim.loops.serve import is_of_calls
+from torchtrim.observe.workload import TrainStep
 from torchtrim.records.plan import Plan
 from torchtrim.records.report import Result
 from torchtrim.records.trial import Request, Trial
@@ -15,7 +16,7 @@ from torchtrim.report.assemble import with_plan, with_planned
 from torchtrim.run.script import Script, working_folder
 from torchtrim.run.trials import Progress, Workload, run_trial
 from torchtrim.techniques.fingerprint import sha256_of
-from torchtrim.verifier.certify import Contest, certify
+from torchtrim.verifier.certify import Contest, certify, failed
 
 
 def verify_report(
@@ -36,21 +37,39 @@ def verify_report(
     return Result(report, original.profile, planned.profile, plan)
 
 
-def verify_scripts(
-    one: Script, other: Script, request: Request, *, progress: Progress = lambda _: None
+def verify_pair(
+    one: Workload, other: Workload, request: Request, *, progress: Progress = lambda _: None
 ) -> Result:
-    """Whether two scripts compute the same, step by step."""
+    """Whether two workloads compute the same, step by step: two scripts, or two live steps.
 
-    def run(script: Script, what: str) -> Trial:
-        with working_folder() as folder:
-            return run_trial(script, request, folder, lambda text: progress(f"{what}: {text}"))
-
-    original = run(one, "original")
-    planned = run(other, "the other")
+    Of two live steps the one is run after the other, from the same random state. Where the other fails, it is
+    not equal.
+    """
+    if isinstance(one, Script) != isinstance(other, Script):
+        raise UsageError("compare a script with a script, or a live step with a live step.")
+    if isinstance(one, TrainStep) != isinstance(other, TrainStep):
+        raise UsageError("compare a step that trains with one that trains, or a call with a call.")
     contest = Contest(one, other, request, request)
+    original = _run(contest.original, request, "original", progress)
+    report = report_of("verify", one, original)
+    try:
+        planned = _run(contest.planned, request, "the other", progress)
+    except (
+        ScriptFailed,
+        RuntimeError,
+        ValueError,
+        TypeError,
+        LookupError,
+        ArithmeticError,
+    ) as error:
+        return Result(with_planned(report, None, failed(original, error)), original.profile)
     certificate = certify(contest, original, planned, progress)
-    report = with_planned(report_of("verify", one, original), planned, certificate)
-    return Result(report, original.profile, planned.profile)
+    return Result(with_planned(report, planned, certificate), original.profile, planned.profile)
+
+
+def _run(workload: Workload, request: Request, what: str, progress: Progress) -> Trial:
+    with working_folder() as folder:
+        return run_trial(workload, request, folder, lambda text: progress(f"{what}: {text}"))
 
 
 def check_script(plan: Plan, workload: Workload) -> None:

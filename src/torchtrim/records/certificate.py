@@ -10,12 +10,22 @@ Verdict = Literal["BITWISE", "ROUNDING", "NOT EQUAL", "UNDECIDED"]
 
 
 class Difference(Struct, frozen=True, kw_only=True):
-    """The first thing that differs. `op` names the quantity, such as `gradient` or `output`."""
+    """The first thing that differs. `op` names the quantity, such as `gradient` or `output`.
+
+    `operator` is the first operator of that step that gave something else, with `path` and `line` of it and
+    `inside`, the module that ran it; `other_operator`, `other_path` and `other_line` are those of the other
+    run. They are empty where no operator differs, as where a step writes a list of Python's.
+    """
 
     module: str
     op: str
     path: str = ""
     line: int = 0
+    operator: str = ""
+    inside: str = ""
+    other_operator: str = ""
+    other_path: str = ""
+    other_line: int = 0
 
 
 class Coverage(Struct, frozen=True, kw_only=True):

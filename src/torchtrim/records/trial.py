@@ -22,7 +22,8 @@ class Request(Struct, frozen=True, kw_only=True):
     `infers`: the script only runs its models; a step is a call of the first of them.
     `texts`: what files, by absolute path, are run as instead. `probes`: expressions to look at.
     `measured`: figures are wanted, not only evidence. `exported`: the file of a module whose `apply` stands
-    in for the plan.
+    in for the plan. `traced`: the number of a step of which every operator is recorded with a digest of
+    what it gave, -1 for none.
     """
 
     plan: Plan | None = None
@@ -39,6 +40,7 @@ class Request(Struct, frozen=True, kw_only=True):
     times: int = 0
     measured: bool = True
     exported: str = ""
+    traced: int = -1
 
     @property
     def total(self) -> int:
@@ -90,7 +92,8 @@ class Trial(Struct, kw_only=True):
 
     `notes` say what an emulated device did not do as a real one would, and what a dry run assumed.
     `batch_size` is what a script's loaders gave in a dry run, None where none was seen. `call_bytes`: what
-    the plans of the models' calls say that a call needs, None where a part has none.
+    the plans of the models' calls say that a call needs, None where a part has none. `digests`: of what each
+    operator of the profile gave, in a step that was traced.
     """
 
     request: Request
@@ -108,6 +111,7 @@ class Trial(Struct, kw_only=True):
     batch_size: int | None = None
     call_bytes: int | None = None
     observed: tuple[Observed, ...] = ()
+    digests: tuple[str, ...] = ()
     crash: Crash | None = None
 
     @property

@@ -1,5 +1,5 @@
-"""Evidence of what a step computed: a digest of every loss, output, gradient, parameter, state, buffer
-and random generator, by name."""
+"""Evidence of what a step computed: a digest of every loss, output, gradient, parameter, state, buffer,
+attribute and random generator, by name."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import ctypes
 import hashlib
 import random
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from torchtrim.observe.recording import tensors_in
 from torchtrim.observe.spent import Spent
 from torchtrim.observe.watch import Listener
 from torchtrim.records.trial import Call, Step
+from torchtrim.run.attributes import attributes
 
 QUANTITIES = (
     "loss",
@@ -27,9 +29,14 @@ QUANTITIES = (
     "gradient",
     "parameter",
     "optimizer state",
+    "hyperparameter",
     "buffer",
+    "input gradient",
+    "attribute",
     "random state",
 )
+
+_PLAIN = "plain "
 
 
 class Evidence(Listener):
@@ -51,18 +58,24 @@ class Evidence(Listener):
         self._graded = graded
         self._counts: dict[str, int] = {}
         self._known_names: dict[int, str] | None = None
+        self._inputs: dict[str, weakref.ref[torch.Tensor]] = {}
 
     def next_step(self) -> Step:
         """The step so far; the next one begins."""
         step, self.step = self.step, Step()
         self._counts.clear()
         self._known_names = None
+        self._inputs.clear()
         return step
 
     def module_starts(self, module: nn.Module, args: Any, kwargs: Any, depth: int) -> None:
         if depth != 0 or (self._graded and not torch.is_grad_enabled()):
             return
-        inputs = tuple(map(_kind_of, tensors_in((args, kwargs))))
+        tensors = list(tensors_in((args, kwargs)))
+        for number, tensor in enumerate(tensors):
+            if tensor.is_leaf and tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+                self._inputs[f"{self._root_name(module)}.{number}"] = weakref.ref(tensor)
+        inputs = tuple(map(kind_of, tensors))
         call = Call(root=self._root_name(module), training=module.training, inputs=inputs)
         if call not in self.step.calls:
             self.step.calls.append(call)
@@ -108,6 +121,13 @@ class Evidence(Listener):
                 if id(parameter) not in names:
                     self._see(f"parameter:optimizer{number}.{owner}", parameter)
                 self._state_of(optimizer.state.get(parameter, {}), f"{number}.{owner}")
+            self._settings_of(optimizer, number)
+        self._gradients_of_inputs()
+        for name, value in attributes(self._modules.live()):
+            if isinstance(value, torch.Tensor):
+                self._see(f"attribute:{name}", value)
+            else:
+                self.step.digests[f"attribute:{name}"] = f"{_PLAIN}{value}"
         for name, value in random_states():
             self.step.digests[f"random state:{name}"] = value
 
@@ -117,6 +137,19 @@ class Evidence(Listener):
                 self.step.digests[f"optimizer state:{owner}.{key}"] = repr(value)
             for number, tensor in enumerate(tensors_in(value)):
                 self._see(f"optimizer state:{owner}.{key}.{number}", tensor)
+
+    def _settings_of(self, optimizer: torch.optim.Optimizer, number: int) -> None:
+        """Learning rates and the like, of each group."""
+        for group, settings in enumerate(optimizer.param_groups):
+            for key, value in settings.items():
+                if isinstance(value, (int, float, tuple, bool)):
+                    self.step.digests[f"hyperparameter:{number}.group{group}.{key}"] = repr(value)
+
+    def _gradients_of_inputs(self) -> None:
+        for name, known in self._inputs.items():
+            tensor = known()
+            if tensor is not None and tensor.grad is not None:
+                self._see(f"input gradient:{name}", tensor.grad)
 
     def _names(self) -> dict[int, str]:
         return {
@@ -134,7 +167,7 @@ class Evidence(Listener):
         return name if count == 1 else f"{name} ({count})"
 
     def _see(self, name: str, tensor: torch.Tensor) -> None:
-        if tensor.layout is not torch.strided or tensor.device.type == "meta":
+        if not has_bits(tensor):
             return
         with torch.no_grad(), own():
             self.step.digests[name] = digest_of(tensor)
@@ -142,9 +175,14 @@ class Evidence(Listener):
                 self._keep(name, tensor)
 
 
-def _kind_of(tensor: torch.Tensor) -> str:
+def kind_of(tensor: torch.Tensor) -> str:
     """`"float32[8, 3]"`."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def has_bits(tensor: torch.Tensor) -> bool:
+    """Whether it is dense and has values."""
+    return tensor.layout is torch.strided and tensor.device.type != "meta"
 
 
 def digest_of(tensor: torch.Tensor) -> str:
