@@ -1,4 +1,4 @@
-"""What two ranks would do, in one process: a linear layer in two shards, micro-batches, averaged gradients."""
+"""What two ranks would do, in one process: a layer in two shards, micro-batches, averaged gradients."""
 
 import torch
 from torch import nn

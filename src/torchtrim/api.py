@@ -36,9 +36,10 @@ if TYPE_CHECKING:
     from torchtrim.loops.undo import Watch as Watch
     from torchtrim.loops.undo import settle as settle
     from torchtrim.loops.undo import undo as undo
+    from torchtrim.loops.verify import check_certificate as check_certificate
     from torchtrim.loops.verify import check_script as check_script
-    from torchtrim.loops.verify import verify_report as verify_report
     from torchtrim.loops.verify import verify_pair as verify_pair
+    from torchtrim.loops.verify import verify_report as verify_report
     from torchtrim.memory.packing import Packing as Packing
     from torchtrim.memory.packing import pack as pack
     from torchtrim.memory.packing import why_invalid as why_invalid
@@ -86,7 +87,7 @@ _HOMES = {
     "torchtrim.loops.stream": ("StreamRequest",),
     "torchtrim.loops.stream_report": ("check_report", "compared_report"),
     "torchtrim.loops.undo": ("Watch", "settle", "undo"),
-    "torchtrim.loops.verify": ("check_script", "verify_report", "verify_pair"),
+    "torchtrim.loops.verify": ("check_certificate", "check_script", "verify_report", "verify_pair"),
     "torchtrim.memory.packing": ("Packing", "pack", "why_invalid"),
     "torchtrim.memory.packing.table": ("read_buffers", "write_offsets"),
     "torchtrim.memory.peak": ("holders",),

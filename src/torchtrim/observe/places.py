@@ -58,6 +58,14 @@ class Places:
             frame = frame.f_back
         return library, None
 
+    def users_line(self, frame: FrameType | None) -> tuple[str, int]:
+        """The innermost line of the user's own, beyond the engine too; `("", 0)` for none."""
+        while frame is not None:
+            if (self._owners.get(id(frame.f_code)) or self._judge(frame.f_code)) == "user":
+                return frame.f_code.co_filename, frame.f_lineno
+            frame = frame.f_back
+        return "", 0
+
     def is_users(self, spot: Spot) -> bool:
         """Whether a place is in the user's own source."""
         return self._judge(spot[0]) == "user"

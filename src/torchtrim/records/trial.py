@@ -93,7 +93,7 @@ class Trial(Struct, kw_only=True):
     `notes` say what an emulated device did not do as a real one would, and what a dry run assumed.
     `batch_size` is what a script's loaders gave in a dry run, None where none was seen. `call_bytes`: what
     the plans of the models' calls say that a call needs, None where a part has none. `digests`: of what each
-    operator of the profile gave, in a step that was traced.
+    operator of the profile gave, in a step that was traced; `lines`: the user's own that led to each.
     """
 
     request: Request
@@ -112,6 +112,7 @@ class Trial(Struct, kw_only=True):
     call_bytes: int | None = None
     observed: tuple[Observed, ...] = ()
     digests: tuple[str, ...] = ()
+    lines: tuple[tuple[str, int], ...] = ()
     crash: Crash | None = None
 
     @property

@@ -339,7 +339,14 @@ def difference_of(certificate: Certificate, home: str = "") -> str:
     if first is None:
         return ""
     where = place(first.path, first.line, home)
-    return f"{first.op} of {first.module or 'the step'}" + (f" at {where}" if where else "")
+    text = f"{first.op} of {first.module or 'the step'}" + (f" at {where}" if where else "")
+    there = place(first.other_path, first.other_line, home)
+    if there and (first.other_operator, there) != (first.operator, where):
+        ran = first.other_operator or "it"
+        text += f"; {first.operator or 'nothing'} there, {ran} at {there} in the other"
+    elif first.operator:
+        text += f", where {first.operator} differs"
+    return text
 
 
 def difference_figure(value: float | None) -> str:

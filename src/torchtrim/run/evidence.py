@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from torchtrim.observe.allocator import own
 from torchtrim.observe.modules import Modules
@@ -24,6 +25,7 @@ from torchtrim.records.trial import Call, Step
 from torchtrim.run.attributes import attributes
 
 QUANTITIES = (
+    "initial state",
     "loss",
     "output",
     "gradient",
@@ -109,6 +111,12 @@ class Evidence(Listener):
             name = f"{type(optimizer).__name__}.{numbers.get(id(parameter), -1)}"
         if parameter.grad is not None:
             self._see(self._count(f"gradient:{name}"), parameter.grad)
+
+    def begins(self, name: str, root: nn.Module) -> None:
+        """Add what a root holds before it runs for the first time."""
+        for path, tensor in (*root.named_parameters(), *root.named_buffers()):
+            if not is_lazy(tensor):
+                self._see(f"initial state:{name}.{path}", tensor)
 
     def state(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Add what the step left behind: parameters, buffers, optimizer states, random generators."""

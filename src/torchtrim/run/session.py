@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -83,6 +84,7 @@ class Session(Listener):
         self._over = False
         self._times: Times | None = None
         self._digests: list[str] = []
+        self._lines: list[tuple[str, int]] = []
 
     def root_appears(self, root: nn.Module) -> None:
         if self.trial.request.double:
@@ -90,6 +92,8 @@ class Session(Listener):
         name = self.modules.add_root(root)
         self.trial.fingerprint[name] = fingerprint_of(root)
         self._check(name)
+        if not (self.trial.request.dry or self.complete):
+            self._timed(self._evidence.begins, name, root)
         self._apply(name, root)
         if len(self.modules.roots) == 1:
             self._settle_device(root)
@@ -272,7 +276,7 @@ class Session(Listener):
             self._recording = Recording(self.modules, self._places, self._setting, watching)
             scan = request.measured and number == request.warmup
             if number == request.traced:
-                self._digests = []
+                self._digests, self._lines = [], []
                 self._recording.recorder.look = self._look
             self._recording.begin(self.watcher.optimizers, scan=scan, ours=ours)
         elif request.measured:
@@ -301,7 +305,7 @@ class Session(Listener):
             return
         if len(self.trial.steps) == self.trial.request.traced:
             self.trial.profile = recording.end(self.watcher.optimizers)
-            self.trial.digests = tuple(self._digests)
+            self.trial.digests, self.trial.lines = tuple(self._digests), tuple(self._lines)
             return
         if not self.trial.request.measured:
             recording.abandon()
@@ -324,7 +328,8 @@ class Session(Listener):
             write_atomically(file, header + bytes(bytes_of(tensor)))
 
     def _look(self, operator: Any, given: Any) -> None:
-        """Keep a digest of what an operator gave; new memory holds anything."""
+        """Keep the user's line and a digest of what an operator gave; new memory holds anything."""
+        self._lines.append(self._places.users_line(sys._getframe(2)))
         new = "empty" in str(operator)
         with torch._C._DisableTorchDispatch(), torch.no_grad(), own():
             found = [
@@ -341,7 +346,8 @@ class Session(Listener):
     def _gathers(self) -> bool:
         """Whether what this step does is compared; that of the recorded one is not."""
         request = self.trial.request
-        return not (request.dry or self.complete or len(self.trial.steps) == request.warmup)
+        recorded = request.measured and len(self.trial.steps) == request.warmup
+        return not (request.dry or self.complete or recorded)
 
     def module_starts(self, module: nn.Module, args: Any, kwargs: Any, depth: int) -> None:
         if self._frame_over and depth == 0:

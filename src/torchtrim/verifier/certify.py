@@ -67,7 +67,9 @@ def certify(contest: Contest, original: Trial, planned: Trial, progress: Progres
         verdict=verdict,
         compared=compared(original),
         largest_difference=_finite(figures.difference) if found else 0.0,
-        first_difference=_first(contest, original, found[0], verdict, progress) if found else None,
+        first_difference=_first(contest, original, _cause(found), verdict, progress)
+        if found
+        else None,
         noise=_finite(figures.noise),
         seeds=original.seeds,
         steps=len(original.steps),
@@ -104,6 +106,21 @@ def _without_own(found: list[str], noise: list[str]) -> tuple[list[str], str]:
     own = {_name(one) for one in noise if _name(one).startswith("attribute:")}
     left = [one for one in found if _name(one) not in own]
     return left, next((_name(one) for one in found if _name(one) in own), "")
+
+
+def _cause(found: list[str]) -> str:
+    """The difference of the first step that explains others: what was there before the step, a
+    module's mode, a setting where only the update differs; else the first."""
+    step = found[0].partition("/")[0]
+    labels = [one for one in found if one.partition("/")[0] == step]
+    quantities = {_name(one).partition(":")[0] for one in labels}
+    for one in labels:
+        name = _name(one)
+        if name.startswith("initial state:") or name.endswith(".training"):
+            return one
+    if not quantities & {"loss", "output", "gradient"}:
+        return next((one for one in labels if _name(one).startswith("hyperparameter:")), found[0])
+    return found[0]
 
 
 def _name(label: str) -> str:

@@ -50,5 +50,5 @@ def _spot(trial: Trial, number: int) -> Spot:
         return Spot()
     operator = profile.operators[number]
     place = profile.place_of(number)
-    path, line = (place.path, place.line) if place is not None else ("", 0)
+    path, line = (place.path, place.line) if place is not None else trial.lines[number]
     return Spot(operator.name, profile.module_of(number), path, line, operator.phase)
