@@ -121,7 +121,7 @@ def is_named(fault: Fault, certificate: Certificate) -> bool:
     first = certificate.first_difference
     if first is None:
         return False
-    if fault.names and re.search(fault.names, f"{first.module} {first.inside}"):
+    if fault.names and re.search(fault.names, f"{first.op} of {first.module} {first.inside}"):
         return True
     right, wrong = changed(fault)
     return first.line in right or first.other_line in wrong

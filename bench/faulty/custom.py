@@ -67,11 +67,13 @@ def main():
         loss = model(inputs)
         (loss * scale).backward()
         for parameter in trained:
-            parameter.grad /= scale
+            if parameter.grad is not None:
+                parameter.grad /= scale
         nn.utils.clip_grad_norm_(trained, 0.5)
         optimizer.step()
         with torch.no_grad():
-            inputs -= 0.1 * inputs.grad / scale
+            if inputs.grad is not None:
+                inputs -= 0.1 * inputs.grad / scale
         optimizer.zero_grad()
         inputs.grad = None
 

@@ -65,7 +65,8 @@ def main():
                 loss = loss / MICRO
                 loss.backward()
         for parameter in model.parameters():
-            parameter.grad /= RANKS
+            if parameter.grad is not None:
+                parameter.grad /= RANKS
         optimizer.step()
         optimizer.zero_grad()
 

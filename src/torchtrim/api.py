@@ -280,6 +280,27 @@ def verify(
     return found.report.certificate
 
 
+def assert_same(
+    one: Workload,
+    other: Workload,
+    *,
+    steps: int = 3,
+    allow: Equivalence = "BITWISE",
+) -> Certificate:
+    """For tests: raise `AssertionError`, with the first difference, unless both compute the same.
+
+    `allow="ROUNDING"`: sums may be added up in another order.
+    """
+    from torchtrim.report.facts import certificate_lines, difference_of
+
+    certificate = verify(one, other, steps=steps)
+    if certificate.verdict not in ("BITWISE", allow):
+        first = difference_of(certificate)
+        said = [*certificate_lines(certificate), *([f"first difference: {first}"] if first else [])]
+        raise AssertionError("\n".join(said))
+    return certificate
+
+
 def estimate(
     workload: Workload | Callable[[], Model],
     *,

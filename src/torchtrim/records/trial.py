@@ -59,11 +59,12 @@ class Call(Struct, frozen=True, kw_only=True):
 class Step(Struct, kw_only=True):
     """One step: digests by `(quantity, name)` joined with a colon, in the order they were seen.
 
-    `calls`: each kind of call of a root once.
+    `calls`: each kind of call of a root once. `inputs`: digests of what roots were called with.
     """
 
     digests: dict[str, str] = {}
     calls: list[Call] = []
+    inputs: dict[str, str] = {}
     losses: list[float] = []
     seconds: float = 0.0
     peak_bytes: int = 0
@@ -93,7 +94,8 @@ class Trial(Struct, kw_only=True):
     `notes` say what an emulated device did not do as a real one would, and what a dry run assumed.
     `batch_size` is what a script's loaders gave in a dry run, None where none was seen. `call_bytes`: what
     the plans of the models' calls say that a call needs, None where a part has none. `digests`: of what each
-    operator of the profile gave, in a step that was traced; `lines`: the user's own that led to each.
+    operator of the profile gave, in a step that was traced; `lines`: the user's own
+    that led to each, and whether it asked itself, not through `backward`.
     """
 
     request: Request
@@ -112,7 +114,7 @@ class Trial(Struct, kw_only=True):
     call_bytes: int | None = None
     observed: tuple[Observed, ...] = ()
     digests: tuple[str, ...] = ()
-    lines: tuple[tuple[str, int], ...] = ()
+    lines: tuple[tuple[str, int, bool], ...] = ()
     crash: Crash | None = None
 
     @property

@@ -45,6 +45,7 @@ class Evidence(Listener):
     """Collects the evidence of a step. `keep` is called with the name and value of each tensor.
 
     `graded`: outputs count only where gradients are on, since a step that trains may look at others.
+    `looks`: inputs of roots are wanted too.
     """
 
     def __init__(
@@ -53,11 +54,13 @@ class Evidence(Listener):
         keep: Callable[[str, torch.Tensor], None] | None = None,
         *,
         graded: bool = True,
+        looks: bool = False,
     ) -> None:
         self.step = Step()
         self._modules = modules
         self._keep = keep
         self._graded = graded
+        self._looks = looks
         self._counts: dict[str, int] = {}
         self._known_names: dict[int, str] | None = None
         self._inputs: dict[str, weakref.ref[torch.Tensor]] = {}
@@ -77,6 +80,11 @@ class Evidence(Listener):
         for number, tensor in enumerate(tensors):
             if tensor.is_leaf and tensor.requires_grad and not isinstance(tensor, nn.Parameter):
                 self._inputs[f"{self._root_name(module)}.{number}"] = weakref.ref(tensor)
+            if has_bits(tensor) and self._looks:
+                count = len(self.step.inputs)
+                self.step.inputs[f"{self._root_name(module)}.{number} ({count})"] = digest_of(
+                    tensor
+                )
         inputs = tuple(map(kind_of, tensors))
         call = Call(root=self._root_name(module), training=module.training, inputs=inputs)
         if call not in self.step.calls:

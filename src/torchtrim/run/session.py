@@ -70,7 +70,8 @@ class Session(Listener):
         self._places = Places(setting.project)
         self._folder = folder
         keep = self._keep if request.keep else None
-        self._evidence = Evidence(self.modules, keep, graded=trains)
+        looks = request.traced >= 0
+        self._evidence = Evidence(self.modules, keep, graded=trains, looks=looks)
         self._recording: Recording | None = None
         self._watching: Allocator = allocator_for(setting.device)
         self._fallback: Profile | None = None
@@ -84,7 +85,7 @@ class Session(Listener):
         self._over = False
         self._times: Times | None = None
         self._digests: list[str] = []
-        self._lines: list[tuple[str, int]] = []
+        self._lines: list[tuple[str, int, bool]] = []
 
     def root_appears(self, root: nn.Module) -> None:
         if self.trial.request.double:

@@ -18,7 +18,7 @@ from torchtrim.records.trial import Request, Trial
 from torchtrim.run.trials import Progress, Workload, run_trial
 from torchtrim.verifier.compare import compared, differences, largest_difference
 from torchtrim.verifier.coverage import coverage_of
-from torchtrim.verifier.locate import Parting, parting
+from torchtrim.verifier.locate import Parting, parting, said_of
 
 NOISE_FACTOR = 2.0
 ROUNDING_LIMIT = 1e-2
@@ -109,14 +109,14 @@ def _without_own(found: list[str], noise: list[str]) -> tuple[list[str], str]:
 
 
 def _cause(found: list[str]) -> str:
-    """The difference of the first step that explains others: what was there before the step, a
-    module's mode, a setting where only the update differs; else the first."""
+    """The difference of the first step that explains others: a module's mode, a
+    setting where only the update differs; else the first."""
     step = found[0].partition("/")[0]
     labels = [one for one in found if one.partition("/")[0] == step]
     quantities = {_name(one).partition(":")[0] for one in labels}
     for one in labels:
         name = _name(one)
-        if name.startswith("initial state:") or name.endswith(".training"):
+        if name.endswith(".training"):
             return one
     if not quantities & {"loss", "output", "gradient"}:
         return next((one for one in labels if _name(one).startswith("hyperparameter:")), found[0])
@@ -243,13 +243,15 @@ def _first(
     quantity, _, name = rest.partition(":")
     what = f"{quantity} in step {int(step) + 1}"
     found = _parting(contest, int(step), progress) if verdict == "NOT EQUAL" else None
-    if found is None:
+    if found is not None and found.inputs and quantity in ("output", "loss", "gradient"):
+        return Difference(module=found.inputs, op=f"input in step {int(step) + 1}")
+    if found is None or found.spots is None:
         path, line = _line_of(trial, name) if trial.profile is not None else ("", 0)
         return Difference(module=name, op=what, path=path, line=line)
-    one, other = found
+    one, other = found.spots
     return Difference(
         module=name,
-        op=what,
+        op=f"{what}{said_of(one, other)}",
         path=one.path,
         line=one.line,
         operator=one.op,
@@ -272,7 +274,7 @@ def _parting(contest: Contest, step: int, progress: Progress) -> Parting | None:
             planned = _attempt(contest.planned, traced[1], two, progress)
         except (ApplyFailed, ScriptFailed, RuntimeError):
             return None
-    return parting(original, planned)
+    return parting(original, planned, step)
 
 
 def _line_of(trial: Trial, name: str) -> tuple[str, int]:

@@ -18,14 +18,35 @@ class Spot(NamedTuple):
 
 
 class Parting(NamedTuple):
-    """The first operators that differ, of the one and of the other run."""
+    """Where two runs part in a step. `inputs`: the first input of a root, such as `"Net.0 (0)"`, where it
+    differs. `spots`: the first operators that differ, of the one and of the other run."""
 
-    one: Spot
-    other: Spot
+    inputs: str
+    spots: tuple[Spot, Spot] | None
 
 
-def parting(one: Trial, other: Trial) -> Parting | None:
-    """Where two traced steps part; None where all operators agree, or one was not traced."""
+def parting(one: Trial, other: Trial, step: int) -> Parting:
+    """Where two runs part in the step that was traced."""
+    if step >= min(len(one.steps), len(other.steps)):
+        return Parting("", None)
+    given, taken = one.steps[step].inputs, other.steps[step].inputs
+    inputs = next((name for name in given if taken.get(name, given[name]) != given[name]), "")
+    if inputs and next(iter(given)) != inputs:
+        inputs = ""
+    return Parting(inputs, _spots(one, other))
+
+
+def said_of(one: Spot, other: Spot) -> str:
+    """What two operators that keep a gradient tell: whether one was there already."""
+    pair = (one.op, other.op)
+    if pair == ("aten::detach.default", "aten::add_.Tensor"):
+        return ", which the other adds to one that was not cleared"
+    if pair == ("aten::add_.Tensor", "aten::detach.default"):
+        return ", which the other keeps alone, since it has cleared the one before"
+    return ""
+
+
+def _spots(one: Trial, other: Trial) -> tuple[Spot, Spot] | None:
     if not one.digests or not other.digests:
         return None
     pairs = zip(_tokens(one), _tokens(other), strict=False)
@@ -34,7 +55,7 @@ def parting(one: Trial, other: Trial) -> Parting | None:
         if len(one.digests) == len(other.digests):
             return None
         first = min(len(one.digests), len(other.digests))
-    return Parting(_spot(one, first), _spot(other, first))
+    return _spot(one, first), _spot(other, first)
 
 
 def _tokens(trial: Trial) -> list[tuple[str, str]]:
@@ -49,6 +70,8 @@ def _spot(trial: Trial, number: int) -> Spot:
     if number >= len(profile.operators):
         return Spot()
     operator = profile.operators[number]
+    path, line, direct = trial.lines[number]
     place = profile.place_of(number)
-    path, line = (place.path, place.line) if place is not None else trial.lines[number]
+    if place is not None and not direct:
+        path, line = place.path, place.line
     return Spot(operator.name, profile.module_of(number), path, line, operator.phase)
