@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_OWN = frozenset(vars(nn.Module())) - {"training"}
+_OWN = frozenset(vars(nn.Module())) - {"training"} | {"inplace"}
 _PLAIN = (bool, int, str, bytes, complex, type(None))
 _MOST = 1000
 _DEEPEST = 4
@@ -20,7 +20,8 @@ _DEEPEST = 4
 def attributes(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Any]]:
     """`(name, value)` of what a module was given: a tensor, or a text that stands for all else.
 
-    A float is a tensor of float64, since it may be rounded. Of what nobody knows only the type counts.
+    A float is a tensor of float64, since it may be rounded. Of what nobody knows only the type counts, and
+    `inplace` says where a result lies, not what it is.
     """
     for path, module in modules:
         for name, value in list(vars(module).items()):

@@ -39,6 +39,7 @@ QUANTITIES = (
 )
 
 _PLAIN = "plain "
+_HOW = frozenset(("foreach", "fused", "capturable", "differentiable"))
 
 
 class Evidence(Listener):
@@ -158,7 +159,7 @@ class Evidence(Listener):
         """Learning rates and the like, of each group."""
         for group, settings in enumerate(optimizer.param_groups):
             for key, value in settings.items():
-                if isinstance(value, (int, float, tuple, bool)):
+                if key not in _HOW and isinstance(value, (int, float, tuple, bool)):
                     self.step.digests[f"hyperparameter:{number}.group{group}.{key}"] = repr(value)
 
     def _gradients_of_inputs(self) -> None:

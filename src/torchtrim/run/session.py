@@ -347,8 +347,7 @@ class Session(Listener):
     def _gathers(self) -> bool:
         """Whether what this step does is compared; that of the recorded one is not."""
         request = self.trial.request
-        recorded = request.measured and len(self.trial.steps) == request.warmup
-        return not (request.dry or self.complete or recorded)
+        return not (request.dry or self.complete or len(self.trial.steps) == request.warmup)
 
     def module_starts(self, module: nn.Module, args: Any, kwargs: Any, depth: int) -> None:
         if self._frame_over and depth == 0:

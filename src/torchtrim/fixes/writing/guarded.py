@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Mapping, Sequence
 
-from torchtrim.fixes.base import Edit
+from torchtrim.fixes.base import Edit, Match
 from torchtrim.fixes.reading.facts import Facts, Refused, is_tensor
 from torchtrim.fixes.reading.purity import is_pure, is_simple
 from torchtrim.fixes.reading.source import Source
@@ -31,6 +31,85 @@ def _rank(seen: Seen) -> int:
     return len(seen.shape) if is_tensor(seen) else -1
 
 
+def for_ranks_seen(
+    match: Match, facts: Facts, edits: Sequence[Edit], *, torch: str = ""
+) -> tuple[Edit, ...]:
+    """The edits for the ranks that were seen alone; without evidence as they are.
+
+    The test is of all parts that are tensors, but what is made of them (`R`). `torch`: what the file calls
+    it, for types to be tested too. Raises `Refused` where a part is computed by what is edited.
+    """
+    source = match.source
+    tensors = [
+        part
+        for part, node in match.parts.items()
+        if part != "R"
+        and not isinstance(node, ast.Slice | ast.Starred)
+        and facts.holds(lambda v, part=part: is_tensor(getattr(v, part)))  # type: ignore[misc]
+    ]
+    texts = {part: of_same_rank(source, match.parts[part]) for part in tensors}
+    test = ranks_seen(facts, texts)
+    if test and torch:
+        test = _with_types(facts, texts, test, torch)
+    if not test:
+        return tuple(edits)
+    span, inner = _span(source, match, edits)
+    made = {
+        node.id
+        for statement in source.block(span[0])
+        if source.start(span[0]) <= source.start(statement) <= source.start(span[1])
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+    used = {one.id for part in tensors for one in _names(match.parts[part])}
+    bound = {one.id for node in _loops(span) for one in _names(node.target)}
+    if hidden := used & (bound if span[0] is span[1] else made):
+        raise Refused(
+            f"the rank of `{min(hidden)}`, which has its value there, decides what is written. Write a "
+            "loop, or a statement before"
+        )
+    outer = [one for one in edits if one not in inner]
+    returns = isinstance(span[1], ast.Return)
+    return (*outer, *guarded(source, inner, span, test, returns=returns))
+
+
+def _with_types(facts: Facts, texts: Mapping[str, str], test: str, torch: str) -> str:
+    """The test of ranks, and of the types of floating tensors."""
+    types: dict[str, str] = {}
+    for part, text in texts.items():
+        kind = facts.only(f"the type of `{text}`", lambda v, part=part: getattr(v, part).dtype, "")  # type: ignore[misc]
+        if kind and kind != "bool":
+            types[text] = f"{torch}.{kind}"
+    return " and ".join([test, *(f"{text}.dtype == {kind}" for text, kind in types.items())])
+
+
+def _loops(span: tuple[ast.stmt, ast.stmt]) -> Iterable[ast.comprehension]:
+    return (one for end in span for one in ast.walk(end) if isinstance(one, ast.comprehension))
+
+
+def _names(node: ast.AST) -> Iterable[ast.Name]:
+    return (one for one in ast.walk(node) if isinstance(one, ast.Name))
+
+
+def _span(
+    source: Source, match: Match, edits: Sequence[Edit]
+) -> tuple[tuple[ast.stmt, ast.stmt], list[Edit]]:
+    """The first and the last statement of the match's block that the edits change, and those edits."""
+    begin = match.begin if isinstance(match.begin, ast.stmt) else match.node
+    block = source.block(source.statement(begin))
+    start, end = source.line_start(block[0].lineno), source.end(block[-1])
+    inner = [one for one in edits if start <= one.start and one.end <= end]
+    low, high = min(one.start for one in inner), max(one.end for one in inner)
+    touched = [
+        one
+        for one in block
+        if source.end(one) > low and source.line_start(one.lineno) < max(high, low + 1)
+    ]
+    if any(hasattr(one, "body") and one is not match.begin for one in touched):
+        raise Refused("it is in the head of a statement that has a body. Give it a name first")
+    return (touched[0], touched[-1]), inner
+
+
 _KEEPS_RANK = frozenset(
     ("clone", "detach", "contiguous", "to", "float", "half", "bfloat16", "double", "long", "bool")
 )
@@ -41,18 +120,27 @@ def of_same_rank(source: Source, node: ast.expr) -> str:
 
     Raises `Refused` where that is more than a name.
     """
-    while (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr in _KEEPS_RANK
-        and source.dotted(node.func) is None
-    ):
-        node = node.func.value
+    while (inner := _inside(source, node)) is not None:
+        node = inner
     if not is_simple(node) and not is_pure(node, source):
         raise Refused(
             f"the rank of `{source.segment(node)[:60]}` decides what is written. Give it a name first"
         )
     return atom(source, node)
+
+
+def _inside(source: Source, node: ast.expr) -> ast.expr | None:
+    """What an expression of the same rank is made of."""
+    if isinstance(node, ast.UnaryOp):
+        return node.operand
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in _KEEPS_RANK
+        and source.dotted(node.func) is None
+    ):
+        return node.func.value
+    return None
 
 
 def kinds_seen(known: Iterable[Mapping[str, Seen]], torch: str) -> str:
