@@ -111,7 +111,19 @@ def _span(
 
 
 _KEEPS_RANK = frozenset(
-    ("clone", "detach", "contiguous", "to", "float", "half", "bfloat16", "double", "long", "bool")
+    (
+        "clone",
+        "detach",
+        "contiguous",
+        "to",
+        "float",
+        "half",
+        "bfloat16",
+        "double",
+        "long",
+        "bool",
+        "logical_not",
+    )
 )
 
 
@@ -133,6 +145,8 @@ def _inside(source: Source, node: ast.expr) -> ast.expr | None:
     """What an expression of the same rank is made of."""
     if isinstance(node, ast.UnaryOp):
         return node.operand
+    if isinstance(node, ast.Compare) and all(isinstance(c, ast.Constant) for c in node.comparators):
+        return node.left
     if (
         isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
