@@ -9,6 +9,8 @@ nowhere else.
 
 Refused with `reduction="none"`, whose result is as long as the selection, and with labels that are
 probabilities.
+
+Ranks that were seen are tested for, which needs no sync; for others the original lines are kept.
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ A sum of floating numbers is taken in another order: it agrees but for rounding.
 
 Refused where the selection is combined with something as long as itself that is no selection by the
 same mask, and where what must be a mask is none.
+
+Ranks and types that were seen are tested for, which needs no sync; for others the original lines are kept.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ else. A negative length counts from the end, as it does in a slice.
 
 Refused where the loop does more, where its variables are read after it, and where the value is none
 that fills.
+
+Ranks that were seen are tested for, which needs no sync; for others the original loop is kept.
 """
 
 from __future__ import annotations

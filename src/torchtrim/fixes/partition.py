@@ -8,6 +8,8 @@ are only moved: values and gradients are the same bits.
 
 Refused where the masks are no pairs of inverses, for then the number of rows is not known, and where
 the tensors differ in type.
+
+Ranks that were seen are tested for, which needs no sync; for others the original line is kept.
 """
 
 from __future__ import annotations
