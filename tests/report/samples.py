@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from report.missed import lever, missed
+from report.missed import COVERAGE, lever, missed
 from torchtrim.records import Certificate, Difference, Figures, Finding, Profile, Report, Suggestion
-from torchtrim.records.certificate import Coverage
 from torchtrim.records.estimate import Estimated, Growth, ModuleBytes
 from torchtrim.records.fix import Fixes, FixRecord
 from torchtrim.records.lever import Part
@@ -154,15 +153,7 @@ BITWISE = Certificate(
     seeds="torchtrim",
     steps=3,
     reason="every compared bit is equal",
-    coverage=Coverage(
-        inputs=("Net: float32[16, 3, 224, 224]",),
-        dtypes=("float32",),
-        batch_sizes=(16,),
-        dimensions=(4,),
-        modes=("training",),
-        steps=3,
-        device="cpu",
-    ),
+    coverage=COVERAGE,
 )
 
 OPTIMIZE = Report(
