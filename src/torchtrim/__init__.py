@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torchtrim.api import Fitted as Fitted
     from torchtrim.api import FittedMemory as FittedMemory
     from torchtrim.api import apply as apply
+    from torchtrim.api import assert_same as assert_same
     from torchtrim.api import count_memory as count_memory
     from torchtrim.api import diagnose as diagnose
     from torchtrim.api import estimate as estimate
@@ -60,6 +61,7 @@ _HOMES = {
         "Fitted",
         "FittedMemory",
         "apply",
+        "assert_same",
         "count_memory",
         "fix_source",
         "diagnose",

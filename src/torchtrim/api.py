@@ -36,9 +36,10 @@ if TYPE_CHECKING:
     from torchtrim.loops.undo import Watch as Watch
     from torchtrim.loops.undo import settle as settle
     from torchtrim.loops.undo import undo as undo
+    from torchtrim.loops.verify import check_certificate as check_certificate
     from torchtrim.loops.verify import check_script as check_script
+    from torchtrim.loops.verify import verify_pair as verify_pair
     from torchtrim.loops.verify import verify_report as verify_report
-    from torchtrim.loops.verify import verify_scripts as verify_scripts
     from torchtrim.memory.packing import Packing as Packing
     from torchtrim.memory.packing import pack as pack
     from torchtrim.memory.packing import why_invalid as why_invalid
@@ -86,7 +87,7 @@ _HOMES = {
     "torchtrim.loops.stream": ("StreamRequest",),
     "torchtrim.loops.stream_report": ("check_report", "compared_report"),
     "torchtrim.loops.undo": ("Watch", "settle", "undo"),
-    "torchtrim.loops.verify": ("check_script", "verify_report", "verify_scripts"),
+    "torchtrim.loops.verify": ("check_certificate", "check_script", "verify_report", "verify_pair"),
     "torchtrim.memory.packing": ("Packing", "pack", "why_invalid"),
     "torchtrim.memory.packing.table": ("read_buffers", "write_offsets"),
     "torchtrim.memory.peak": ("holders",),
@@ -259,15 +260,45 @@ def apply(plan: Plan, *roots: torch.nn.Module | torch.optim.Optimizer) -> Applie
 
 
 def verify(
-    workload: Workload, plan: Plan, *, steps: int = 3, progress: Progress = _silent
+    workload: Workload, plan: Plan | Workload, *, steps: int = 3, progress: Progress = _silent
 ) -> Certificate:
-    """Whether the planned workload equals the original."""
-    from torchtrim.loops.verify import verify_report
+    """Whether the planned workload, or another one, equals the original.
+
+    Two scripts, two `TrainStep`s or two `Inference`s may be compared, for any change a person makes. For
+    those in one process, make both models from the same seed.
+    """
+    from torchtrim.loops.verify import verify_pair, verify_report
+    from torchtrim.records.plan import Plan
     from torchtrim.records.trial import Request
 
-    found = verify_report(workload, plan, Request(steps=steps), progress=progress)
+    request = Request(steps=steps)
+    if isinstance(plan, Plan):
+        found = verify_report(workload, plan, request, progress=progress)
+    else:
+        found = verify_pair(workload, plan, request, progress=progress)
     assert found.report.certificate is not None
     return found.report.certificate
+
+
+def assert_same(
+    one: Workload,
+    other: Workload,
+    *,
+    steps: int = 3,
+    allow: Equivalence = "BITWISE",
+) -> Certificate:
+    """For tests: raise `AssertionError`, with the first difference, unless both compute the same.
+
+    `allow="ROUNDING"`: sums may be added up in another order.
+    """
+    from torchtrim.report.facts import certificate_lines, difference_of
+
+    certificate = verify(one, other, steps=steps)
+    if certificate.verdict not in ("BITWISE", allow):
+        first = difference_of(certificate)
+        said = [*certificate_lines(certificate), *([f"first difference: {first}"] if first else [])]
+        raise AssertionError("\n".join(said))
+    return certificate
 
 
 def estimate(

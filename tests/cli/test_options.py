@@ -42,7 +42,7 @@ OPTIONS = {
     "undo": (),
     "verify": (
         *RUNS,
-        *("--out", "--no-source", "--plan", "--stream", "--frames", "--frames-of"),
+        *("--out", "--no-source", "--plan", "--check", "--stream", "--frames", "--frames-of"),
     ),
 }
 ARGUMENTS = {

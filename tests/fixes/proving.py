@@ -11,6 +11,7 @@ import ast
 import copy
 import math
 import random
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -27,6 +28,7 @@ from torchtrim.fixes.writing.edits import patch
 from torchtrim.observe.probes import Probes
 
 DRAWS = 4
+STRANGERS = 3
 Inputs = dict[str, Any]
 Make = Callable[[random.Random], Iterator[Inputs]]
 _EPSILON = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -34,9 +36,10 @@ _EPSILON = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2e-2, tor
 
 @dataclass
 class Proof:
-    """What became of the cases."""
+    """What became of the cases. `strange`: those of another structure than the evidence, which agreed."""
 
     agreed: int = 0
+    strange: int = 0
     all_drawn: bool = True
     refused: dict[str, int] = field(default_factory=dict)
     unsafe: dict[str, int] = field(default_factory=dict)
@@ -60,11 +63,13 @@ def prove(
     `make` yields the draws of one structure: keyword arguments, of which those that require a gradient
     are compared in their gradients too. Counts each draw as a case. Raises `AssertionError` with the
     inputs where anything differs: results, gradients, what was written in place, the random stream.
-    `suggested`: also where it is not safe. Few structures are drawn, with another seed, unless all are
-    wanted, or all of the few are refused.
+    What was written by the evidence of one structure has to agree on draws of others too, of other ranks,
+    types and sizes, where the original accepts them. `suggested`: also where it is not safe. Few
+    structures are drawn, with another seed, unless all are wanted, or all of the few are refused.
     """
     few = draws.count(structures)
     proof = Proof(all_drawn=few == structures)
+    others: deque[Inputs] = deque(maxlen=STRANGERS)
     start = f"{seed}" if proof.all_drawn else f"{seed}/{draws.seed()}"
     for number in range(structures):
         if number >= few and (proof.all_drawn or proof.agreed):
@@ -84,7 +89,43 @@ def prove(
         for draw in cases:
             agree(rewrite, code, after, draw)
             proof.agreed += 1
+        proof.strange += sum(agree_if_accepted(rewrite, code, after, cases[0], o) for o in others)
+        others.append(cases[-1])
     return proof
+
+
+def agree_if_accepted(
+    rewrite: Rewrite, code: str, after: str, evidence: Inputs, stranger: Inputs
+) -> bool:
+    """Whether the original accepts what no evidence spoke of; then the fix has to agree.
+
+    What is trained stays as it was seen: a fix may rest on whether a gradient is wanted.
+    """
+    case = {name: _trained_as(evidence[name], value) for name, value in stranger.items()}
+    if any(one is _OTHER for one in case.values()) or raises(code, case):
+        return False
+    agree(rewrite, code, after, case)
+    return True
+
+
+_OTHER = object()
+
+
+def _trained_as(seen: Any, value: Any) -> Any:
+    wanted = isinstance(seen, torch.Tensor) and seen.requires_grad
+    if type(seen) is not type(value):
+        return _OTHER
+    if not isinstance(value, torch.Tensor):
+        return _OTHER if wanted else value
+    if wanted and not value.is_floating_point():
+        return _OTHER
+    return value.detach().requires_grad_(wanted)
+
+
+def raises(code: str, inputs: Inputs) -> bool:
+    """Whether the code does not accept the inputs."""
+    found = run(compiled(code), inputs)[0]
+    return isinstance(found, type) and issubclass(found, Exception)
 
 
 def fixed(fix: Fix, code: str, inputs: Inputs) -> Rewrite:
@@ -228,11 +269,11 @@ def same(one: Any, other: Any, *, exact: bool, terms: float = 0.0) -> bool:
         return list(one) == list(other) and same(
             list(one.values()), list(other.values()), exact=exact, terms=terms
         )
+    if type(one) is not type(other):
+        return False
     near = not exact and isinstance(one, float) and isinstance(other, float)
     alike = one == other or (one != one and other != other)
-    return type(one) is type(other) and (
-        alike or (near and math.isclose(one, other, rel_tol=1e-12))
-    )
+    return alike or (near and math.isclose(one, other, rel_tol=1e-12))
 
 
 def _same_tensor(one: torch.Tensor, other: torch.Tensor, *, exact: bool, terms: float) -> bool:

@@ -31,6 +31,7 @@ from torchtrim.fixes.reading.source import Source
             "    elif (torch.diff(ids, dim=-1) >= 0).all():\n        return attend(ids)\n    step(mask)\n",
             "Ask first what the host knows",
         ),
+        ("    if float(loss) == 0:\n        return\n", "the host must know"),
         ("    if grad.norm().isnan().item():\n        log(grad)\n", "read them once a step"),
         ("    return attend(x) if torch.all(mask == 1) else x\n", "Ask first"),
     ],

@@ -145,6 +145,11 @@ def function(g, eps):
         ("    return x.sum() if x.sum() > 0 else 0.0\n", "a number of Python's"),
         ("    return x.sum() if x.sum() > 0 else x * 2\n", "which it is decides what can follow"),
         ("    return x * 3 if x > 0 else x * 2\n", "no tensor of zero dimensions"),
+        (
+            "    if float(x.sum()) == 0:\n        return x * 3\n    return x * 2\n",
+            "reads the tensor",
+        ),
+        ("    return x * 3 if x.sum().item() > 0 else x * 2\n", "Compare the tensor itself"),
         ("    return x * 3 if x.ndim > 0 else x * 2\n", "no tensor"),
     ],
 )
@@ -184,3 +189,32 @@ def test_the_example_has_a_place_for_it() -> None:
     text = text.replace("[mask]", ".abs()")
     found = list(FIX.find(Source(str(path), text)))
     assert any("MIN_CLASSES" in match.text("C") for match in found)
+
+
+INTEGERS = (
+    "    if t.sum() > 0:\n        y = t.float() * 2\n    else:\n        y = t * 1\n    return y\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("seen", "other"),
+    [
+        (torch.tensor([0.0, 1.0]), torch.tensor([0, 1])),
+        (torch.tensor([0.0, 1.0]), torch.tensor([0, -1])),
+        (torch.ones(2), torch.ones(2, 3)),
+        (torch.ones(()), torch.ones(1)),
+    ],
+)
+def test_another_type_or_rank_chooses_as_before(seen: torch.Tensor, other: torch.Tensor) -> None:
+    code = f"import torch\ndef function(t):\n{INTEGERS}"
+    rewrite = proving.fixed(FIX, code, {"t": seen})
+    proving.agree(rewrite, code, patch(rewrite.match.source, [rewrite]).text, {"t": other})
+
+
+def test_shapes_that_no_longer_agree_choose_as_before() -> None:
+    code = "import torch\ndef function(x, y):\n    return (x * 2 if x.sum() + y.sum() > 0 else y * 3) + 1\n"
+    rewrite = proving.fixed(FIX, code, {"x": torch.ones(3, 4), "y": torch.ones(3, 4)})
+    assert rewrite.safe
+    after = patch(rewrite.match.source, [rewrite]).text
+    for x in (torch.ones(3, 4), -torch.ones(3, 4)):
+        proving.agree(rewrite, code, after, {"x": x, "y": torch.ones(3, 1)})

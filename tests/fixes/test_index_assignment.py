@@ -98,7 +98,7 @@ def test_what_is_written() -> None:
     )
     rewrite = proving.fixed(FIX, code_of("x[i] = 0"), inputs(i=torch.tensor(1)))
     assert patch(rewrite.match.source, [rewrite]).text.endswith(
-        "    x[i.view(1)] = x.new_full((), 0)\n"
+        "    x[i[None]] = x.new_full((), 0)\n"
     )
     rewrite = proving.fixed(FIX, code_of("y = [x]\ny[0][i, j] = 0"), inputs())
     assert patch(rewrite.match.source, [rewrite]).text.endswith(
@@ -116,6 +116,7 @@ def test_what_is_written() -> None:
         ("x[i] = value", {"x": torch.ones(3, 2).to(torch.uint8), "value": 300}, "can hold"),
         ("x[i] = float(print() or 1)", {}, "Give it a name first"),
         ("x[i] = value", {"x": {}, "i": 1}, "number of Python's"),
+        ("x[i, [0, 1]] = -float('inf')", {}, "is uploaded to be an index"),
     ],
 )
 def test_refused(body: str, others: proving.Inputs, why: str) -> None:
@@ -124,7 +125,15 @@ def test_refused(body: str, others: proving.Inputs, why: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "body", ["x[0] = value", "x[1:] = value", "x[x > 0] = value", "x[..., None] = 1"]
+    "body",
+    [
+        "x[i] = x.new_full((), x.new_full((), 0))",
+        "x[i] = x.new_zeros(())",
+        "x[0] = value",
+        "x[1:] = value",
+        "x[x > 0] = value",
+        "x[..., None] = 1",
+    ],
 )
 def test_not_its_business(body: str) -> None:
     assert not list(FIX.find(Source("case.py", code_of(body))))

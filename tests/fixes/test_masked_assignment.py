@@ -131,11 +131,17 @@ def fixed(body: str, inputs: proving.Inputs) -> str:
 
 def test_what_is_written_reads_like_its_surroundings() -> None:
     assert fixed("x[mask] = v  # the token", ROWS) == (
-        "    x.copy_(torch.where(mask[..., None], v, x))  # the token\n"
+        "    if (x.dim(), mask.dim(), v.dim()) == (2, 1, 1):\n"
+        "        x.copy_(torch.where(mask[..., None], v, x))\n"
+        "    else:\n"
+        "        x[mask] = v  # the token\n"
     )
     assert fixed("y = [x]\ny[-1][mask > 0] *= 2", ROWS) == (
         "    y = [x]\n    target = y[-1]\n    kept = mask > 0\n"
-        "    target.copy_(torch.where(kept[..., None], target * 2, target))\n"
+        "    if (target.dim(), kept.dim()) == (2, 1):\n"
+        "        target.copy_(torch.where(kept[..., None], target * 2, target))\n"
+        "    else:\n"
+        "        y[-1][mask > 0] *= 2\n"
     )
     assert fixed("x[mask == 1] = F.relu(v)", {**ROWS, "v": torch.zeros(2, 2)}) == (
         "    rows = F.relu(v)\n    x[torch.nonzero_static(mask == 1, size=len(rows)).unbind(1)] = rows\n"
@@ -180,14 +186,9 @@ def test_not_its_business(body: str) -> None:
     assert not list(FIX.find(Source("case.py", code_of(body))))
 
 
-def test_a_value_that_changes_the_tensor_is_computed_first() -> None:
-    proof = proving.prove(
-        FIX,
-        code_of("x[mask] = x.mul_(2)[0].clone()\nreturn x"),
-        lambda rng: iter([ROWS]),
-        structures=1,
-    )
-    assert proof.agreed == 1
+def test_a_value_that_changes_the_tensor_needs_a_name() -> None:
+    with pytest.raises(Refused, match="Give it a name first"):
+        proving.fixed(FIX, code_of("x[mask] = x.mul_(2)[0].clone()"), ROWS)
 
 
 def test_rows_are_added_too() -> None:
@@ -231,3 +232,25 @@ def test_it_waits_no_more(body: str, value: torch.Tensor) -> None:
 def test_what_depends_on_its_place_is_up_to_rounding(value: str, grade: str) -> None:
     rewrite = proving.fixed(FIX, code_of(f"x[mask] = {value}\nreturn x"), ROWS)
     assert rewrite.equivalence == grade
+
+
+def test_another_rank_keeps_the_original_assignment() -> None:
+    code = code_of("x = x.clone()\nx[mask] = v\nreturn x")
+    seen = {**ROWS, "x": torch.zeros(2, 3, 8), "mask": torch.ones(2, 3) > 0, "v": torch.ones(8)}
+    rewrite = proving.fixed(FIX, code, seen)
+    after = patch(rewrite.match.source, [rewrite]).text
+    other = {
+        **ROWS,
+        "x": torch.zeros(4, 4, 8),
+        "mask": torch.tensor([True, False, False, False]),
+        "v": torch.ones(8),
+    }
+    assert not proving.raises(code, other)
+    proving.agree(rewrite, code, after, other)
+
+
+def test_what_is_kept_for_other_ranks_is_not_fixed_again() -> None:
+    code = code_of("x[mask] = v\nreturn x")
+    rewrite = proving.fixed(FIX, code, ROWS)
+    after = patch(rewrite.match.source, [rewrite]).text
+    assert not list(FIX.find(Source("case.py", after)))

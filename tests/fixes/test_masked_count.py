@@ -75,7 +75,7 @@ def fixed(body: str, **others: object) -> str:
 def test_what_is_written() -> None:
     assert fixed("return y / max(len(x[mask]), 1)") == "    return y / mask.sum().clamp(min=1)\n"
     assert fixed("return y / x[mask].numel()", x=torch.ones(3, 2)) == (
-        "    return y / (mask.sum() * x.shape[1:].numel())\n"
+        "    return y / (mask.sum() * x.shape[mask.dim():].numel())\n"
     )
     assert (
         fixed("return y * torch.nonzero(x > 0).size(0)")

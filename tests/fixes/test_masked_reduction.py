@@ -135,11 +135,16 @@ def test_what_is_written_reads_like_its_surroundings() -> None:
     graded = {**ROW, "x": torch.ones(3, requires_grad=True)}
     body = "p = x[mask > 0]\nt = y[mask > 0]  # wanted\nreturn 1 - F.mse_loss(p, t)"
     assert fixed(body, graded) == (
-        "    kept = mask > 0\n    p = torch.where(kept, x, 1)\n    t = torch.where(kept, y, 1)  # wanted\n"
-        '    return 1 - (torch.where(kept, F.mse_loss(p, t, reduction="none"), 0).sum() / kept.sum())\n'
+        "    if (x.dim(), y.dim(), mask.dim()) == (1, 1, 1) and x.dtype == torch.float32 and "
+        "y.dtype == torch.float32:\n"
+        "        kept = mask > 0\n        p = torch.where(kept, x, 1)\n"
+        "        t = torch.where(kept, y, 1)  # wanted\n"
+        "        return 1 - "
+        '(torch.where(kept, F.mse_loss(p, t, reduction="none"), 0).sum() / kept.sum())\n'
+        "    p = x[mask > 0]\n    t = y[mask > 0]  # wanted\n    return 1 - F.mse_loss(p, t)\n"
     )
-    assert fixed("return (x[mask] == y[mask]).sum()") == (
-        "    return torch.where(mask, x == y, False).sum()\n"
+    assert "        return torch.where(mask, x == y, False).sum()\n" in fixed(
+        "return (x[mask] == y[mask]).sum()"
     )
 
 

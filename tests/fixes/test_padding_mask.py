@@ -72,9 +72,13 @@ def inputs(**others: object) -> proving.Inputs:
 def test_what_is_written() -> None:
     rewrite = proving.fixed(FIX, code_of(BODIES[1]), inputs())
     assert patch(rewrite.match.source, [rewrite]).text.removeprefix(HEAD) == (
-        "    positions = torch.arange(mask.shape[1], device=mask.device)\n"
-        "    ends = torch.where(lengths < 0, lengths + mask.shape[1], lengths)\n"
-        "    mask[:len(lengths)].masked_fill_(positions < ends[:, None], True)  # real\n"
+        "    if (mask.dim(), lengths.dim()) == (2, 1):\n"
+        "        positions = torch.arange(mask.shape[1], device=mask.device)\n"
+        "        ends = torch.where(lengths < 0, lengths + mask.shape[1], lengths)\n"
+        "        mask[:len(lengths)].masked_fill_(positions < ends[:, None], True)\n"
+        "    else:\n"
+        "        for row in range(len(lengths)):\n"
+        "            mask[row, : lengths[row].item()] = True  # real\n"
         "    return mask\n"
     )
 

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from torchtrim.records.certificate import Coverage
 from torchtrim.records.finding import Equivalence
 from torchtrim.records.lever import Lever, Part
 from torchtrim.records.report import Report
@@ -59,3 +60,14 @@ def lever(
         needs=needs,
         source=source,
     )
+
+
+COVERAGE = Coverage(
+    inputs=("Net: float32[16, 3, 224, 224]",),
+    dtypes=("float32",),
+    batch_sizes=(16,),
+    dimensions=(4,),
+    modes=("training",),
+    steps=3,
+    device="cpu",
+)

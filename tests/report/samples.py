@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from report.budgets import POINTS
-from report.missed import lever, missed
+from report.missed import COVERAGE, lever, missed
 from torchtrim.records import Certificate, Difference, Figures, Finding, Profile, Report, Suggestion
 from torchtrim.records.estimate import Estimated, Growth, ModuleBytes
 from torchtrim.records.fix import Fixes, FixRecord
@@ -154,6 +154,7 @@ BITWISE = Certificate(
     seeds="torchtrim",
     steps=3,
     reason="every compared bit is equal",
+    coverage=COVERAGE,
 )
 
 OPTIMIZE = Report(

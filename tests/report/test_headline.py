@@ -7,7 +7,9 @@ import msgspec
 from report import samples
 from torchtrim.records import Report
 from torchtrim.records.finding import Equivalence
+from torchtrim.report.facts import coverage_sentence
 from torchtrim.report.headline import headline
+from torchtrim.report.html import render
 
 ROUNDING = msgspec.structs.replace(samples.BITWISE, verdict="ROUNDING", largest_difference=1e-7)
 
@@ -78,3 +80,20 @@ def test_scripts_keep_their_word() -> None:
     assert verdicts["missed"] == "BITWISE, BUDGET MISSED"
     assert verdicts["stream"] == "GROWS"
     assert verdicts["estimate"] == "FITS"
+
+
+def test_the_word_for_machines_and_the_page_are_no_stronger_than_a_fix() -> None:
+    report = with_fixes(samples.OPTIMIZE, "ROUNDING")
+    assert headline(report).verdict == "ROUNDING"
+    assert '<p class="big good">ROUNDING</p>' in render(report, None, None)
+    assert headline(samples.OPTIMIZE).verdict == "BITWISE"
+
+
+def test_a_certificate_says_what_it_was_shown_for() -> None:
+    assert samples.BITWISE.coverage is not None
+    sentence = coverage_sentence(samples.BITWISE.coverage)
+    assert sentence == (
+        "Shown for Net: float32[16, 3, 224, 224] (batch 16), in training, 3 steps on cpu; "
+        "not for other shapes, types or modes"
+    )
+    assert sentence in render(samples.OPTIMIZE, None, None)

@@ -146,6 +146,7 @@ def write_files(result: Result, folder: Path, plan: Path | None = None) -> dict[
     import click
 
     from torchtrim.records.files import save_plan, save_profile, write_atomically
+    from torchtrim.records.kept_certificate import save_certificate
     from torchtrim.report import html, json
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -163,6 +164,9 @@ def write_files(result: Result, folder: Path, plan: Path | None = None) -> dict[
     if result.exported:
         paths["exported"] = folder / "planned.py"
         write_atomically(paths["exported"], result.exported.encode())
+    if result.certificate is not None:
+        paths["certificate"] = folder / "certificate.json"
+        save_certificate(result.certificate, paths["certificate"])
     if result.before is not None:
         paths["profile"] = folder / "profile.json"
         save_profile(result.before, paths["profile"])

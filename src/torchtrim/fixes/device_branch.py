@@ -9,6 +9,8 @@ numbers whatever their inputs hold, and pass gradients to the same tensors. What
 make a gradient NaN: where its gradient depends on the tensors' values they are replaced by zeros before,
 since `where` behind it alone would multiply an infinity by zero.
 
+What was seen to be of one shape and type is tested for, which needs no sync; else the host chooses as before.
+
 Refused where the result was the same tensor as before and may be written to afterwards. Offered, not
 made, where one way passes gradients to a tensor that the other does not: it gets zeros in place of none.
 """
@@ -16,7 +18,7 @@ made, where one way passes gradients to a tensor that the other does not: it get
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torchtrim.fixes.base import Edit, Fix, Match, Writing
@@ -27,6 +29,7 @@ from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.reading.total import is_fresh, is_total, labels_of
 from torchtrim.fixes.reading.typed import Typed, known_names, names_in, typed
 from torchtrim.fixes.reading.uses import loads
+from torchtrim.fixes.writing.guarded import guarded, is_fallback, kinds_seen
 from torchtrim.fixes.writing.replace import (
     atom,
     check_comments,
@@ -49,6 +52,8 @@ def find(source: Source) -> Iterator[Match]:
     for branch in branches(source):
         if any(not is_total(one, source) for one in branch.expressions):
             continue
+        if is_fallback(source, branch.whole):
+            continue
         parts: dict[str, ast.expr] = {"C": branch.condition, "T": branch.then}
         if branch.other is not None:
             parts["E"] = branch.other
@@ -70,6 +75,8 @@ def write(match: Match, facts: Facts) -> Writing:
         facts.leave_open(_FACT)
     edits = tuple(_edits(plan))
     check_comments(match.source, edits)
+    if plan.known:
+        edits = _guarded(plan, edits)
     exact = not plan.then_safe and not plan.other_safe
     return Writing(edits, plan.risk, "BITWISE" if exact else "ROUNDING")
 
@@ -82,6 +89,7 @@ class _Plan:
     branch: Branch
     then_safe: set[str] = field(default_factory=set)
     other_safe: set[str] = field(default_factory=set)
+    known: list[Mapping[str, Seen]] = field(default_factory=list)
     numeric: bool = False
     risk: str = ""
 
@@ -146,6 +154,8 @@ def _look(plan: _Plan, values: Values, facts: Facts) -> None:
     """Compare both ways in one execution, by what was seen and what would have been."""
     branch, source = plan.branch, plan.source
     known = known_names(plan.match.parts, values)
+    made = _bound((*branch.then_before, *branch.other_before))
+    plan.known.append({name: one for name, one in known.items() if name not in made})
     condition = known.get(ast.unparse(branch.condition)) or getattr(values, "C", None)
     if condition is None or not is_tensor(condition):
         raise Refused(_no_tensor(branch.condition))
@@ -328,6 +338,20 @@ def _edits(plan: _Plan) -> Iterator[Edit]:
         yield Edit(source.start(branch.whole), source.end(branch.whole), text)
     else:
         yield from _statement(plan, lines, text, safe_other)
+
+
+def _guarded(plan: _Plan, edits: Sequence[Edit]) -> tuple[Edit, ...]:
+    """The edits for the ranks, types and relations of shapes that were seen."""
+    source, branch = plan.source, plan.branch
+    torch, imports = torch_of(source)
+    test = kinds_seen(plan.known, torch)
+    first = source.statement(branch.whole)
+    if hasattr(first, "body") and first is not branch.whole:
+        raise Refused("it is in the head of a statement that has a body. Give it a name first")
+    last = branch.last or first
+    returns = isinstance(branch.whole, ast.If) and branch.target is None
+    inner = [one for one in edits if one not in imports]
+    return (*imports, *guarded(source, inner, (first, last), test, returns=returns))
 
 
 def _statement(

@@ -30,10 +30,16 @@ def find(source: Source) -> Iterator[Match]:
         if isinstance(node, ast.Assign) and len(node.targets) == 1:
             target = node.targets[0]
             indices = _indices(target)
-            if isinstance(target, ast.Subscript) and indices:
+            if isinstance(target, ast.Subscript) and indices and not _is_made(node.value):
                 parts = {"X": target.value, "V": node.value}
                 parts |= {f"I{number}": index for number, index in enumerate(indices)}
                 yield Match(fix=FIX, source=source, node=node, parts=parts)
+
+
+def _is_made(value: ast.expr) -> bool:
+    """Whether the value is a tensor that is made there, as this fix writes it."""
+    makes = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)
+    return makes and value.func.attr.startswith("new_")  # type: ignore[attr-defined]
 
 
 def _indices(target: ast.expr) -> list[ast.expr]:
@@ -58,6 +64,12 @@ def write(match: Match, facts: Facts) -> Writing:
         "it is indexed by whole numbers that lie on the same device, and by no mask",
         lambda v: _are_indices(v, names),
     )
+    assert isinstance(node.targets[0], ast.Subscript)
+    if lists := [one for one in ast.walk(node.targets[0].slice) if isinstance(one, ast.List)]:
+        raise Refused(
+            f"`{source.segment(lists[0])[:60]}` is uploaded to be an index, which waits whatever is written. "
+            "Make it a tensor on the device once, or a slice, first"
+        )
     if not is_pure(match.parts["X"], source) or not is_pure(node.value, source):
         raise Refused("the expression there may do more than compute a value. Give it a name first")
     target, before = hoisted(source, match.parts["X"], "target", at=node)
@@ -79,7 +91,7 @@ def _with_dimensions(match: Match, facts: Facts, names: list[str]) -> Iterator[E
     for name in names:
         node = match.parts[name]
         if facts.holds(lambda v, name=name: _is_single(getattr(v, name))):  # type: ignore[misc]
-            yield Edit(source.start(node), source.end(node), f"{atom(source, node)}.view(1)")
+            yield Edit(source.start(node), source.end(node), f"{atom(source, node)}[None]")
         else:
             facts.need(
                 f"`{match.text(name)}` has dimensions",

@@ -11,6 +11,10 @@ back as a gradient; the gradient of a number or a row is summed in another order
 for each selected element says how many there are:
 `x[torch.nonzero_static(mask, size=len(v)).unbind(1)] = v`.
 
+With `x[mask] = v` a `v` may be a row for all or hold a row for each, and a mask may cover fewer dimensions
+of `x`: which it is decides how it is written. So the ranks that were seen are tested for, which needs no
+sync, and for others the original assignment is kept.
+
 Refused where the value has another type than the tensor, or is elsewhere; where it has a single row,
 which may stand for one selected element or for all of them; and where something with an effect would
 run at another time.
@@ -45,6 +49,7 @@ from torchtrim.fixes.reading.selections import (
 )
 from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.writing.dense import Dense, hoisted, is_own
+from torchtrim.fixes.writing.guarded import guarded, is_fallback, of_same_rank, ranks_seen
 from torchtrim.fixes.writing.replace import atom, check_comments, torch_of
 
 _OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
@@ -65,7 +70,7 @@ def find(source: Source) -> Iterator[Match]:
     """The assignments by what may be a mask."""
     for node in ast.walk(source.tree):
         found = _read(node, source)
-        if found is not None:
+        if found is not None and not is_fallback(source, node):
             parts = {**found.tree.parts(), "V": found.value}
             yield Match(fix=FIX, source=source, node=node, parts=parts)
 
@@ -129,8 +134,20 @@ def _dense(match: Match, facts: Facts, found: _Assignment) -> Writing:
     edit = Edit(source.start(found.node), source.end(found.node), text)
     edits = (*before, *dense.edits, *imports, edit)
     check_comments(source, edits)
+    if test := ranks_seen(facts, _tested(source, found, target, dense.mask)):
+        (kept,) = guarded(source, (edit,), (found.node, found.node), test)
+        edits = (*before, *dense.edits, *imports, kept)
     exact = not found.tree.rounded and facts.holds(lambda v: not _sums_gradients(v, found.tree))
     return Writing(edits, equivalence=None if exact else "ROUNDING")
+
+
+def _tested(source: Source, found: _Assignment, target: str, mask: str) -> dict[str, str]:
+    """What has ranks that decide, by part."""
+    names = {"X": target, "M": mask}
+    parts = [(f"C{n}", operand.node) for n, operand in enumerate(found.tree.operands)]
+    leaves = enumerate(found.tree.leaves)
+    parts += [(tensor_part(n), leaf.tensor) for n, (leaf, _) in leaves if n]
+    return names | {part: of_same_rank(source, node) for part, node in parts}
 
 
 def _sums_gradients(values: Values, tree: Tree) -> bool:

@@ -90,18 +90,15 @@ def _of_mask(match: Match, facts: Facts) -> str:
             is_mask(v.M, v.X) and (not flat or (v.M.shape == v.X.shape and 1 not in v.M.shape))
         ),
     )
-    if ".numel()" not in match.form or flat:
-        return "M.sum()"
-    behind = facts.only(
-        "the number of dimensions", lambda v: (len(v.X.shape), len(v.M.shape)), (1, 1)
-    )
-    return "M.sum()" if behind[0] == behind[1] else f"M.sum() * X.shape[{behind[1]}:].numel()"
+    if flat:
+        return "torch.broadcast_to(M, torch.broadcast_shapes(X.shape, M.shape)).sum()"
+    return "M.sum() * X.shape[M.dim():].numel()" if ".numel()" in match.form else "M.sum()"
 
 
 def _of_nonzero(match: Match, facts: Facts) -> str:
     facts.need(f"`{match.text('X')}` is a tensor", lambda v: is_tensor(v.X))
     tuples = "[0]" in match.form.replace(".shape[0]", "")
-    if ".numel()" not in match.form or tuples or facts.holds(lambda v: len(v.X.shape) == 1):
+    if ".numel()" not in match.form or tuples:
         facts.need(f"`{match.text('X')}` has a dimension", lambda v: bool(v.X.shape))
         return "torch.count_nonzero(X)"
     return "torch.count_nonzero(X) * X.dim()"

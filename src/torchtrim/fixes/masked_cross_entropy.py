@@ -9,6 +9,8 @@ nowhere else.
 
 Refused with `reduction="none"`, whose result is as long as the selection, and with labels that are
 probabilities.
+
+Ranks that were seen are tested for, which needs no sync; for others the original lines are kept.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from torchtrim.fixes.reading.purity import is_simple
 from torchtrim.fixes.reading.selections import Selection, Tree, selection
 from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.writing.dense import named_mask, need_order, spliced
+from torchtrim.fixes.writing.guarded import for_ranks_seen, is_fallback
 from torchtrim.fixes.writing.named import named_values
 from torchtrim.fixes.writing.replace import atom, check_comments, torch_of
 
@@ -45,6 +48,8 @@ class _Loss(NamedTuple):
 def find(source: Source) -> Iterator[Match]:
     """The losses of selected scores and labels."""
     for node in ast.walk(source.tree):
+        if is_fallback(source, node):
+            continue
         if isinstance(node, ast.Call) and (found := _read(node, source)) is not None:
             parts = {"X": found.scores.tensor, "Y": found.labels.tensor, "M": found.scores.mask}
             begin = min(found.assigned, key=source.start, default=None)
@@ -104,7 +109,7 @@ def write(match: Match, facts: Facts) -> Writing:
     texts: dict[ast.AST, str] = {found.scores.node: scores, found.labels.node: labels}
     edits = (*before, *imports, *_edits(source, found, texts))
     check_comments(source, edits)
-    return Writing(edits)
+    return Writing(for_ranks_seen(match, facts, edits))
 
 
 def _edits(source: Source, found: _Loss, texts: dict[ast.AST, str]) -> Iterator[Edit]:

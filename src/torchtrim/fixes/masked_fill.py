@@ -13,7 +13,7 @@ from __future__ import annotations
 import ast
 
 from torchtrim.fixes.base import Fix, Match, Writing, of_forms
-from torchtrim.fixes.reading.facts import Facts, is_integral, is_mask, is_number, is_tensor
+from torchtrim.fixes.reading.facts import Facts, is_integral, is_number, is_tensor
 from torchtrim.fixes.writing.replace import replace
 
 FORMS = (
@@ -35,7 +35,7 @@ def write(match: Match, facts: Facts) -> Writing:
         ),
     )
     facts.need(f"`{match.text('C')}` is a number of Python's", lambda v: is_number(v.C))
-    if isinstance(match.parts["M"], ast.Compare) or facts.holds(lambda v: is_mask(v.M, v.X)):
+    if isinstance(match.parts["M"], ast.Compare):
         return Writing(replace(match, "X[M] = C"))
     facts.need(f"`{match.text('M')}` is of integers or truth values", lambda v: is_integral(v.M))
     return Writing(replace(match, "X[M != 0] = C"))

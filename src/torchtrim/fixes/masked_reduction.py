@@ -14,6 +14,8 @@ A sum of floating numbers is taken in another order: it agrees but for rounding.
 
 Refused where the selection is combined with something as long as itself that is no selection by the
 same mask, and where what must be a mask is none.
+
+Ranks and types that were seen are tested for, which needs no sync; for others the original lines are kept.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from torchtrim.fixes.reading.facts import Facts, is_floating, is_integral
 from torchtrim.fixes.reading.selections import LOSSES, Tree, need_fit, read_tree
 from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.writing.dense import Dense
+from torchtrim.fixes.writing.guarded import for_ranks_seen, is_fallback
 from torchtrim.fixes.writing.named import named_values
 from torchtrim.fixes.writing.replace import check_comments, instead, torch_of
 
@@ -51,6 +54,8 @@ class _Reduction(NamedTuple):
 def find(source: Source) -> Iterator[Match]:
     """The reductions of selections."""
     for node in ast.walk(source.tree):
+        if is_fallback(source, node):
+            continue
         if isinstance(node, ast.Call) and (found := _read(node, source)) is not None:
             parts = {**found.tree.parts(), "R": found.inner}
             begin = min(found.named, key=source.start, default=None)
@@ -76,7 +81,8 @@ def write(match: Match, facts: Facts) -> Writing:
     edits.append(instead(source, match.node, text))
     check_comments(source, edits)
     return Writing(
-        tuple(edits), equivalence="BITWISE" if exact and not found.tree.rounded else None
+        for_ranks_seen(match, facts, edits, torch=torch),
+        equivalence="BITWISE" if exact and not found.tree.rounded else None,
     )
 
 

@@ -8,6 +8,8 @@ are only moved: values and gradients are the same bits.
 
 Refused where the masks are no pairs of inverses, for then the number of rows is not known, and where
 the tensors differ in type.
+
+Ranks that were seen are tested for, which needs no sync; for others the original line is kept.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from torchtrim.fixes.reading.forms import equal
 from torchtrim.fixes.reading.selections import Selection, Tree, selection, tensor_part
 from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.writing.dense import hoisted, need_order, widened
+from torchtrim.fixes.writing.guarded import for_ranks_seen, is_fallback
 from torchtrim.fixes.writing.replace import atom, check_comments, instead, torch_of
 
 _NAMES = ("torch.cat", "torch.concat", "torch.concatenate")
@@ -29,6 +32,8 @@ _NAMES = ("torch.cat", "torch.concat", "torch.concatenate")
 def find(source: Source) -> Iterator[Match]:
     """The concatenations of what masks and their inverses select."""
     for node in ast.walk(source.tree):
+        if is_fallback(source, node):
+            continue
         if isinstance(node, ast.Call) and (found := _read(node, source)) is not None:
             parts = {tensor_part(n): one.tensor for n, one in enumerate(found)}
             parts |= {f"M{n}" if n else "M": one.mask for n, one in enumerate(found)}
@@ -89,7 +94,7 @@ def write(match: Match, facts: Facts) -> Writing:
     else:
         edits = (*imports, *_of_two(match, facts, chosen, torch))
     check_comments(source, edits)
-    return Writing(edits)
+    return Writing(for_ranks_seen(match, facts, edits))
 
 
 def _of_two(match: Match, facts: Facts, chosen: list[Selection], torch: str) -> tuple[Edit, ...]:

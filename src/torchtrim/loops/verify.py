@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 
-from torchtrim.errors import ApplyFailed, UsageError
+from torchtrim.errors import ApplyFailed, ScriptFailed, UsageError
+from torchtrim.loops.check import Compared, judged, kept, script_of, with_notes
 from torchtrim.loops.findings import report_of
 from torchtrim.loops.optimize import Fitting
 from torchtrim.loops.serve import is_of_calls
+from torchtrim.observe.workload import TrainStep
+from torchtrim.records.kept_certificate import load_certificate
 from torchtrim.records.plan import Plan
 from torchtrim.records.report import Result
 from torchtrim.records.trial import Request, Trial
@@ -15,7 +20,7 @@ from torchtrim.report.assemble import with_plan, with_planned
 from torchtrim.run.script import Script, working_folder
 from torchtrim.run.trials import Progress, Workload, run_trial
 from torchtrim.techniques.fingerprint import sha256_of
-from torchtrim.verifier.certify import Contest, certify
+from torchtrim.verifier.certify import Contest, certify, failed
 
 
 def verify_report(
@@ -33,24 +38,70 @@ def verify_report(
     certificate = fitting.verify(original, plan, planned)
     report = with_planned(report_of("verify", workload, original), planned, certificate)
     report = with_plan(report, plan, plan.memory_kind, plan.budget_bytes)
-    return Result(report, original.profile, planned.profile, plan)
+    result = Result(report, original.profile, planned.profile, plan)
+    return kept(result, Compared(workload, None, plan, request), original)
 
 
-def verify_scripts(
-    one: Script, other: Script, request: Request, *, progress: Progress = lambda _: None
+def verify_pair(
+    one: Workload, other: Workload, request: Request, *, progress: Progress = lambda _: None
 ) -> Result:
-    """Whether two scripts compute the same, step by step."""
+    """Whether two workloads compute the same, step by step: two scripts, or two live steps.
 
-    def run(script: Script, what: str) -> Trial:
-        with working_folder() as folder:
-            return run_trial(script, request, folder, lambda text: progress(f"{what}: {text}"))
-
-    original = run(one, "original")
-    planned = run(other, "the other")
+    Of two live steps the one is run after the other, from the same random state. Where the other fails, it is
+    not equal.
+    """
+    if isinstance(one, Script) != isinstance(other, Script):
+        raise UsageError("compare a script with a script, or a live step with a live step.")
+    if isinstance(one, TrainStep) != isinstance(other, TrainStep):
+        raise UsageError("compare a step that trains with one that trains, or a call with a call.")
     contest = Contest(one, other, request, request)
-    certificate = certify(contest, original, planned, progress)
-    report = with_planned(report_of("verify", one, original), planned, certificate)
-    return Result(report, original.profile, planned.profile)
+    original = _run(contest.original, request, "original", progress)
+    report = report_of("verify", one, original)
+    planned: Trial | None = None
+    try:
+        planned = _run(contest.planned, request, "the other", progress)
+    except (
+        ScriptFailed,
+        RuntimeError,
+        ValueError,
+        TypeError,
+        LookupError,
+        ArithmeticError,
+    ) as error:
+        certificate = failed(original, error)
+    else:
+        certificate = certify(contest, original, planned, progress)
+    report = with_planned(report, planned, certificate)
+    result = Result(report, original.profile, planned.profile if planned is not None else None)
+    return kept(result, Compared(one, other, None, request), original)
+
+
+def check_certificate(
+    path: Path, *, timeout: float = 600.0, progress: Progress = lambda _: None
+) -> tuple[bool, Result]:
+    """Repeat a certificate that was kept: whether it still holds, and the new one with what has changed.
+
+    Raises `UnreadableInput` for a file that is none, and `UsageError` where its scripts are gone.
+    """
+    old = load_certificate(path)
+    request = Request(steps=old.steps, warmup=old.warmup)
+    one = script_of(old.original, path.parent, old.device, timeout)
+    if old.plan is not None:
+        plan = msgspec.structs.replace(old.plan, script_sha256="")
+        result = verify_report(one, plan, request, progress=progress)
+    elif old.other is not None:
+        other = script_of(old.other, path.parent, old.device, timeout)
+        result = verify_pair(one, other, request, progress=progress)
+    else:
+        raise UsageError(f"{path} names neither a plan nor a second script to compare with.")
+    assert result.certificate is not None
+    holds, notes = judged(old, result.certificate)
+    return holds, with_notes(result, notes)
+
+
+def _run(workload: Workload, request: Request, what: str, progress: Progress) -> Trial:
+    with working_folder() as folder:
+        return run_trial(workload, request, folder, lambda text: progress(f"{what}: {text}"))
 
 
 def check_script(plan: Plan, workload: Workload) -> None:

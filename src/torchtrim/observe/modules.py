@@ -39,6 +39,11 @@ class Modules:
         """The module's number; -1 for one that no root holds."""
         return self._numbers.get(id(module), -1)
 
+    def live(self) -> Iterator[tuple[str, nn.Module]]:
+        """Path and module of each that is known."""
+        for record, module in zip(self.records, self._kept, strict=True):
+            yield record.path, module
+
     def named_tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """`(kind, name, tensor)` of all parameters and buffers that have a shape; a tied one comes once."""
         seen: set[int] = set()

@@ -58,6 +58,17 @@ class Places:
             frame = frame.f_back
         return library, None
 
+    def users_line(self, frame: FrameType | None) -> tuple[str, int, bool]:
+        """The innermost line of the user's own, and whether the engine of autograd is not between;
+        `("", 0, False)` for none."""
+        direct = True
+        while frame is not None:
+            direct &= frame.f_code is not ENGINE
+            if (self._owners.get(id(frame.f_code)) or self._judge(frame.f_code)) == "user":
+                return frame.f_code.co_filename, frame.f_lineno, direct
+            frame = frame.f_back
+        return "", 0, False
+
     def is_users(self, spot: Spot) -> bool:
         """Whether a place is in the user's own source."""
         return self._judge(spot[0]) == "user"

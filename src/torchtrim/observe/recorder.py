@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -111,7 +111,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     `recomputing` is above zero while a module's forward runs inside backward. `mark_operators` wraps each
     operator in a profiler range, so that a profiler that runs at the same time can cut the allocator's
     events at operators (`observe.allocator`); `raised` are the numbers of the ranges that have no
-    operator, since it raised. `workspaces`: in a dry run, what each operator's kernel would need beside
+    operator, since it raised. `look`, if given, is called with what each operator gives, and its arguments
+    where it writes to them. `workspaces`: in a dry run, what each operator's kernel would need beside
     its results. Bytes are counted on `device`, on all where it is empty. `saves`: read what autograd saved.
     """
 
@@ -146,6 +147,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known: dict[int, _Known] = {}
         self._undo = contextlib.ExitStack()
         self.waits: list[RawWait] = []
+        self.look: Callable[[Any, Any], None] | None = None
         self.workspaces: list[int] = []
         self._dry = current_dry()
         self._call = self._emulation.accelerator.call if self._emulation is not None else _plainly
@@ -295,6 +297,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
             )
             self._own_nodes(index)
+            if self.look is not None:
+                self.look(func, (result, args, kwargs) if known.written else result)
             if node is not None:
                 self.saved.ran(node._sequence_nr(), index, inputs)
         waiting, asking = self._waiting, known.asking

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +21,7 @@ _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 
 class Snapshot:
     """Parameters, buffers, gradients, attributes of modules (their lists, dicts and sets too, one level
-    deep), optimizer state and every random generator, as they were.
+    deep), optimizer state and every random generator, those of modules too, as they were.
 
     Without `values`, which take as much memory as there is, elements are not: enough where nothing is
     computed. The copies lie on the host.
@@ -129,6 +130,7 @@ class _KeptModule:
         own = {k: v for k, v in vars(module).items() if k not in _OF_TORCH}
         self._attributes = own
         self._contents = {k: v.copy() for k, v in own.items() if type(v) in (list, dict, set)}
+        self._generators = [(v, _state_of(v)) for v in own.values() if _state_of(v) is not None]
         self.every_tensor = [
             value
             for value in (*own.values(), *tensors_in(list(self._contents.values())))
@@ -144,6 +146,8 @@ class _KeptModule:
         for name, content in self._contents.items():
             own[name].clear()
             own[name].extend(content) if isinstance(content, list) else own[name].update(content)
+        for generator, state in self._generators:
+            _set_state(generator, state)
         _refill(self._module._parameters, self.parameters)
         _refill(self._module._buffers, self.buffers)
 
@@ -191,6 +195,25 @@ def _in_use(
 def _refill(mapping: Any, values: dict[Any, Any]) -> None:
     mapping.clear()
     mapping.update(values)
+
+
+def _state_of(value: Any) -> Any:
+    """The state of a generator of random numbers that a module has for itself; None for what is none."""
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, random.Random):
+        return value.getstate()
+    generator = getattr(value, "bit_generator", None) if "numpy" in sys.modules else None
+    return copy.deepcopy(generator.state) if generator is not None else None
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.bit_generator.state = state
 
 
 def _shallow(state: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta, Struct
@@ -15,6 +15,9 @@ from torchtrim.records.fix import Fixes
 from torchtrim.records.lever import Lever, Part
 from torchtrim.records.plan import MemoryKind, Plan, Prediction, Status, Technique
 from torchtrim.records.profile import Profile
+
+if TYPE_CHECKING:
+    from torchtrim.records.kept_certificate import KeptCertificate
 
 Bytes = Annotated[int, Meta(ge=0)]
 
@@ -161,10 +164,12 @@ def schema() -> dict[str, object]:
 
 
 class Result(NamedTuple):
-    """What a verb gives: the report, and what was too large for it. `exported`: the plan as plain PyTorch."""
+    """What a verb gives: the report, and what was too large for it. `exported`: the plan as plain PyTorch.
+    `certificate`: the report's, as a file that can be repeated."""
 
     report: Report
     before: Profile | None = None
     after: Profile | None = None
     plan: Plan | None = None
     exported: str = ""
+    certificate: KeptCertificate | None = None

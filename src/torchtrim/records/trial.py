@@ -22,7 +22,8 @@ class Request(Struct, frozen=True, kw_only=True):
     `infers`: the script only runs its models; a step is a call of the first of them.
     `texts`: what files, by absolute path, are run as instead. `probes`: expressions to look at.
     `measured`: figures are wanted, not only evidence. `exported`: the file of a module whose `apply`
-    replaces the plan's.
+    replaces the plan's. `traced`: the number of a step of which every operator is recorded with a digest of
+    what it gave, -1 for none.
     """
 
     plan: Plan | None = None
@@ -39,6 +40,7 @@ class Request(Struct, frozen=True, kw_only=True):
     times: int = 0
     measured: bool = True
     exported: str = ""
+    traced: int = -1
 
     @property
     def total(self) -> int:
@@ -46,10 +48,23 @@ class Request(Struct, frozen=True, kw_only=True):
         return self.warmup + 1 + self.steps
 
 
+class Call(Struct, frozen=True, kw_only=True):
+    """A call of a root from outside: its mode, and its inputs, such as `"float32[8, 3]"`."""
+
+    root: str
+    training: bool
+    inputs: tuple[str, ...]
+
+
 class Step(Struct, kw_only=True):
-    """One step: digests by `(quantity, name)` joined with a colon, in the order they were seen."""
+    """One step: digests by `(quantity, name)` joined with a colon, in the order they were seen.
+
+    `calls`: each kind of call of a root once. `inputs`: digests of what roots were called with.
+    """
 
     digests: dict[str, str] = {}
+    calls: list[Call] = []
+    inputs: dict[str, str] = {}
     losses: list[float] = []
     seconds: float = 0.0
     peak_bytes: int = 0
@@ -78,7 +93,9 @@ class Trial(Struct, kw_only=True):
 
     `notes` say what an emulated device did not do as a real one would, and what a dry run assumed.
     `batch_size` is what a script's loaders gave in a dry run, None where none was seen. `call_bytes`: what
-    the plans of the models' calls say that a call needs, None where a part has none.
+    the plans of the models' calls say that a call needs, None where a part has none. `digests`: of what each
+    operator of the profile gave, in a step that was traced; `lines`: the user's own
+    that led to each, and whether it asked itself, not through `backward`.
     """
 
     request: Request
@@ -96,6 +113,8 @@ class Trial(Struct, kw_only=True):
     batch_size: int | None = None
     call_bytes: int | None = None
     observed: tuple[Observed, ...] = ()
+    digests: tuple[str, ...] = ()
+    lines: tuple[tuple[str, int, bool], ...] = ()
     crash: Crash | None = None
 
     @property

@@ -10,6 +10,7 @@ from pathlib import PurePath
 from typing import Literal
 
 from torchtrim.records import Certificate, Figures, Finding, Profile, Report, Technique
+from torchtrim.records.certificate import Coverage
 from torchtrim.records.comparison import Side
 from torchtrim.records.fix import FixRecord, State
 from torchtrim.records.lever import Lever
@@ -44,6 +45,7 @@ SAFETY = {
 
 
 _NEARLY = 0.9
+_MOST_INPUTS = 3
 _PROVEN = 0.0005
 
 
@@ -337,7 +339,14 @@ def difference_of(certificate: Certificate, home: str = "") -> str:
     if first is None:
         return ""
     where = place(first.path, first.line, home)
-    return f"{first.op} of {first.module or 'the step'}" + (f" at {where}" if where else "")
+    text = f"{first.op} of {first.module or 'the step'}" + (f" at {where}" if where else "")
+    there = place(first.other_path, first.other_line, home)
+    if there and (first.other_operator, there) != (first.operator, where):
+        ran = first.other_operator or "it"
+        text += f"; {first.operator or 'nothing'} there, {ran} at {there} in the other"
+    elif first.operator:
+        text += f", where {first.operator} differs"
+    return text
 
 
 def difference_figure(value: float | None) -> str:
@@ -348,8 +357,34 @@ def difference_figure(value: float | None) -> str:
 def certificate_lines(certificate: Certificate) -> list[str]:
     """The comparison, its figures, and why the verdict is none to rely on."""
     lines = [f"{certificate.verdict}: {_compared(certificate)}", _figures(certificate)]
+    if certificate.coverage is not None:
+        lines.append(coverage_sentence(certificate.coverage))
     trusted = tone_of(certificate) == "good"
     return lines if trusted or not certificate.reason else [*lines, certificate.reason]
+
+
+def coverage_sentence(coverage: Coverage) -> str:
+    """What a verdict was shown for: `"Shown for Net: float32[8, 3] (batch 8), in training, 5 steps"`."""
+    inputs = coverage.inputs[:_MOST_INPUTS]
+    more = len(coverage.inputs) - len(inputs)
+    said = "; ".join(inputs) + (f" and {more} more" if more else "")
+    batches = ", ".join(map(str, coverage.batch_sizes))
+    batch = bracketed(f"batch {batches}") if batches else ""
+    modes = " and ".join(coverage.modes) or "no call of a module"
+    steps = f"{coverage.steps} step{'' if coverage.steps == 1 else 's'}"
+    what = f"{said}{batch}, in {modes}, {steps}" if said else f"{modes}, {steps}"
+    device = f" on {coverage.device}" if coverage.device else ""
+    return f"Shown for {what}{device}; not for other shapes, types or modes"
+
+
+def weakest_verdict(report: Report) -> str:
+    """The verdict, BITWISE only where all that was applied keeps every bit on any input."""
+    assert report.certificate is not None
+    applied = [one.equivalence for one in report.plan.techniques] if report.plan else []
+    if report.fixes is not None:
+        applied += [one.equivalence for one in report.fixes.places if one.state == "applied"]
+    rounds = report.certificate.verdict == "BITWISE" and any(one != "BITWISE" for one in applied)
+    return "ROUNDING" if rounds else report.certificate.verdict
 
 
 def _compared(certificate: Certificate) -> str:

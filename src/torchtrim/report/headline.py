@@ -22,6 +22,7 @@ from torchtrim.report.facts import (
     step_change,
     step_name,
     tone_of,
+    weakest_verdict,
 )
 from torchtrim.units import format_bytes, format_seconds
 
@@ -220,9 +221,8 @@ def _verdict(report: Report) -> str:
     """The verdict in the words that scripts know."""
     missed = over_budget(report) > 0
     if report.certificate:
-        return (
-            f"{report.certificate.verdict}, BUDGET MISSED" if missed else report.certificate.verdict
-        )
+        verdict = weakest_verdict(report)
+        return f"{verdict}, BUDGET MISSED" if missed else verdict
     if missed:
         return "BUDGET MISSED"
     if report.stream is not None:

@@ -117,7 +117,8 @@ def scrubbed(text: str, paths: Sequence[str]) -> str:
 def _paths(report: Report) -> list[str]:
     paths = {report.script, *(f.path for f in report.findings), *(h.path for h in report.holders)}
     if report.certificate and report.certificate.first_difference:
-        paths.add(report.certificate.first_difference.path)
+        first = report.certificate.first_difference
+        paths.update((first.path, first.other_path))
     names = {re.split(r"[/\\]", path)[-1] for path in paths}
     return sorted((text for text in paths | names if len(text) > 2), key=len, reverse=True)
 
@@ -161,6 +162,7 @@ def _bare_certificate(certificate: Certificate, known: list[str]) -> Certificate
     return msgspec.structs.replace(
         certificate,
         compared=tuple(_scrub(text, known) for text in certificate.compared),
-        first_difference=first and msgspec.structs.replace(first, path="", line=0),
+        first_difference=first
+        and msgspec.structs.replace(first, path="", line=0, other_path="", other_line=0),
         reason=_scrub(certificate.reason, known),
     )

@@ -1,5 +1,5 @@
-"""Evidence of what a step computed: a digest of every loss, output, gradient, parameter, state, buffer
-and random generator, by name."""
+"""Evidence of what a step computed: a digest of every loss, output, gradient, parameter, state, buffer,
+attribute and random generator, by name."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import ctypes
 import hashlib
 import random
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from torchtrim.observe.allocator import own
 from torchtrim.observe.modules import Modules
@@ -19,23 +21,32 @@ from torchtrim.observe.optimizers import parameters_of
 from torchtrim.observe.recording import tensors_in
 from torchtrim.observe.spent import Spent
 from torchtrim.observe.watch import Listener
-from torchtrim.records.trial import Step
+from torchtrim.records.trial import Call, Step
+from torchtrim.run.attributes import attributes
 
 QUANTITIES = (
+    "initial state",
     "loss",
     "output",
     "gradient",
     "parameter",
     "optimizer state",
+    "hyperparameter",
     "buffer",
+    "input gradient",
+    "attribute",
     "random state",
 )
+
+_PLAIN = "plain "
+_HOW = frozenset(("foreach", "fused", "capturable", "differentiable"))
 
 
 class Evidence(Listener):
     """Collects the evidence of a step. `keep` is called with the name and value of each tensor.
 
     `graded`: outputs count only where gradients are on, since a step that trains may look at others.
+    `looks`: inputs of roots are wanted too.
     """
 
     def __init__(
@@ -44,20 +55,41 @@ class Evidence(Listener):
         keep: Callable[[str, torch.Tensor], None] | None = None,
         *,
         graded: bool = True,
+        looks: bool = False,
     ) -> None:
         self.step = Step()
         self._modules = modules
         self._keep = keep
         self._graded = graded
+        self._looks = looks
         self._counts: dict[str, int] = {}
         self._known_names: dict[int, str] | None = None
+        self._inputs: dict[str, weakref.ref[torch.Tensor]] = {}
 
     def next_step(self) -> Step:
         """The step so far; the next one begins."""
         step, self.step = self.step, Step()
         self._counts.clear()
         self._known_names = None
+        self._inputs.clear()
         return step
+
+    def module_starts(self, module: nn.Module, args: Any, kwargs: Any, depth: int) -> None:
+        if depth != 0 or (self._graded and not torch.is_grad_enabled()):
+            return
+        tensors = list(tensors_in((args, kwargs)))
+        for number, tensor in enumerate(tensors):
+            if tensor.is_leaf and tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+                self._inputs[f"{self._root_name(module)}.{number}"] = weakref.ref(tensor)
+            if has_bits(tensor) and self._looks:
+                count = len(self.step.inputs)
+                self.step.inputs[f"{self._root_name(module)}.{number} ({count})"] = digest_of(
+                    tensor
+                )
+        inputs = tuple(map(kind_of, tensors))
+        call = Call(root=self._root_name(module), training=module.training, inputs=inputs)
+        if call not in self.step.calls:
+            self.step.calls.append(call)
 
     def module_ends(self, module: nn.Module, output: Any, depth: int) -> None:
         if depth != 0 or (self._graded and not torch.is_grad_enabled()):
@@ -89,6 +121,12 @@ class Evidence(Listener):
         if parameter.grad is not None:
             self._see(self._count(f"gradient:{name}"), parameter.grad)
 
+    def begins(self, name: str, root: nn.Module) -> None:
+        """Add what a root holds before it runs for the first time."""
+        for path, tensor in (*root.named_parameters(), *root.named_buffers()):
+            if not is_lazy(tensor):
+                self._see(f"initial state:{name}.{path}", tensor)
+
     def state(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Add what the step left behind: parameters, buffers, optimizer states, random generators."""
         for kind, name, tensor in self._modules.named_tensors():
@@ -100,6 +138,13 @@ class Evidence(Listener):
                 if id(parameter) not in names:
                     self._see(f"parameter:optimizer{number}.{owner}", parameter)
                 self._state_of(optimizer.state.get(parameter, {}), f"{number}.{owner}")
+            self._settings_of(optimizer, number)
+        self._gradients_of_inputs()
+        for name, value in attributes(self._modules.live()):
+            if isinstance(value, torch.Tensor):
+                self._see(f"attribute:{name}", value)
+            else:
+                self.step.digests[f"attribute:{name}"] = f"{_PLAIN}{value}"
         for name, value in random_states():
             self.step.digests[f"random state:{name}"] = value
 
@@ -109,6 +154,19 @@ class Evidence(Listener):
                 self.step.digests[f"optimizer state:{owner}.{key}"] = repr(value)
             for number, tensor in enumerate(tensors_in(value)):
                 self._see(f"optimizer state:{owner}.{key}.{number}", tensor)
+
+    def _settings_of(self, optimizer: torch.optim.Optimizer, number: int) -> None:
+        """Learning rates and the like, of each group."""
+        for group, settings in enumerate(optimizer.param_groups):
+            for key, value in settings.items():
+                if key not in _HOW and isinstance(value, (int, float, tuple, bool)):
+                    self.step.digests[f"hyperparameter:{number}.group{group}.{key}"] = repr(value)
+
+    def _gradients_of_inputs(self) -> None:
+        for name, known in self._inputs.items():
+            tensor = known()
+            if tensor is not None and tensor.grad is not None:
+                self._see(f"input gradient:{name}", tensor.grad)
 
     def _names(self) -> dict[int, str]:
         return {
@@ -126,12 +184,22 @@ class Evidence(Listener):
         return name if count == 1 else f"{name} ({count})"
 
     def _see(self, name: str, tensor: torch.Tensor) -> None:
-        if tensor.layout is not torch.strided or tensor.device.type == "meta":
+        if not has_bits(tensor):
             return
         with torch.no_grad(), own():
             self.step.digests[name] = digest_of(tensor)
             if self._keep is not None:
                 self._keep(name, tensor)
+
+
+def kind_of(tensor: torch.Tensor) -> str:
+    """`"float32[8, 3]"`."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def has_bits(tensor: torch.Tensor) -> bool:
+    """Whether it is dense and has values."""
+    return tensor.layout is torch.strided and tensor.device.type != "meta"
 
 
 def digest_of(tensor: torch.Tensor) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,13 +13,13 @@ import torch
 from torch import nn
 
 from torchtrim.errors import ApplyFailed
-from torchtrim.observe.allocator import NOTHING, Allocator, Watched, allocator_for, rss_bytes
+from torchtrim.observe.allocator import NOTHING, Allocator, Watched, allocator_for, own, rss_bytes
 from torchtrim.observe.build import Setting
 from torchtrim.observe.emulated.device import current
 from torchtrim.observe.modules import Modules
 from torchtrim.observe.optimizers import names_of
 from torchtrim.observe.places import Places
-from torchtrim.observe.recording import Recording, counted_device
+from torchtrim.observe.recording import Recording, counted_device, tensors_in
 from torchtrim.observe.storages import reachable_tensors, storage_bytes
 from torchtrim.observe.stream_frames import StreamFrames
 from torchtrim.observe.times import Times, with_times
@@ -27,7 +28,7 @@ from torchtrim.records.files import write_atomically
 from torchtrim.records.plan import Plan
 from torchtrim.records.profile import Profile, is_emulated
 from torchtrim.records.trial import Request, Trial
-from torchtrim.run.evidence import Evidence, bytes_of
+from torchtrim.run.evidence import Evidence, bytes_of, digest_of, has_bits, kind_of
 from torchtrim.run.exported import apply_exported
 from torchtrim.techniques.apply import apply_plan
 from torchtrim.techniques.base import Handle
@@ -69,7 +70,8 @@ class Session(Listener):
         self._places = Places(setting.project)
         self._folder = folder
         keep = self._keep if request.keep else None
-        self._evidence = Evidence(self.modules, keep, graded=trains)
+        looks = request.traced >= 0
+        self._evidence = Evidence(self.modules, keep, graded=trains, looks=looks)
         self._recording: Recording | None = None
         self._watching: Allocator = allocator_for(setting.device)
         self._fallback: Profile | None = None
@@ -82,6 +84,8 @@ class Session(Listener):
         self._idled = False
         self._over = False
         self._times: Times | None = None
+        self._digests: list[str] = []
+        self._lines: list[tuple[str, int, bool]] = []
 
     def root_appears(self, root: nn.Module) -> None:
         if self.trial.request.double:
@@ -89,6 +93,8 @@ class Session(Listener):
         name = self.modules.add_root(root)
         self.trial.fingerprint[name] = fingerprint_of(root)
         self._check(name)
+        if not (self.trial.request.dry or self.complete):
+            self._timed(self._evidence.begins, name, root)
         self._apply(name, root)
         if len(self.modules.roots) == 1:
             self._settle_device(root)
@@ -266,10 +272,13 @@ class Session(Listener):
             self._idled, self._alive = False, reachable_bytes()
         ours = self._ours()
         self._ours_bytes = storage_bytes(ours, counted_device(self._setting.device))
-        if number <= request.warmup:
+        if number <= request.warmup or number == request.traced:
             watching = self._watching if request.measured else None
             self._recording = Recording(self.modules, self._places, self._setting, watching)
             scan = request.measured and number == request.warmup
+            if number == request.traced:
+                self._digests, self._lines = [], []
+                self._recording.recorder.look = self._look
             self._recording.begin(self.watcher.optimizers, scan=scan, ours=ours)
         elif request.measured:
             self._watching.start()
@@ -295,6 +304,10 @@ class Session(Listener):
             step.reserved_bytes = watched.reserved
             self._alive += watched.end
             return
+        if len(self.trial.steps) == self.trial.request.traced:
+            self.trial.profile = recording.end(self.watcher.optimizers)
+            self.trial.digests, self.trial.lines = tuple(self._digests), tuple(self._lines)
+            return
         if not self.trial.request.measured:
             recording.abandon()
             return
@@ -315,6 +328,18 @@ class Session(Listener):
             header = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}\n".encode()
             write_atomically(file, header + bytes(bytes_of(tensor)))
 
+    def _look(self, operator: Any, given: Any) -> None:
+        """Keep the user's line and a digest of what an operator gave; new memory holds anything."""
+        self._lines.append(self._places.users_line(sys._getframe(2)))
+        new = "empty" in str(operator)
+        with torch._C._DisableTorchDispatch(), torch.no_grad(), own():
+            found = [
+                kind_of(one) if new else digest_of(one)
+                for one in tensors_in(given)
+                if has_bits(one)
+            ]
+        self._digests.append(",".join(found))
+
     def _recorded_or_none(self) -> Recording | None:
         recording = self._recording
         return recording if recording is not None and recording.running else None
@@ -334,6 +359,8 @@ class Session(Listener):
             self._done()
         if (recording := self._recorded_or_none()) is not None:
             recording.module_starts(module, args, kwargs, depth)
+        if depth == 0 and not (self.trial.request.dry or self.complete):
+            self._timed(self._evidence.module_starts, module, args, kwargs, depth)
 
     def module_ends(self, module: nn.Module, output: Any, depth: int) -> None:
         if (recording := self._recorded_or_none()) is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,6 +17,8 @@ from torchtrim.records.certificate import Certificate, Difference, Verdict
 from torchtrim.records.trial import Request, Trial
 from torchtrim.run.trials import Progress, Workload, run_trial
 from torchtrim.verifier.compare import compared, differences, largest_difference
+from torchtrim.verifier.coverage import coverage_of
+from torchtrim.verifier.locate import Parting, parting, said_of
 
 NOISE_FACTOR = 2.0
 ROUNDING_LIMIT = 1e-2
@@ -43,7 +46,8 @@ def certify(contest: Contest, original: Trial, planned: Trial, progress: Progres
     """The verdict on a planned trial.
 
     A planned run that gives the original's every bit has repeated it, and no more is run. Where bits differ,
-    the original is run again, for what it differs from itself.
+    the original is run again, for what it differs from itself; and where the verdict is not that it is equal,
+    both once more, for the operator at which they part.
     """
     found = differences(original, planned)
     verdict: Verdict = "BITWISE"
@@ -51,17 +55,76 @@ def certify(contest: Contest, original: Trial, planned: Trial, progress: Progres
     reason = "every bit of two runs agrees"
     if found:
         noise, figures = _measure(contest, original, found, progress)
-        verdict, reason = _judge(contest, found, noise, figures, progress)
+        found, alone = _without_own(found, noise)
+        if found:
+            verdict, reason = _judge(contest, found, noise, figures, progress)
+        reason += (
+            f"; {alone} differs between two runs of the original, and counts for nothing"
+            if alone
+            else ""
+        )
     return Certificate(
         verdict=verdict,
         compared=compared(original),
-        largest_difference=_finite(figures.difference),
-        first_difference=_first(original, found[0]) if found else None,
+        largest_difference=_finite(figures.difference) if found else 0.0,
+        first_difference=_first(contest, original, _cause(found), verdict, progress)
+        if found
+        else None,
         noise=_finite(figures.noise),
         seeds=original.seeds,
         steps=len(original.steps),
         reason=reason,
+        coverage=coverage_of(original),
     )
+
+
+def failed(original: Trial, error: Exception) -> Certificate:
+    """The verdict on a run that raised where the original did not."""
+    said = f"{type(error).__name__}: {error}"
+    return Certificate(
+        verdict="NOT EQUAL",
+        compared=(),
+        largest_difference=None,
+        first_difference=_raised(getattr(error, "traceback", "") or said),
+        noise=None,
+        seeds=original.seeds,
+        steps=len(original.steps),
+        reason=f"the original runs, and the other fails: {said}",
+        coverage=coverage_of(original),
+    )
+
+
+def _raised(trace: str) -> Difference:
+    """What was raised, at the innermost line that the text of a traceback names."""
+    places = re.findall(r'File "([^"]+)", line (\d+)', trace)
+    path, line = places[-1] if places else ("", "0")
+    return Difference(module="", op="error raised", other_path=path, other_line=int(line))
+
+
+def _without_own(found: list[str], noise: list[str]) -> tuple[list[str], str]:
+    """What differs without attributes that no two runs of the original share, such as times; the first."""
+    own = {_name(one) for one in noise if _name(one).startswith("attribute:")}
+    left = [one for one in found if _name(one) not in own]
+    return left, next((_name(one) for one in found if _name(one) in own), "")
+
+
+def _cause(found: list[str]) -> str:
+    """The difference of the first step that explains others: a module's mode, a
+    setting where only the update differs; else the first."""
+    step = found[0].partition("/")[0]
+    labels = [one for one in found if one.partition("/")[0] == step]
+    quantities = {_name(one).partition(":")[0] for one in labels}
+    for one in labels:
+        name = _name(one)
+        if name.endswith(".training"):
+            return one
+    if not quantities & {"loss", "output", "gradient"}:
+        return next((one for one in labels if _name(one).startswith("hyperparameter:")), found[0])
+    return found[0]
+
+
+def _name(label: str) -> str:
+    return label.partition("/")[2]
 
 
 def _finite(figure: float) -> float | None:
@@ -148,8 +211,10 @@ def _sample(names: list[str]) -> tuple[str, ...]:
 
 
 def _has_values(name: str) -> bool:
-    """Whether it is of tensors: the states of random generators and the count of steps are not."""
-    return not name.partition("/")[2].startswith(("random state:", "step:"))
+    """Whether it is of tensors: the states of random generators, settings and the count of steps are not."""
+    if _name(name).startswith("attribute:"):
+        return name.rpartition(".")[2].isdigit()
+    return not _name(name).startswith(("random state:", "step:", "hyperparameter:"))
 
 
 def _keeping(request: Request, names: tuple[str, ...], *, double: bool = False) -> Request:
@@ -170,14 +235,46 @@ def _folders(count: int) -> Iterator[tuple[Path, ...]]:
         )
 
 
-def _first(trial: Trial, label: str) -> Difference:
-    """The first difference, with the line of the module that it belongs to."""
+def _first(
+    contest: Contest, trial: Trial, label: str, verdict: Verdict, progress: Progress
+) -> Difference:
+    """The first difference: the quantity, and where the two part in that step."""
     step, _, rest = label.partition("/")
     quantity, _, name = rest.partition(":")
-    path, line = "", 0
-    if trial.profile is not None:
-        path, line = _line_of(trial, name)
-    return Difference(module=name, op=f"{quantity} in step {int(step) + 1}", path=path, line=line)
+    what = f"{quantity} in step {int(step) + 1}"
+    found = _parting(contest, int(step), progress) if verdict == "NOT EQUAL" else None
+    if found is not None and found.inputs and quantity in ("output", "loss", "gradient"):
+        return Difference(module=found.inputs, op=f"input in step {int(step) + 1}")
+    if found is None or found.spots is None:
+        path, line = _line_of(trial, name) if trial.profile is not None else ("", 0)
+        return Difference(module=name, op=what, path=path, line=line)
+    one, other = found.spots
+    return Difference(
+        module=name,
+        op=f"{what}{said_of(one, other)}",
+        path=one.path,
+        line=one.line,
+        operator=one.op,
+        inside=other.module or one.module,
+        other_operator=other.op,
+        other_path=other.path,
+        other_line=other.line,
+    )
+
+
+def _parting(contest: Contest, step: int, progress: Progress) -> Parting | None:
+    """Where both part in a step, each run once more; None if that cannot be."""
+    traced = [
+        msgspec.structs.replace(_keeping(r, ()), traced=step, steps=max(step - r.warmup, 1))
+        for r in (contest.request, contest.planned_request)
+    ]
+    with _folders(2) as (one, two):
+        try:
+            original = _attempt(contest.original, traced[0], one, progress)
+            planned = _attempt(contest.planned, traced[1], two, progress)
+        except (ApplyFailed, ScriptFailed, RuntimeError):
+            return None
+    return parting(original, planned, step)
 
 
 def _line_of(trial: Trial, name: str) -> tuple[str, int]:

@@ -1,0 +1,178 @@
+"""Two live steps or two scripts beside each other, and a certificate that is kept."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+
+import torchtrim
+from torchtrim.errors import UnreadableInput, UsageError
+from torchtrim.loops.check import judged
+from torchtrim.loops.verify import check_certificate, verify_pair
+from torchtrim.records.kept_certificate import load_certificate, save_certificate
+from torchtrim.records.trial import Request
+
+
+class Net(nn.Module):
+    """Keeps all that a step may write to: a list, a number, generators, and a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 1)
+        self.seen: list[int] = []
+        self.average = 0.0
+        self.own = torch.Generator().manual_seed(3)
+        self.draws = random.Random(5)
+        self.kept = torch.zeros(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(len(x))
+        self.average = 0.9 * self.average + self.draws.random()
+        x = torch.relu(self.first(x))
+        self.kept = x.detach().mean(0)
+        return self.last(x * torch.rand(4, generator=self.own))
+
+
+Change = Callable[[Net, torch.Tensor], None]
+
+
+def step_of(
+    change: Change | None = None, inputs: torch.Tensor | None = None
+) -> torchtrim.TrainStep:
+    torch.manual_seed(0)
+    model = Net()
+
+    def loss(model: Net, batch: torch.Tensor) -> torch.Tensor:
+        result = model(batch)
+        if change is not None:
+            change(model, batch)
+        return result.square().mean()
+
+    batch = torch.randn(6, 4) if inputs is None else inputs
+    return torchtrim.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), batch)
+
+
+def test_the_same_step_twice_is_the_same() -> None:
+    found = torchtrim.assert_same(step_of(), step_of(), steps=1)
+    assert found.verdict == "BITWISE"
+    assert any(" attributes x " in one for one in found.compared)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda model, _: model.seen.append(0), "Net.seen"),
+        (lambda model, _: setattr(model, "average", 0.0), "Net.average.0"),
+        (lambda model, _: torch.rand(1, generator=model.own), "Net.own"),
+        (lambda model, _: model.draws.random(), "Net.draws"),
+        (lambda model, _: setattr(model, "kept", model.kept * 2), "Net.kept.0"),
+        (lambda model, _: model.first.eval(), "Net.first.training"),
+        (lambda _, __: random.random(), "python"),
+    ],
+)
+def test_what_a_step_writes_beside_tensors_is_compared(change: Change, named: str) -> None:
+    found = torchtrim.verify(step_of(), step_of(change), steps=1)
+    assert found.verdict == "NOT EQUAL"
+    assert found.first_difference is not None
+    assert found.first_difference.module == named
+
+
+def test_what_only_time_decides_counts_for_nothing() -> None:
+    ticks = iter(range(1000))
+
+    def stamp(model: Net, _: torch.Tensor) -> None:
+        model.stamp = next(ticks)  # type: ignore[assignment]
+
+    found = torchtrim.verify(step_of(stamp), step_of(stamp), steps=1)
+    assert found.verdict == "BITWISE"
+    assert "attribute:Net.stamp differs between two runs of the original" in found.reason
+
+
+def test_the_gradient_of_an_input_is_compared() -> None:
+    class Cut(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.detach())
+
+    steps = []
+    for kind in (Net, Cut):
+        torch.manual_seed(0)
+        model = kind()
+        model.__class__.__name__ = "Net"
+        batch = torch.ones(3, 4, requires_grad=True)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        steps.append(
+            torchtrim.TrainStep(model, lambda m, b: m(b).sum(), sgd, batch, second_batch=batch)
+        )
+    with pytest.raises(AssertionError, match="input gradient"):
+        torchtrim.assert_same(steps[0], steps[1], steps=1)
+
+
+def test_one_that_fails_is_not_equal() -> None:
+    def fails(model: Net, batch: torch.Tensor) -> None:
+        raise ValueError("too wide")
+
+    found = torchtrim.verify(step_of(), step_of(fails), steps=1)
+    assert found.verdict == "NOT EQUAL"
+    assert "the other fails: ValueError: too wide" in found.reason
+
+
+def test_a_script_and_a_step_are_no_pair() -> None:
+    with pytest.raises(UsageError, match="a script with a script"):
+        torchtrim.verify(step_of(), torchtrim.Script("a.py"))
+
+
+SCRIPT = """\
+import torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(6):
+    loss = model(torch.randn(3, 4)).square().mean()
+    loss = loss * 1
+    loss.backward()
+    sgd.step()
+    sgd.zero_grad()
+"""
+
+
+def test_a_certificate_is_kept_and_repeated(tmp_path: Path) -> None:
+    one, other = tmp_path / "one.py", tmp_path / "other.py"
+    one.write_text(SCRIPT)
+    other.write_text(SCRIPT.replace("loss * 1", "loss / 1"))
+    scripts = [torchtrim.Script(str(path), device="cpu") for path in (one, other)]
+    result = verify_pair(scripts[0], scripts[1], Request(steps=1))
+    assert result.certificate is not None
+    assert result.certificate.certificate.verdict == "BITWISE"
+    path = tmp_path / "certificate.json"
+    save_certificate(msgspec.structs.replace(result.certificate, torch="1.0"), path)
+    assert load_certificate(path).results == result.certificate.results
+    other.write_text(SCRIPT.replace("loss * 1", "loss * 3"))
+    holds, again = check_certificate(path)
+    assert not holds
+    notes = again.report.notes
+    assert notes[0] == "the certificate no longer holds: BITWISE then, NOT EQUAL now"
+    assert f"changed since: the text of {other}" in notes
+    assert any(one.startswith("changed since: torch, 1.0 then") for one in notes)
+    assert not any("what the original computes" in one for one in notes)
+    first = again.report.certificate.first_difference if again.report.certificate else None
+    assert first is not None
+    assert (first.other_path, first.other_line) == (str(other), 8)
+    assert judged(result.certificate, result.certificate) == (
+        True,
+        ("the certificate holds: BITWISE then, BITWISE now",),
+    )
+
+
+def test_what_is_no_certificate_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "certificate.json"
+    path.write_text('{"certificate": 3}')
+    with pytest.raises(UnreadableInput, match="no readable"):
+        check_certificate(path)
