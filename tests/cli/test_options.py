@@ -12,6 +12,7 @@ OPTIONS = {
     "compare": ("--fail-on", "--json", "--format"),
     "diagnose": (
         *RUNS,
+        "--streams",
         "--out",
         "--no-source",
         "--fail-on",
@@ -41,6 +42,7 @@ OPTIONS = {
     "undo": (),
     "verify": (
         *RUNS,
+        "--streams",
         *("--out", "--no-source", "--plan", "--stream", "--frames", "--frames-of"),
     ),
 }

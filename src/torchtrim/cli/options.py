@@ -57,6 +57,13 @@ _DEVICE = click.option(
     help="cpu, cuda, emulated (a GPU on this CPU), or the name of one to emulate, such as "
     "a10g or h100. By default what the script uses.",
 )
+_STREAMS = click.option(
+    "--streams",
+    default="",
+    metavar="ORDER",
+    help="In which order an emulated device's streams do their work: early, late or random[:SEED], each as "
+    "far as the program's waits allow. By default at once.",
+)
 _SHOWN = (
     click.option(
         "--json",
@@ -95,6 +102,11 @@ def runs_script(function: F) -> F:
     for decorate in reversed((*_WHAT_RUNS, *_STEPS, _TIMEOUT, _DEVICE, *_SHOWN)):
         function = decorate(function)
     return function
+
+
+def orders_streams(function: F) -> F:
+    """The order in which the streams of an emulated device work."""
+    return _STREAMS(function)
 
 
 def estimates_script(function: F) -> F:
@@ -199,6 +211,7 @@ def script_of(options: dict[str, Any]) -> Script:
         options["module"],
         options.get("device", "cpu"),
         options["timeout"],
+        options.get("streams", ""),
     )
     put_right(script.path or Path.cwd())
     return script

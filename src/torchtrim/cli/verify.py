@@ -7,13 +7,21 @@ from typing import Any
 
 import click
 
-from torchtrim.cli.options import counts_frames, request_of, runs_script, script_of, writes
+from torchtrim.cli.options import (
+    counts_frames,
+    orders_streams,
+    request_of,
+    runs_script,
+    script_of,
+    writes,
+)
 from torchtrim.cli.output import command_for, folder_for, progress, show, write_files
 from torchtrim.errors import UsageError
 
 
 @click.command()
 @runs_script
+@orders_streams
 @writes
 @click.option("--plan", "plan_path", type=click.Path(path_type=Path), help="The plan to verify.")
 @click.option(

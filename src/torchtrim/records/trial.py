@@ -22,7 +22,7 @@ class Request(Struct, frozen=True, kw_only=True):
     `infers`: the script only runs its models; a step is a call of the first of them.
     `texts`: what files, by absolute path, are run as instead. `probes`: expressions to look at.
     `measured`: figures are wanted, not only evidence. `exported`: the file of a module whose `apply` stands
-    in for the plan.
+    in for the plan. `streams`: the order of an emulated device's streams; at once where it is empty.
     """
 
     plan: Plan | None = None
@@ -39,6 +39,7 @@ class Request(Struct, frozen=True, kw_only=True):
     times: int = 0
     measured: bool = True
     exported: str = ""
+    streams: str = ""
 
     @property
     def total(self) -> int:
@@ -47,10 +48,13 @@ class Request(Struct, frozen=True, kw_only=True):
 
 
 class Step(Struct, kw_only=True):
-    """One step: digests by `(quantity, name)` joined with a colon, in the order they were seen."""
+    """One step: digests by `(quantity, name)` joined with a colon, in the order they were seen.
+
+    A loss that is not a number is None, as JSON has it.
+    """
 
     digests: dict[str, str] = {}
-    losses: list[float] = []
+    losses: list[float | None] = []
     seconds: float = 0.0
     peak_bytes: int = 0
     reserved_bytes: int | None = None
