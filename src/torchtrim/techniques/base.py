@@ -126,6 +126,7 @@ _SERVING = (
     "fingerprint",
     "handles",
     "head",
+    "hooks",
     "network",
     "overwriting",
     "places",
