@@ -6,7 +6,7 @@ import pytest
 from torchtrim.cli import main
 
 RUNS = ("--module", "-m", "--steps", "--warmup", "--timeout", "--device", "--json", "--format")
-FITS = ("--memory", "--memory-kind", "--allow")
+FITS = ("--memory", "--memory-kind", "--host-memory", "--allow")
 PLANS = (*FITS, "--plan")
 OPTIONS = {
     "compare": ("--fail-on", "--json", "--format"),
@@ -63,7 +63,7 @@ ARGUMENTS = {
     "undo": ("path",),
     "verify": ("script", "args"),
 }
-MOST_OPTIONS = 16
+MOST_OPTIONS = 17
 
 
 def verb(name: str) -> click.Command:

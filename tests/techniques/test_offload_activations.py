@@ -139,6 +139,7 @@ def run(name: str, where: Sequence[str] = (), order: str = "") -> Ran:
         left = [*step.model.state_dict().values(), *(p.grad for p in step.model.parameters())]
         left = [one.detach().cpu() for one in left if one is not None]
         races = emulation.orders.races() if emulation.orders is not None else []
+        races += [sync for sync in profile.syncs if sync.row.startswith("stream-")]
     return Ran([*left, torch.get_rng_state()], profile, races)
 
 

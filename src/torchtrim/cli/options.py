@@ -12,6 +12,7 @@ import click
 from torchtrim.api import DEVICES
 from torchtrim.cli.sources import put_right
 from torchtrim.errors import UsageError
+from torchtrim.units import parse_bytes
 
 if TYPE_CHECKING:
     from torchtrim.api import Request, Script
@@ -165,6 +166,11 @@ def fits(*, required: bool = True) -> Callable[[F], F]:
             metavar="WHAT",
             help="What a plan may change: bitwise, nothing at all; rounding, the order of additions.",
         )(function)
+        function = click.option(
+            "--host-memory",
+            metavar="B",
+            help="What a plan may take of the host's memory for what it offloads; all it wants by default.",
+        )(function)
         return click.option(
             "--memory",
             required=required,
@@ -221,4 +227,9 @@ def request_of(options: dict[str, Any]) -> Request:
     """The request that the options make."""
     from torchtrim.api import Request
 
-    return Request(steps=options["steps"], warmup=options["warmup"])
+    host = options.get("host_memory")
+    return Request(
+        steps=options["steps"],
+        warmup=options["warmup"],
+        host_memory=None if host is None else parse_bytes(host, zero=True),
+    )

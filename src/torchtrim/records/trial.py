@@ -23,6 +23,7 @@ class Request(Struct, frozen=True, kw_only=True):
     `texts`: what files, by absolute path, are run as instead. `probes`: expressions to look at.
     `measured`: figures are wanted, not only evidence. `exported`: the file of a module whose `apply` stands
     in for the plan. `streams`: the order of an emulated device's streams; at once where it is empty.
+    `host_memory`: bytes that a plan may take of the host's, None for no limit.
     """
 
     plan: Plan | None = None
@@ -40,6 +41,7 @@ class Request(Struct, frozen=True, kw_only=True):
     measured: bool = True
     exported: str = ""
     streams: str = ""
+    host_memory: int | None = None
 
     @property
     def total(self) -> int:

@@ -24,6 +24,8 @@ _STATE = frozenset(("parameter", "buffer", "optimizer_state", "gradient", "input
 _LEAST_SHARE = 0.002
 """A tensor of less than two thousandths of the peak is not worth two copies."""
 _LEAST_BYTES = 16_384
+_UNSEEN = frozenset(("", "detach", "alias", "lift_fresh"))
+"""What is no sign of how far a call is: operators that others than the program run, or that are not torch's."""
 _SECONDS_A_COPY = 2e-5
 """What it takes the host to queue a copy with its events, twice what a launch takes on most devices."""
 
@@ -170,7 +172,7 @@ class _Reading:
         if not asked or not within:
             return None
         packed = min(hold.packed for _, hold in holds)
-        if self._written[number] > packed or not self._reader.names[tensor.birth]:
+        if self._written[number] > packed or self._reader.names[tensor.birth] in _UNSEEN:
             return None
         return Found(
             number,
@@ -187,7 +189,9 @@ class _Reading:
         for one in found:
             start = max(free, self._clock[one.packed + 1])
             free = start + self._step.tensors[one.tensor].bytes / self._link
-            used = max((h.until for h in self._step.tensors[one.tensor].holds if h.saver < 0), default=0)
+            used = max(
+                (h.until for h in self._step.tensors[one.tensor].holds if h.saver < 0), default=0
+            )
             done = max(bisect_left(self._clock, free), one.packed + 2, min(used, call.span.last))
             gone[one.tensor] = self._named_from(call, done)
         return gone
@@ -195,7 +199,9 @@ class _Reading:
     def _named_from(self, call: Call, task: int) -> int:
         """The first task from one on that a plan can name; the end of the call where there is none."""
         names = self._reader.names
-        return next((i for i in range(task, call.span.last) if names[i]), call.span.last)
+        return next(
+            (i for i in range(task, call.span.last) if names[i] not in _UNSEEN), call.span.last
+        )
 
     def _homewards(self, call: Call, found: list[Found]) -> dict[int, int | None]:
         """The task whose saved tensors each is fetched with: the last that leaves time for its copy, and
@@ -205,7 +211,9 @@ class _Reading:
         moments = [self._clock[asked[task]] for task in by_time]
         due, back = float("inf"), {}
         for one in sorted(found, key=lambda one: -one.asked):
-            due = min(due, self._clock[one.asked]) - self._step.tensors[one.tensor].bytes / self._link
+            due = (
+                min(due, self._clock[one.asked]) - self._step.tensors[one.tensor].bytes / self._link
+            )
             place = bisect_left(moments, due)
             if place == len(moments) or moments[place] > due:
                 place -= 1
@@ -227,7 +235,7 @@ class _Reading:
         for saved in self._profile.saved:
             for span in spans if saved.saver >= 0 else ():
                 inside = span.first <= saved.packed and saved.saver < span.last
-                if inside and saved.unpacked >= 0 and names[saved.packed]:
+                if inside and saved.unpacked >= 0 and names[saved.packed] not in _UNSEEN:
                     moments = found.setdefault(span, {})
                     known = moments.get(saved.packed, saved.unpacked)
                     moments[saved.packed] = min(known, saved.unpacked)
@@ -267,4 +275,3 @@ class _Reading:
         number = bisect_left(among, call.span.first) + run.ordinal
         inside = number < len(among) and among[number] < call.span.last
         return among[number] if inside else None
-
