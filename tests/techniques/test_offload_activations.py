@@ -249,7 +249,8 @@ def test_backward_may_ask_twice(order: str) -> None:
             loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
             loss.backward()  # type: ignore[no-untyped-call]
         for a, b in zip(plain.parameters(), model.parameters(), strict=True):
-            assert a.grad is not None and b.grad is not None
+            assert a.grad is not None
+            assert b.grad is not None
             assert torch.equal(a.grad.cpu(), b.grad.cpu())
         assert emulation.orders is None or emulation.orders.races() == []
 
@@ -275,7 +276,8 @@ def test_what_fails_in_the_middle_leaves_nothing(order: str) -> None:
         squared(model, batch).backward()  # type: ignore[no-untyped-call]
         squared(plain, batch).backward()  # type: ignore[no-untyped-call]
         for a, b in zip(plain.parameters(), model.parameters(), strict=True):
-            assert a.grad is not None and b.grad is not None
+            assert a.grad is not None
+            assert b.grad is not None
             assert torch.equal(a.grad.cpu(), b.grad.cpu())
         handle.revert()
         assert type(model) is nn.Sequential

@@ -55,7 +55,8 @@ class Planner:
     For an emulated device the options are chosen by what they cost there; predicted are the seconds here.
     `exclude` names techniques, places, or places of one technique (`recompute:Net.a`), that are not to be
     used; `allow` is the least equal result. `pins`: what holds in every plan (`planner.pins`).
-    `host_bytes`: what plans may take of the host's memory, None for no limit. Raises `UsageError` for pins that match nothing or contradict each other.
+    `host_bytes`: what plans may take of the host's memory, None for no limit. Raises `UsageError` for
+    pins that match nothing or contradict each other.
     """
 
     def __init__(

@@ -127,6 +127,7 @@ _SERVING = (
     "handles",
     "head",
     "hooks",
+    "host_state",
     "network",
     "overwriting",
     "places",

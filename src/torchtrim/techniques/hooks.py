@@ -34,7 +34,7 @@ def chains(unpack: F) -> F:
 
 def on_top() -> Hooks | None:
     """The innermost hooks that are on."""
-    found: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    found: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return found
 
 

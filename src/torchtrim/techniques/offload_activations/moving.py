@@ -29,7 +29,7 @@ class Mover:
     def streams(self) -> tuple[Any, Any]:
         """The stream outwards and the stream home."""
         if self._streams is None:
-            self._streams = torch.cuda.Stream(), torch.cuda.Stream()
+            self._streams = torch.cuda.Stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         return self._streams
 
     def take(self, size: int) -> tuple[torch.Tensor, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from functools import cached_property
-from itertools import accumulate
 from typing import NamedTuple
 
 from torchtrim.records.profile import Profile
@@ -25,7 +24,7 @@ _LEAST_SHARE = 0.002
 """A tensor of less than two thousandths of the peak is not worth two copies."""
 _LEAST_BYTES = 16_384
 _UNSEEN = frozenset(("", "detach", "alias", "lift_fresh"))
-"""What is no sign of how far a call is: operators that others than the program run, or that are not torch's."""
+"""No sign of how far a call is: operators that others than the program run, or that are not torch's."""
 _SECONDS_A_COPY = 2e-5
 """What it takes the host to queue a copy with its events, twice what a launch takes on most devices."""
 
@@ -85,7 +84,7 @@ class _Reading:
         self._reader = Reader(step, profile)
         self._link = device_of(profile).link
         self._least = max(simulate(step).peak_bytes * _LEAST_SHARE, _LEAST_BYTES)
-        self._clock = list(accumulate((task.seconds for task in step.tasks), initial=0.0))
+        self._clock = _clock(step)
         self._written: defaultdict[int, int] = defaultdict(lambda: -1)
         for index, task in enumerate(step.tasks):
             for tensor in task.writes:
@@ -275,3 +274,11 @@ class _Reading:
         number = bisect_left(among, call.span.first) + run.ordinal
         inside = number < len(among) and among[number] < call.span.last
         return among[number] if inside else None
+
+
+def _clock(step: Step) -> list[float]:
+    """When each task begins, in seconds, and when the last ends."""
+    moments = [0.0]
+    for task in step.tasks:
+        moments.append(moments[-1] + task.seconds)
+    return moments
