@@ -343,3 +343,18 @@ def test_a_source_that_is_let_go_too_early_is_caught(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Moved, "release", release)
     assert is_equal(original, run("mlp", where))
     assert not is_equal(original, run("mlp", where, "late"))
+
+
+def test_on_a_cpu_everything_stays() -> None:
+    """A plan for a device may be run where there is none."""
+    torch.manual_seed(0)
+    plain, batch = _mlp(3), torch.randn(ROWS)
+    model = copy.deepcopy(plain)
+    where = ("Sequential:gelu.0 until end from gelu.1", "Sequential:addmm.1 until gelu.2 from t.2")
+    TECHNIQUE.apply({"Sequential": model}, Technique(name=TECHNIQUE.name, where=where))
+    for one in (plain, model):
+        squared(one, batch).backward()  # type: ignore[no-untyped-call]
+    for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        assert torch.equal(a.grad, b.grad)

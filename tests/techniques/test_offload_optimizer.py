@@ -177,7 +177,7 @@ def test_groups_added_later_closures_and_frozen_parameters(order: str) -> None:
                 return loss
 
             losses = [optimizer.step(closure)]
-            rest = [p for p in net[4:].parameters()]
+            rest = list(net[4:].parameters())
             optimizer.add_param_group({"params": rest, "lr": 1e-2, "weight_decay": 0.1})
             losses += [optimizer.step(closure), optimizer.step(closure)]
             return [*values(net, optimizer), *(loss.detach().cpu() for loss in losses)]
@@ -252,3 +252,16 @@ def test_copies_are_of_the_plain_class() -> None:
         assert torch.equal(
             state["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"]
         )
+
+
+def test_on_a_cpu_it_changes_nothing() -> None:
+    """A plan for a device may be run where there is none."""
+    nets = [nn.Linear(8, 8), nn.Linear(8, 8)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    one, other = (torch.optim.AdamW(net.parameters(), 1e-3) for net in nets)
+    planned(other)
+    for net, optimizer in zip(nets, (one, other), strict=True):
+        for _ in range(2):
+            squared(net, torch.ones(4, 8)).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    assert is_equal(values(nets[0], one), values(nets[1], other))

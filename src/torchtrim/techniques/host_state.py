@@ -107,7 +107,10 @@ class HostState:
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            self._run(inner)
+            if any(p.is_cuda for group in optimizer.param_groups for p in group["params"]):
+                self._run(inner)
+            else:
+                inner()
             return loss
 
         return step
@@ -170,8 +173,10 @@ class HostState:
                 if host is not None and host is value:
                     yield parameter, key, host
 
-    def _written_back(self, part: Group) -> tuple[list[torch.Tensor], Any]:
+    def _written_back(self, part: Group) -> tuple[list[torch.Tensor], Any] | None:
         """The state of a part on its way to the host; what is on the device must be kept until the event."""
+        if not any(parameter.is_cuda for parameter in part["params"]):
+            return None
         out, _ = self._both()
         out.wait_stream(torch.cuda.current_stream())
         kept = []

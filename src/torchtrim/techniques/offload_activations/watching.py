@@ -185,7 +185,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return Saved(_apart(tensor), None, None, None)
         coming = call.coming[call.last] if call.last in self._triggers else None
         noted = call.noted.get(_number(tensor)) if type(tensor) in _PLAIN else None
-        if noted is None or tensor.is_conj() or tensor.is_neg():
+        if noted is None or not tensor.is_cuda or tensor.is_conj() or tensor.is_neg():
             return Saved(_apart(tensor), None, None, coming)
         moved = self._moved(call, noted.place, tensor)
         moved.packs += 1
