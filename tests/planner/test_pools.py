@@ -23,7 +23,7 @@ from torchtrim.techniques.base import Option, technique
 def profile() -> Profile:
     with emulate():
         torch.manual_seed(0)
-        inner = [part for _ in range(6) for part in (nn.Linear(64, 64), nn.GELU())]
+        inner = [part for _ in range(4) for part in (nn.Linear(64, 64), nn.GELU())]
         model = nn.Sequential(*inner).cuda()
         optimizer = torch.optim.SGD(model.parameters(), 1e-2)
         return torchtrim.record(
@@ -50,7 +50,7 @@ def test_a_plan_takes_no_more_of_the_host_than_it_may(profile: Profile) -> None:
     free = planner_of(profile, None, "recompute", "replay")
     wanted = host_bytes(profile, free)
     peaks = [free.floor.outcome.peak_bytes]
-    for share in (3, 2, 1, 0):
+    for share in (2, 0):
         limited = planner_of(profile, wanted * share // 4, "recompute", "replay")
         assert host_bytes(profile, limited) <= wanted * share // 4
         peaks.append(limited.floor.outcome.peak_bytes)
@@ -64,7 +64,7 @@ def test_a_joint_plan_is_never_slower_than_one_alone(profile: Profile) -> None:
         planner_of(profile, None, "recompute", "replay"),
         planner_of(profile, None, "offload_activations"),
     ]
-    for percent in (90, 80, 70, 60, 50):
+    for percent in (80, 60):
         budget = joint.simulated_original * percent // 100
         seconds = joint.plan(budget).predicted.step_seconds
         for one in alone:

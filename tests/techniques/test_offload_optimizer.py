@@ -21,7 +21,7 @@ from torchtrim.records.plan import Technique
 from torchtrim.techniques.host_state import HostState
 from torchtrim.techniques.offload_optimizer import TECHNIQUE
 
-ORDERS = ("", "early", "late", *(f"random:{seed}" for seed in draws.some(range(20))[:3]))
+ORDERS = draws.orders(20)
 Optimizer = torch.optim.Optimizer
 KINDS: dict[str, Callable[[Any], Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, 1e-2, momentum=0.9, nesterov=True),

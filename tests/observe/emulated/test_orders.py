@@ -17,7 +17,7 @@ from torchtrim.observe.emulated.orders import Order
 from torchtrim.observe.one_call import record_call
 
 Tensor = torch.Tensor
-ORDERS = ("early", "late", *(f"random:{seed}" for seed in draws.some(range(20))))
+ORDERS = draws.orders(50)
 EVERY = pytest.mark.parametrize("order", ORDERS)
 
 

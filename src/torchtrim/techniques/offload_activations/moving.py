@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections import defaultdict
 from typing import Any, NamedTuple
 
@@ -117,8 +119,9 @@ class Moved:
         self._mover.give(self._host, self._last)
 
     def __del__(self) -> None:
-        if hasattr(self, "_last") and torch is not None and torch.cuda is not None:
-            self.close()
+        if hasattr(self, "_last") and not sys.is_finalizing():
+            with contextlib.suppress(RuntimeError, AssertionError):  # the device is there no more
+                self.close()
 
 
 def _bytes_of(storage: Any, device: torch.device) -> torch.Tensor:
