@@ -20,17 +20,19 @@ from torchtrim.errors import ApplyFailed
 from torchtrim.observe.emulated import emulate
 from torchtrim.observe.workload import TrainStep
 from torchtrim.planner.planner import Planner
+from torchtrim.planner.pools import host_peak
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile
 from torchtrim.step.costs import on_device
 from torchtrim.step.edits import Edit
 from torchtrim.step.from_profile import step_of
-from torchtrim.step.simulate import simulate
+from torchtrim.step.simulate import simulate, timeline
 from torchtrim.step.step import Step
 from torchtrim.sync.model.devices import device_named
 from torchtrim.techniques.offload_activations import TECHNIQUE
 from torchtrim.techniques.offload_activations.moving import Mover
 from torchtrim.techniques.offload_activations.places import place_of
+from torchtrim.techniques.offload_activations.windows import PINNED
 
 ORDERS = draws.orders(20)
 
@@ -177,6 +179,8 @@ def test_every_bit_agrees_and_the_peak_is_the_planned_one(name: str) -> None:
         assert is_equal(original, planned), order
         assert planned.races == []
         assert planned.profile.peak_bytes == pytest.approx(predicted, rel=0.01), order
+        pinned = max(timeline(step_of(planned.profile), (), PINNED).before)
+        assert pinned == host_peak(step, edits)
 
 
 def test_it_is_planned_with_the_others_and_certified() -> None:
