@@ -29,6 +29,7 @@ from torchtrim.step.from_profile import step_of
 from torchtrim.step.simulate import simulate, timeline
 from torchtrim.step.step import Step
 from torchtrim.sync.model.devices import device_named
+from torchtrim.techniques.base import technique
 from torchtrim.techniques.offload_activations import TECHNIQUE
 from torchtrim.techniques.offload_activations.moving import Mover
 from torchtrim.techniques.offload_activations.places import place_of
@@ -199,24 +200,30 @@ def test_it_is_planned_with_the_others_and_certified() -> None:
                 assert fitted.planned.peak_bytes == pytest.approx(predicted, rel=0.01)
 
 
-def test_beside_replay() -> None:
-    """Replay watches modules with hooks of its own, and hands on what it does not drop."""
+BESIDE = {
+    "replay": "Sequential.0:gelu.0",
+    "recompute": "Sequential.2",
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_beside_others(name: str) -> None:
+    """Their hooks are within its own: what they do not drop they hand on."""
     original = run("norms")
-    step = priced(original.profile)
-    with emulate(streams="late"):
-        other = workload("norms")
-        where = every(step)[0]
-        roots = {"Sequential": other.model}
+    where = every(priced(original.profile))[0]
+    with emulate(streams="late") as emulation:
+        step = workload("norms")
+        roots = {"Sequential": step.model}
         TECHNIQUE.apply(roots, Technique(name=TECHNIQUE.name, where=tuple(where)))
-        again = Technique(name="replay", where=("Sequential.0:gelu.0",))
-        torchtrim.techniques.base.technique("replay").apply(roots, again)
+        technique(name).apply(roots, Technique(name=name, where=(BESIDE[name],)))
         torch.manual_seed(3)
         for number in range(2):
-            other.step(number)
-        planned = torchtrim.record(other)
-        left = [value.detach().cpu() for value in other.model.state_dict().values()]
+            step.step(number)
+        left = [value.detach().cpu() for value in step.model.state_dict().values()]
+        assert emulation.orders is not None
+        assert emulation.orders.races() == []
+        assert torch.cuda.max_memory_allocated() < original.profile.peak_bytes
     assert all(torch.equal(a, b) for a, b in zip(left, original.left, strict=False))
-    assert planned.peak_bytes < original.profile.peak_bytes
 
 
 def test_where_nothing_is_to_be_had_it_is_not_planned() -> None:
