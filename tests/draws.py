@@ -50,3 +50,9 @@ def some(cases: Sequence[T]) -> Sequence[T]:
         return cases
     chosen = random.Random(seed()).sample(range(len(cases)), count(len(cases)))
     return [cases[number] for number in sorted(chosen)]
+
+
+def orders(every: int) -> tuple[str, ...]:
+    """Orders of streams, as `--streams` takes them: early, late, and one random one, or all of so many."""
+    seeds = range(every) if is_full() else random.Random(seed()).sample(range(every), 1)
+    return ("early", "late", *(f"random:{number}" for number in seeds))

@@ -6,12 +6,13 @@ import pytest
 from torchtrim.cli import main
 
 RUNS = ("--module", "-m", "--steps", "--warmup", "--timeout", "--device", "--json", "--format")
-FITS = ("--memory", "--memory-kind", "--allow")
+FITS = ("--memory", "--memory-kind", "--host-memory", "--allow")
 PLANS = (*FITS, "--plan")
 OPTIONS = {
     "compare": ("--fail-on", "--json", "--format"),
     "diagnose": (
         *RUNS,
+        "--streams",
         "--out",
         "--no-source",
         "--fail-on",
@@ -42,6 +43,7 @@ OPTIONS = {
     "undo": (),
     "verify": (
         *RUNS,
+        "--streams",
         *("--out", "--no-source", "--plan", "--check", "--stream", "--frames", "--frames-of"),
     ),
 }
@@ -62,7 +64,7 @@ ARGUMENTS = {
     "undo": ("path",),
     "verify": ("script", "args"),
 }
-MOST_OPTIONS = 16
+MOST_OPTIONS = 17
 
 
 def verb(name: str) -> click.Command:

@@ -198,6 +198,19 @@ def test_streams_that_wait_for_each_other() -> None:
     assert rows(call) == {"stream-synchronize": 1}
 
 
+def test_streams_that_wait_for_each_other_many_times() -> None:
+    def call() -> None:
+        one, other = torch.cuda.Stream(), torch.cuda.Stream()
+        for _ in range(100):
+            one.wait_stream(other)
+            other.wait_stream(one)
+            torch.cuda.current_stream().wait_stream(other)
+            one.wait_stream(torch.cuda.current_stream())
+        made().sum().item()
+
+    assert rows(call) == {"item": 1}
+
+
 def test_a_wait_of_before_the_copy_does_not_help() -> None:
     def call() -> None:
         x, stream = made(), torch.cuda.Stream()

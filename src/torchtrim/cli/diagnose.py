@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from torchtrim.cli.options import request_of, runs_script, script_of, writes
+from torchtrim.cli.options import orders_streams, request_of, runs_script, script_of, writes
 from torchtrim.cli.output import command_for, folder_for, progress, show, write_files
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ _CAPTURE = "TT402"
 
 @click.command()
 @runs_script
+@orders_streams
 @writes
 @click.option("--fail-on", metavar="PRICE", help="Exit 1 if a finding costs 10ms, 50MiB or more.")
 @click.option("--max-syncs", type=click.IntRange(0), help="Exit 1 over this many waits a step.")

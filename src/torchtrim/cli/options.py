@@ -12,6 +12,7 @@ import click
 from torchtrim.api import DEVICES
 from torchtrim.cli.sources import put_right
 from torchtrim.errors import UsageError
+from torchtrim.units import parse_bytes
 
 if TYPE_CHECKING:
     from torchtrim.api import Request, Script
@@ -57,6 +58,13 @@ _DEVICE = click.option(
     help="cpu, cuda, emulated (a GPU on this CPU), or the name of one to emulate, such as "
     "a10g or h100. By default what the script uses.",
 )
+_STREAMS = click.option(
+    "--streams",
+    default="",
+    metavar="ORDER",
+    help="In which order an emulated device's streams do their work: early, late or random[:SEED], each as "
+    "far as the program's waits allow. By default at once.",
+)
 _SHOWN = (
     click.option(
         "--json",
@@ -95,6 +103,11 @@ def runs_script(function: F) -> F:
     for decorate in reversed((*_WHAT_RUNS, *_STEPS, _TIMEOUT, _DEVICE, *_SHOWN)):
         function = decorate(function)
     return function
+
+
+def orders_streams(function: F) -> F:
+    """The order in which the streams of an emulated device work."""
+    return _STREAMS(function)
 
 
 def estimates_script(function: F) -> F:
@@ -153,6 +166,11 @@ def fits(*, required: bool = True) -> Callable[[F], F]:
             metavar="WHAT",
             help="What a plan may change: bitwise, nothing at all; rounding, the order of additions.",
         )(function)
+        function = click.option(
+            "--host-memory",
+            metavar="B",
+            help="What a plan may take of the host's memory for what it offloads; all it wants by default.",
+        )(function)
         return click.option(
             "--memory",
             required=required,
@@ -199,6 +217,7 @@ def script_of(options: dict[str, Any]) -> Script:
         options["module"],
         options.get("device", "cpu"),
         options["timeout"],
+        options.get("streams", ""),
     )
     put_right(script.path or Path.cwd())
     return script
@@ -208,4 +227,9 @@ def request_of(options: dict[str, Any]) -> Request:
     """The request that the options make."""
     from torchtrim.api import Request
 
-    return Request(steps=options["steps"], warmup=options["warmup"])
+    host = options.get("host_memory")
+    return Request(
+        steps=options["steps"],
+        warmup=options["warmup"],
+        host_memory=None if host is None else parse_bytes(host, zero=True),
+    )

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from torchtrim.cli.options import counts_frames, request_of, runs_script, script_of, writes
+from torchtrim.cli.options import (
+    counts_frames,
+    orders_streams,
+    request_of,
+    runs_script,
+    script_of,
+    writes,
+)
 from torchtrim.cli.output import command_for, folder_for, progress, show, write_files
 from torchtrim.errors import UsageError
 
@@ -17,6 +24,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @runs_script
+@orders_streams
 @writes
 @click.option("--plan", "plan_path", type=click.Path(path_type=Path), help="The plan to verify.")
 @click.option(

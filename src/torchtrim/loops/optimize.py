@@ -151,6 +151,7 @@ class Fitting:
             script_sha256=sha256_of(path) if path else "",
             exclude=(*self._exclude, *self._dropped, *others),
             allow=allow,
+            host_bytes=self._request.host_memory,
             pins={
                 what: one for what, one in self._pins.items() if only in ("", what) or what == KEEP
             },

@@ -23,6 +23,7 @@ from torch._C._profiler import RecordScope
 from torch.autograd import profiler as autograd_profiler
 
 from torchtrim.observe.dry.run import current as current_dry
+from torchtrim.observe.emulated.device import current as current_emulation
 from torchtrim.observe.profilers import is_taken
 from torchtrim.observe.recorder import MARK, profiler_range
 from torchtrim.records.profile import is_emulated
@@ -170,13 +171,13 @@ class CudaAllocator:
 
     def start(self) -> None:
         """Reset the peaks."""
-        torch.cuda.synchronize(self._device)
+        self._settle()
         torch.cuda.reset_peak_memory_stats(self._device)
         self._before = torch.cuda.memory_allocated(self._device)
 
     def stop(self) -> Watched:
         """Read the peaks."""
-        torch.cuda.synchronize(self._device)
+        self._settle()
         return Watched(
             torch.cuda.max_memory_allocated(self._device) - self._before,
             torch.cuda.memory_allocated(self._device) - self._before,
@@ -184,6 +185,11 @@ class CudaAllocator:
             torch.cuda.max_memory_reserved(self._device),
             self._before,
         )
+
+    def _settle(self) -> None:
+        """Wait for the device; an emulated one counts as work is queued, and would hide races of a script."""
+        if current_emulation() is None:
+            torch.cuda.synchronize(self._device)
 
 
 class Unwatched:

@@ -12,6 +12,7 @@ import torch
 from torchtrim.observe.calls import heard_by, watch_device, watch_prints
 from torchtrim.observe.debug_mode import SyncCounter
 from torchtrim.observe.emulated.device import Emulation
+from torchtrim.observe.emulated.orders import Orders
 from torchtrim.observe.modes import tensors_among
 from torchtrim.observe.waits import RawSync, Waits, is_copy, rows_of
 from torchtrim.sync.table.base import Row
@@ -57,6 +58,8 @@ class Waiting:
 
     def __init__(self, emulation: Emulation | None, note: Callable[[RawSync], None]) -> None:
         self._emulation = emulation
+        self._orders = None if emulation is None else emulation.orders
+        self._note = note
         if emulation is not None:
             self._waits = Waits(emulation.tags.on_device, emulation.tags.is_pinned, note)
         else:
@@ -87,11 +90,15 @@ class Waiting:
     def listens(self, node: Any) -> bool:
         """Whether it wants to hear of an operator of which there is nothing to ask."""
         new = node is not None and node is not self._node
-        return new or self._counter is not None or self._waits.in_flight()
+        return (
+            new or self._orders is not None or self._counter is not None or self._waits.in_flight()
+        )
 
     def ran(self, ran: Ran, asking: Asking, node: Any, origin: FindsOrigin) -> None:
         """An operator has run, in backward for a node of autograd."""
         waits = self._waits
+        if self._orders is not None:
+            self._note_races(self._orders, ran.number)
         if waits.in_flight() and not asking.copies:
             written = (ran.args[at] for at, _ in ran.written if at < len(ran.args))
             waits.touched(ran.func, tensors_among(ran.args), tensors_among(written), ran.number)
@@ -110,6 +117,15 @@ class Waiting:
         if node is not None and node is not self._node:
             self._node = node
             waits.differentiated(node, tensors_among(ran.args), ran.number)
+
+    def _note_races(self, orders: Orders, number: int) -> None:
+        """Races that the operator shows: its own, or one that ran earlier and is to be changed."""
+        last = orders.clocks.last
+        if last is not None and last.operator < 0:
+            last.operator = number
+        for race in orders.races():
+            if race.access.operator >= 0:
+                self._note(RawSync(race.row, race.access.operator))
 
     def _lists(self, ran: Ran, origin: FindsOrigin) -> Iterator[torch.Tensor]:
         """Indices that the call made of a list: on a device torch makes them there."""

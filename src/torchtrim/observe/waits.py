@@ -218,13 +218,27 @@ class Waits:
 
         So is the work that the stream was ordered after by then.
         """
+        reached = self._reached(stream, self._clock if until is None else until)
         for flights in (self._downloads, self._uploads):
             for key, flight in list(flights.items()):
-                if flight.stream == stream and (until is None or flight.serial <= until):
+                if flight.serial <= reached.get(flight.stream, -1):
                     del flights[key]
-        for join in self._joins.get(stream, ()):
-            if until is None or join.serial <= until:
-                self._arrived(join.stream, join.until)
+
+    def _reached(self, stream: int, until: int) -> dict[int, int]:
+        """How far each stream is done where one is done until a moment. The latest joins are looked at first,
+        so that streams that wait for each other again and again are gone through once."""
+        reached: dict[int, int] = {}
+        waiting = [(stream, until)]
+        while waiting:
+            number, moment = waiting.pop()
+            before = reached.get(number, -1)
+            if moment <= before:
+                continue
+            reached[number] = moment
+            for join in self._joins.get(number, ()):
+                if before < join.serial <= moment:
+                    waiting.append((join.stream, join.until))
+        return reached
 
 
 def rows_of(func: Any) -> tuple[Row, ...]:

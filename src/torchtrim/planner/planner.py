@@ -13,6 +13,7 @@ from torchtrim.planner.by_hand import by_hand
 from torchtrim.planner.front import Front, Point
 from torchtrim.planner.pins import Patterns, Pinned, overlap
 from torchtrim.planner.plans import made_plan
+from torchtrim.planner.pools import within_host
 from torchtrim.planner.problem import Problem
 from torchtrim.planner.solvers.exact import Exact
 from torchtrim.planner.solvers.integer import Answer, Integer
@@ -54,8 +55,9 @@ class Planner:
     What overwrites its input costs nothing, so whatever may does, in every plan that changes something.
     For an emulated device the options are chosen by what they cost there; predicted are the seconds here.
     `exclude` names techniques, places, or places of one technique (`recompute:Net.a`), that are not to be
-    used; `allow` is the least equal result. `pins`: what holds in every plan (`planner.pins`). Raises
-    `UsageError` for pins that match nothing or contradict each other.
+    used; `allow` is the least equal result. `pins`: what holds in every plan (`planner.pins`).
+    `host_bytes`: what plans may take of the host's memory, None for no limit. Raises `UsageError` for
+    pins that match nothing or contradict each other.
     """
 
     def __init__(
@@ -68,12 +70,14 @@ class Planner:
         exclude: Collection[str] = (),
         allow: Equivalence = "BITWISE",
         pins: Patterns | None = None,
+        host_bytes: int | None = None,
     ) -> None:
         self.profile = profile
         self._fingerprint = dict(fingerprint)
         self._sha256 = script_sha256
         self._exclude = frozenset(exclude)
         self._allow = allow
+        self._host_bytes = host_bytes
         self._step = step_of(profile, step_seconds)
         self._priced = _priced(self._step)
         self._answers: dict[int, Answer] = {}
@@ -142,6 +146,7 @@ class Planner:
             fingerprint={},
             exclude=self._exclude,
             allow=self._allow,
+            host_bytes=self._host_bytes,
         )
         without = free.floor.outcome.peak_bytes + smallest - self.floor.outcome.peak_bytes
         return f"Without [pins] {format_bytes(without)} would do. "
@@ -228,7 +233,8 @@ class Planner:
     def _overwriting(self) -> tuple[Step, list[tuple[Option, Edit]]]:
         """The step in which what may overwrites its input, and what else can be done in it."""
         step = self._overwritten(self._priced, self._free)
-        return step, [pair for pair in self._edits(step) if not pair[1].overwrites]
+        costly = [pair for pair in self._edits(step) if not pair[1].overwrites]
+        return step, within_host(step, costly, self._host_bytes)
 
     @cached_property
     def _forced(self) -> list[tuple[Option, Edit]]:

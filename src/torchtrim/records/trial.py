@@ -23,7 +23,8 @@ class Request(Struct, frozen=True, kw_only=True):
     `texts`: what files, by absolute path, are run as instead. `probes`: expressions to look at.
     `measured`: figures are wanted, not only evidence. `exported`: the file of a module whose `apply`
     replaces the plan's. `traced`: the number of a step of which every operator is recorded with a digest of
-    what it gave, -1 for none.
+    what it gave, -1 for none. `streams`: the order of an emulated device's streams; at once where it is empty.
+    `host_memory`: bytes that a plan may take of the host's, None for no limit.
     """
 
     plan: Plan | None = None
@@ -41,6 +42,8 @@ class Request(Struct, frozen=True, kw_only=True):
     measured: bool = True
     exported: str = ""
     traced: int = -1
+    streams: str = ""
+    host_memory: int | None = None
 
     @property
     def total(self) -> int:
@@ -59,13 +62,14 @@ class Call(Struct, frozen=True, kw_only=True):
 class Step(Struct, kw_only=True):
     """One step: digests by `(quantity, name)` joined with a colon, in the order they were seen.
 
-    `calls`: each kind of call of a root once. `inputs`: digests of what roots were called with.
+    `calls`: each kind of call of a root once. `inputs`: digests of what roots were called with. A loss that is
+    not a number is None, as JSON has it.
     """
 
     digests: dict[str, str] = {}
     calls: list[Call] = []
     inputs: dict[str, str] = {}
-    losses: list[float] = []
+    losses: list[float | None] = []
     seconds: float = 0.0
     peak_bytes: int = 0
     reserved_bytes: int | None = None

@@ -8,6 +8,11 @@ copied to the device; and a tensor that a line makes in ordinary memory only to 
 `non_blocking=True`, which frees the memory at once. A wait of any kind on the copy's stream ends
 the danger, also one that the program did not mean for it.
 
+With `--streams`, on an emulated device, also each line that uses on one stream what another has not
+finished: reads what it writes, writes over what it reads, or lets memory go while it is in use. Then
+the streams do their work in the order that was asked for (`early`, `late`, `random:SEED`), so that a
+wrong value shows on a CPU.
+
 ## Why is this bad?
 
 Nothing fails: now and then the numbers are those of the step before, or zeros. Such a bug was in

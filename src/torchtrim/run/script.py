@@ -23,13 +23,17 @@ _TAIL_BYTES = 4000
 
 
 class Script(NamedTuple):
-    """A script or, with `module`, a module to run as one. `timeout` in seconds is for one run."""
+    """A script or, with `module`, a module to run as one. `timeout` in seconds is for one run.
+
+    `streams`: the order of an emulated device's streams: `early`, `late`, `random` or `random:SEED`.
+    """
 
     target: str
     args: tuple[str, ...] = ()
     module: bool = False
     device: str | None = None
     timeout: float = 600.0
+    streams: str = ""
 
     @property
     def path(self) -> Path | None:

@@ -15,6 +15,7 @@ from torchtrim.errors import ApplyFailed, PlannedStepFailed, ScriptFailed, Usage
 from torchtrim.memory.peak import holders
 from torchtrim.observe.build import Setting
 from torchtrim.observe.dry.run import dry_run
+from torchtrim.observe.emulated.orders import Order
 from torchtrim.observe.snapshot import Snapshot
 from torchtrim.observe.workload import Inference, TrainStep
 from torchtrim.records.trial import Crash, Request, Trial
@@ -50,12 +51,15 @@ def _run_script(script: Script, request: Request, folder: Path, progress: Progre
         )
     if script.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: there is no CUDA device here. Leave it out, or say cpu.")
+    _check_streams(script)
     task = Task(
         target=script.target if script.module else str(script.path),
         module=script.module,
         args=script.args,
         project=str(script.project),
-        request=msgspec.structs.replace(request, device=script.device),
+        request=msgspec.structs.replace(
+            request, device=script.device, streams="" if request.dry else script.streams
+        ),
     )
     ended = run_script(
         script,
@@ -74,6 +78,18 @@ def _run_script(script: Script, request: Request, folder: Path, progress: Progre
         error = crash_error(trial, trial.crash, ended.output)
         raise _of_plan(error, trial.crash.place) if _is_planned(request, error) else error
     return trial
+
+
+def _check_streams(script: Script) -> None:
+    """Raises `UsageError` for an order of streams that is none, and where there are no streams to order."""
+    if not script.streams:
+        return
+    Order.parse(script.streams)
+    if script.device in ("cpu", "cuda"):
+        raise UsageError(
+            f"--streams {script.streams} is about the streams of an emulated device: leave --device "
+            f"{script.device} out, or say --device emulated."
+        )
 
 
 def _run_live(

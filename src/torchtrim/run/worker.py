@@ -26,6 +26,7 @@ from torchtrim.observe.dry.run import current as current_dry
 from torchtrim.observe.dry.run import dry_run
 from torchtrim.observe.emulated.device import Emulation
 from torchtrim.observe.emulated.model import model_named
+from torchtrim.observe.emulated.orders import Order
 from torchtrim.observe.emulated.start import OnDemand
 from torchtrim.observe.places import line_of
 from torchtrim.observe.probes import Probes
@@ -66,7 +67,8 @@ class Runner:
         self._task = msgspec.json.decode((folder / TASK).read_bytes(), type=Task)
         self._written = False
         request = self._task.request
-        self._emulation = Emulation(model_named(request.device))
+        order = Order.parse(request.streams) if request.streams else None
+        self._emulation = Emulation(model_named(request.device), order)
         device = request.device or ""
         if device not in ("", "cpu", "cuda"):
             device = self._emulation.device

@@ -126,6 +126,8 @@ _SERVING = (
     "fingerprint",
     "handles",
     "head",
+    "hooks",
+    "host_state",
     "network",
     "overwriting",
     "places",

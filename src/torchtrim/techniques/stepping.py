@@ -26,7 +26,7 @@ class Stepping:
     """
 
     def __init__(self, where: str, optimizer: torch.optim.Optimizer, around: Around) -> None:
-        _refuse(where, optimizer)
+        refuse(where, optimizer)
         self._optimizer = optimizer
         self._own: Any = optimizer.__dict__.get("step")
         self._around: Around | None = around
@@ -70,7 +70,7 @@ def run_in_chunks(most: int) -> Around:
     @contextlib.contextmanager
     def around(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         whole = optimizer.param_groups
-        optimizer.param_groups = [part for group in whole for part in _cut(group, most)]
+        optimizer.param_groups = [part for group in whole for part in cut(group, most)]
         try:
             yield
         finally:
@@ -108,7 +108,8 @@ def run_fused(where: str, optimizer: torch.optim.Optimizer) -> Around:
     return around
 
 
-def _cut(group: Group, most: int) -> list[Group]:
+def cut(group: Group, most: int) -> list[Group]:
+    """A group as groups of at most so many bytes, or of one parameter; those without a gradient go."""
     parts: list[list[torch.Tensor]] = []
     total = 0
     for parameter in group["params"]:
@@ -131,7 +132,8 @@ def _counts_to_devices(optimizer: torch.optim.Optimizer) -> None:
             optimizer.state[parameter]["step"] = count.to(parameter.device)
 
 
-def _refuse(where: str, optimizer: torch.optim.Optimizer) -> None:
+def refuse(where: str, optimizer: torch.optim.Optimizer) -> None:
+    """Raises `ApplyFailed` for an optimizer that cannot be taken apart, or has step hooks."""
     kind = type(optimizer)
     if f"{kind.__module__}.{kind.__qualname__}" not in ONE_BY_ONE:
         raise ApplyFailed(

@@ -8,12 +8,14 @@ from collections.abc import Iterator
 import torch
 
 from torchtrim.errors import UsageError
+from torchtrim.observe.calls import heard_by
 from torchtrim.observe.emulated.autocast import Autocast
 from torchtrim.observe.emulated.composites import Composites
 from torchtrim.observe.emulated.construction import Construction
 from torchtrim.observe.emulated.mode import Accelerator
 from torchtrim.observe.emulated.model import DEFAULT, DeviceModel
 from torchtrim.observe.emulated.moves import Mover
+from torchtrim.observe.emulated.orders import Order, Orders
 from torchtrim.observe.emulated.patches import Patches
 from torchtrim.observe.emulated.runtime import Runtime
 from torchtrim.observe.emulated.surroundings import (
@@ -37,11 +39,17 @@ _running: list[Emulation] = []
 
 
 class Emulation:
-    """One emulated device between `begin` and `end`. `notes` say what it did not do as a device would."""
+    """One emulated device between `begin` and `end`. `notes` say what it did not do as a device would.
 
-    def __init__(self, model: DeviceModel = DEFAULT) -> None:
+    `order`: in which order its streams do their work; at once where it is None.
+    """
+
+    def __init__(self, model: DeviceModel = DEFAULT, order: Order | None = None) -> None:
         self.accelerator = Accelerator()
         self.tags = self.accelerator.tags
+        self.orders = None if order is None else Orders(order, self.tags)
+        self.accelerator.orders = self.orders
+        self._hearing = contextlib.ExitStack()
         self.notes: set[str] = set()
         self.device = f"emulated {model.short}" if model.short else "emulated"
         self._patches = Patches()
@@ -69,6 +77,8 @@ class Emulation:
         patch_parallel(patches, mover)
         patch_compile(patches, self.notes)
         patch_files(patches, tags)
+        if self.orders is not None:
+            self._hearing.enter_context(heard_by(self.orders))
         enter_below(self.accelerator)
         _running.append(self)
 
@@ -83,6 +93,9 @@ class Emulation:
     def end(self) -> None:
         """Put everything back. Tensors that lay on the device are plain CPU tensors from then on."""
         _running.remove(self)
+        if self.orders is not None:
+            self.orders.finish()
+        self._hearing.close()
         leave(self.accelerator)
         self._patches.undo()
 
@@ -93,9 +106,12 @@ def current() -> Emulation | None:
 
 
 @contextlib.contextmanager
-def emulate(model: DeviceModel = DEFAULT) -> Iterator[Emulation]:
-    """Emulate a CUDA device for a while; nothing is done where there is a real one."""
-    emulation = Emulation(model)
+def emulate(model: DeviceModel = DEFAULT, streams: str = "") -> Iterator[Emulation]:
+    """Emulate a CUDA device for a while; nothing is done where there is a real one.
+
+    `streams`: the order of their work, as `--streams` takes it. Raises `UsageError`.
+    """
+    emulation = Emulation(model, Order.parse(streams) if streams else None)
     emulation.begin()
     try:
         yield emulation

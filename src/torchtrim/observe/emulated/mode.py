@@ -13,6 +13,7 @@ from torch._C._autograd import _get_sequence_nr
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtrim.errors import Unsupported
+from torchtrim.observe.emulated.orders import Orders
 from torchtrim.observe.emulated.tags import HOST, Tags
 from torchtrim.observe.modes import has_own_dispatch, is_composite, run_parts, tensors_among
 from torchtrim.observe.storages import PLAIN
@@ -88,7 +89,8 @@ class Accelerator(TorchDispatchMode):
     An operator is on the device if it says so or one of its tensors does. `target` is where the copy
     that runs now is to go: on the device, to the host, or where it comes from (None). `adopts`: tensors
     of the host that meet some of the device are taken to lie there too. `composites`: operators that are
-    made of others differently than on the CPU, and how.
+    made of others differently than on the CPU, and how. `orders`: in which order streams do their work, None
+    for at once.
     """
 
     supports_higher_order_operators = True
@@ -101,6 +103,7 @@ class Accelerator(TorchDispatchMode):
         self._pid = os.getpid()
         self._was_on = False
         self.adopts = False
+        self.orders: Orders | None = None
         self.composites: dict[Any, Any] = {}
         self._numbers: set[int] = set()
 
@@ -143,11 +146,15 @@ class Accelerator(TorchDispatchMode):
             self._settle(func, known, args, host)
         if known.takes_numbers and self._is_number_on_device(args):
             self._numbers.add(_get_sequence_nr() - 1)
+        met = on
         if kwargs:
             on, kwargs = self._placed(known, on, args, kwargs)
         elif known.copies and self.moving.target is not None:
             on = self.moving.target
-        result = self._run(func, args, kwargs)
+        if self.orders is not None and (met or on):
+            result = self.orders.run(self._run, func, args, kwargs, down=met and not on)
+        else:
+            result = self._run(func, args, kwargs)
         if on:
             self._put(self._made(known, result))
         elif self.tags.any_open() and any(map(self.tags.is_open, tensors_among(args))):

@@ -185,7 +185,7 @@ def patch_reads(patches: Patches, mover: Mover, accelerator: Accelerator) -> Non
     own_parameter_deepcopy = patches.replace(torch.nn.Parameter, "__deepcopy__", parameter_deepcopy)
     patches.replace(Tensor, "pin_memory", pin_memory)
     patches.replace(Tensor, "is_pinned", lambda self, device=None: tags.is_pinned(self))
-    patches.replace(Tensor, "record_stream", lambda self, stream: None)
+    patches.replace(Tensor, "record_stream", _keep(accelerator))
     patches.replace(Tensor, "is_shared", _is_shared(tags))
 
 
@@ -255,6 +255,14 @@ def _overridable(method: Any, name: str | None = None) -> Any:
         return method(self, *args, **kwargs)
 
     return call
+
+
+def _keep(accelerator: Accelerator) -> Any:
+    def record_stream(self: Any, stream: Any) -> None:
+        if accelerator.orders is not None:
+            accelerator.orders.keep(self, stream)
+
+    return record_stream
 
 
 def _is_shared(tags: Tags) -> Any:

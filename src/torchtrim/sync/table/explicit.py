@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torchtrim.sync.table.asks import no_operator
 from torchtrim.sync.table.base import Evidence, Row
-from torchtrim.sync.table.sources import native, pytorch
+from torchtrim.sync.table.sources import installed, native, pytorch
 
 _ALLOCATOR = "c10/cuda/CUDACachingAllocator.cpp"
 
@@ -109,4 +109,46 @@ ASYNC_SOURCE = Row(
     advice="Use two buffers in turn, each with an event.",
 )
 
-ROWS = (SYNCHRONIZE, STREAM, EVENT, EMPTY_CACHE, GRAPH, BARRIER, UNLISTED, ASYNC_READ, ASYNC_SOURCE)
+
+def _race(name: str, what: str, when: str, advice: str, *evidence: Evidence) -> Row:
+    return Row(
+        name=name,
+        code="TT105",
+        what=what,
+        when=f"{when}: a race, and no wait; told with `--streams`",
+        operators=(),
+        waits=no_operator,
+        evidence=evidence,
+        advice=advice,
+    )
+
+
+STREAM_READ = _race(
+    "stream-read",
+    "What another stream computes or copies is read too early",
+    "the stream has not waited for the stream that wrote it last",
+    "Have the stream that reads wait first: `reading.wait_stream(writing)`, or an event after the write.",
+    installed("torch/cuda/_sanitizer.py", 226, "what a stream has seen of the others' work"),
+)
+
+STREAM_WRITE = _race(
+    "stream-write",
+    "What another stream may still be reading or writing is written over",
+    "the stream has not waited for all that use the memory",
+    "Record an event after the other stream's last use, and wait for it before the write.",
+    installed("torch/cuda/_sanitizer.py", 226, "what a stream has seen of the others' work"),
+)
+
+STREAM_FREE = _race(
+    "stream-free",
+    "A tensor is used on a stream that may still be at work when its memory goes to another tensor",
+    "it was freed, and its own stream has neither waited nor been told by `record_stream`",
+    "Keep the tensor until its own stream has waited for an event after that use, or call "
+    "`tensor.record_stream(stream)`.",
+    installed("torch/_tensor_docs.py", 3988, "the allocator knows only the stream of origin"),
+)
+
+ROWS = (
+    *(SYNCHRONIZE, STREAM, EVENT, EMPTY_CACHE, GRAPH, BARRIER, UNLISTED, ASYNC_READ, ASYNC_SOURCE),
+    *(STREAM_READ, STREAM_WRITE, STREAM_FREE),
+)

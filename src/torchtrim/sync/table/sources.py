@@ -14,6 +14,11 @@ def pytorch(path: str, line: int, note: str) -> Evidence:
     return Evidence(repository=REPOSITORY, ref=REF, path=path, line=line, note=note)
 
 
+def installed(path: str, line: int, note: str) -> Evidence:
+    """A line of PyTorch's Python, read in the release 2.13."""
+    return Evidence(repository=REPOSITORY, ref="v2.13.0", path=path, line=line, note=note)
+
+
 def since_2_15(line: int, note: str) -> Evidence:
     """A line of what indexing became in torch 2.15, whose header says it."""
     path = "aten/src/ATen/TensorIndexing.h"

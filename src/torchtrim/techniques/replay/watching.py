@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtrim.techniques.base import Handle, Handles
 from torchtrim.techniques.failing import note
+from torchtrim.techniques.hooks import Handed, Hooks, is_chained, on_top
 from torchtrim.techniques.places import module_at
 from torchtrim.techniques.replay.places import Place, Run, place_of
 from torchtrim.techniques.replay.recipes import NEVER, SELF, Kept, Noise, Part, Recipe, Saved, Step
@@ -106,6 +107,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._noted: dict[int, _Noted] = {}
         self._readers: dict[int, list[Recipe]] = {}
         self._resting = False
+        self._outer: Hooks | None = None
         self._hooks = self._pack, _unpack
 
     @classmethod
@@ -119,8 +121,8 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def may_watch(self) -> bool:
         """Whether hooks would act: under those of others, such as a checkpoint's, these alone do."""
-        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        return top is None or top[1] is _unpack
+        top = on_top()
+        return top is None or top[1] is _unpack or is_chained(top)
 
     def run(self, call: _Call, forward: Callable[[], Any]) -> Any:
         """A call that is watched."""
@@ -128,6 +130,8 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             if len(self._calls) > 1:
                 return forward()
+            top = on_top()
+            self._outer = top if is_chained(top) else None
             with torch.autograd.graph.saved_tensors_hooks(*self._hooks), self:
                 return forward()
         except Exception as error:
@@ -272,6 +276,9 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if noted is not None:
             self._keep(noted.recipe, tensor)
             return Saved(_part(noted.recipe, tensor))
+        if self._outer is not None:
+            pack, unpack = self._outer
+            return Handed(unpack, pack(tensor))
         if tensor.grad_fn is None:
             return Kept(tensor)
         with torch._C._DisableTorchDispatch():
@@ -281,7 +288,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 
-def _unpack(saved: Saved | Kept) -> torch.Tensor:
+def _unpack(saved: Saved | Kept | Handed) -> torch.Tensor:
     return saved.get()
 
 

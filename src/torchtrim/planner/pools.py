@@ -1,0 +1,49 @@
+"""Keeps what a plan may put into memory of the host within a budget of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torchtrim.memory.curve import bytes_over_time
+from torchtrim.step.edits import Block, Edit
+from torchtrim.step.step import DEVICE, Step
+from torchtrim.techniques.base import Option
+
+Pair = tuple[Option, Edit]
+
+
+def within_host(step: Step, pairs: Sequence[Pair], host_bytes: int | None) -> list[Pair]:
+    """The options of which all together take no more of the host's memory than there is.
+
+    Those come first that free the most bytes for the longest; what takes none of it stays. None: no limit.
+    """
+    if host_bytes is None:
+        return list(pairs)
+    taken: list[Block] = []
+    admitted: set[int] = set()
+    order = sorted(range(len(pairs)), key=lambda number: -_area(pairs[number][1]))
+    for number in order:
+        blocks = host_blocks(pairs[number][1])
+        if _highest(step, [*taken, *blocks]) <= host_bytes:
+            taken += blocks
+            admitted.add(number)
+    return [pair for number, pair in enumerate(pairs) if number in admitted or not _area(pair[1])]
+
+
+def host_peak(step: Step, edits: Sequence[Edit]) -> int:
+    """The highest bytes of the host's memory that these edits take."""
+    return _highest(step, [block for edit in edits for block in host_blocks(edit)])
+
+
+def host_blocks(edit: Edit) -> list[Block]:
+    """What an edit puts into memory of the host."""
+    return [block for block in edit.blocks if block.pool != DEVICE]
+
+
+def _area(edit: Edit) -> int:
+    return sum(block.bytes * (block.last - block.first) for block in host_blocks(edit))
+
+
+def _highest(step: Step, blocks: Sequence[Block]) -> int:
+    lives = ((block.bytes, block.first, block.last) for block in blocks)
+    return max(bytes_over_time(len(step.tasks), lives), default=0)

@@ -1,0 +1,43 @@
+"""Hooks on saved tensors of several techniques at once: autograd runs the innermost alone.
+
+Those that let others be within them are marked; the inner ones hand what they do not keep themselves to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+F = TypeVar("F", bound=Callable[..., Any])
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+_MARK = "_torchtrim_chains"
+
+
+class Handed(NamedTuple):
+    """What the outer hooks made of a tensor."""
+
+    unpack: Callable[[Any], torch.Tensor]
+    packed: Any
+
+    def get(self) -> torch.Tensor:
+        """The tensor."""
+        return self.unpack(self.packed)
+
+
+def chains(unpack: F) -> F:
+    """Mark hooks, by how they unpack, as such that inner ones hand on to."""
+    setattr(unpack, _MARK, True)
+    return unpack
+
+
+def on_top() -> Hooks | None:
+    """The innermost hooks that are on."""
+    found: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return found
+
+
+def is_chained(hooks: Hooks | None) -> bool:
+    """Whether inner hooks may hand on to these."""
+    return hooks is not None and hasattr(hooks[1], _MARK)

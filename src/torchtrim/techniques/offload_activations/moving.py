@@ -1,0 +1,129 @@
+"""Moves storages to the host and back, on two streams that last."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import defaultdict
+from typing import Any, NamedTuple
+
+import torch
+
+
+class View(NamedTuple):
+    """How a tensor lies in its storage."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Mover:
+    """The streams of one plan, and its pinned memory, which is taken once and used again."""
+
+    def __init__(self) -> None:
+        self._streams: tuple[Any, Any] | None = None
+        self._free: defaultdict[int, list[tuple[torch.Tensor, Any]]] = defaultdict(list)
+        self.pinned_bytes = 0
+
+    @property
+    def streams(self) -> tuple[Any, Any]:
+        """The stream outwards and the stream home."""
+        if self._streams is None:
+            self._streams = torch.cuda.Stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        return self._streams
+
+    def take(self, size: int) -> tuple[torch.Tensor, Any]:
+        """Pinned memory, and the event that its next use must wait for, if any."""
+        if self._free[size]:
+            return self._free[size].pop()
+        self.pinned_bytes += size
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True), None
+
+    def give(self, memory: torch.Tensor, after: Any) -> None:
+        """Give pinned memory back; its next use waits for an event."""
+        self._free[memory.numel()].append((memory, after))
+
+
+class Moved:
+    """One storage as autograd saved it: on the device, on the host, or on both while copies run.
+
+    Made as it is saved, with `packs` counted by whoever saves a view of it. It may be asked for in several
+    backward passes. Nothing waits on the host; streams wait for each other's events.
+    """
+
+    def __init__(self, mover: Mover, storage: Any, device: torch.device) -> None:
+        self.packs = 0
+        self._asked = 0
+        self._mover = mover
+        self._device = device
+        self._here: torch.Tensor | None = _bytes_of(storage, device)
+        self._arrived: Any = None
+        out, _ = mover.streams
+        self._host, after = mover.take(storage.nbytes())
+        out.wait_stream(torch.cuda.current_stream())
+        if after is not None:
+            out.wait_event(after)
+        with torch.cuda.stream(out):
+            self._host.copy_(self._here, non_blocking=True)
+        self._saved = out.record_event()
+        self._last = self._saved
+        self._is_original = True
+
+    def release(self) -> None:
+        """Let the original go on the device, once it is copied."""
+        if self._is_original and self._here is not None:
+            torch.cuda.current_stream().wait_event(self._saved)
+            self._here = None
+            self._is_original = False
+
+    def fetch(self) -> None:
+        """Begin to bring it back, where it is not there or under way."""
+        if self._here is not None:
+            return
+        compute = torch.cuda.current_stream()
+        _, home = self._mover.streams
+        buffer = torch.empty(self._host.numel(), dtype=torch.uint8, device=self._device)
+        home.wait_stream(compute)
+        home.wait_event(self._saved)
+        with torch.cuda.stream(home):
+            buffer.copy_(self._host, non_blocking=True)
+        self._here, self._arrived = buffer, home.record_event()
+        self._last = self._arrived
+
+    def get(self, view: View) -> torch.Tensor:
+        """A view of it on the device, which what is queued next may read."""
+        self.fetch()
+        assert self._here is not None
+        self._land()
+        tensor = torch.empty(0, dtype=view.dtype, device=self._device)
+        tensor.set_(self._here.untyped_storage(), view.offset, view.size, view.stride)
+        self._asked += 1
+        if self._asked >= self.packs and not self._is_original:
+            self._asked, self._here = 0, None
+        return tensor
+
+    def _land(self) -> None:
+        """Have compute wait for the copy home."""
+        if self._arrived is not None:
+            torch.cuda.current_stream().wait_event(self._arrived)
+            self._arrived = None
+
+    def close(self) -> None:
+        """Nobody asks any more: what copies run is waited for before memory goes to others."""
+        if self._is_original and self._here is not None:
+            torch.cuda.current_stream().wait_event(self._saved)
+        self._land()
+        self._here = None
+        self._mover.give(self._host, self._last)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_last") and not sys.is_finalizing():
+            with contextlib.suppress(RuntimeError, AssertionError):  # the device is there no more
+                self.close()
+
+
+def _bytes_of(storage: Any, device: torch.device) -> torch.Tensor:
+    whole = torch.empty(0, dtype=torch.uint8, device=device)
+    return whole.set_(storage, 0, (storage.nbytes(),), (1,))

@@ -1,0 +1,60 @@
+"""How a plan writes what is offloaded: `Net:gelu.3 until addmm.9 from addmm.12`."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from torchtrim.errors import ApplyFailed
+from torchtrim.techniques.replay.places import Run
+
+_RUN = r"\w+(?:\.\d+)?"
+_WHERE = re.compile(
+    rf"(?P<root>[^:]+):(?P<made>{_RUN})(?:/(?P<result>\d+))? until (?P<until>{_RUN}) from (?P<trigger>{_RUN})"
+)
+END = Run("end", 0)
+"""In place of an operator: when the call of the root ends."""
+
+
+class Place(NamedTuple):
+    """What an operator of a root's call makes, its result of that number.
+
+    It is let go when operator `until` begins, and fetched when backward comes to what `trigger` saved.
+    """
+
+    root: str
+    made: Run
+    result: int
+    until: Run
+    trigger: Run
+
+    def __str__(self) -> str:
+        result = f"/{self.result}" if self.result else ""
+        until = "end" if self.until == END else _text(self.until)
+        return f"{self.root}:{_text(self.made)}{result} until {until} from {_text(self.trigger)}"
+
+
+def place_of(where: str) -> Place:
+    """The place that a plan names. Raises `ApplyFailed` for what is none."""
+    match = _WHERE.fullmatch(where)
+    if match is None:
+        raise ApplyFailed(
+            f"cannot read {where!r} as a place. Write a root, what makes the tensor, when it is let go and "
+            "when it is fetched, such as Net:gelu.3 until addmm.9 from addmm.12."
+        )
+    return Place(
+        match["root"],
+        _run(match["made"]),
+        int(match["result"] or 0),
+        _run(match["until"]),
+        _run(match["trigger"]),
+    )
+
+
+def _text(run: Run) -> str:
+    return f"{run.name}.{run.ordinal}"
+
+
+def _run(text: str) -> Run:
+    name, _, ordinal = text.partition(".")
+    return Run(name, int(ordinal or 0))

@@ -1,0 +1,62 @@
+"""Offload of activations: what autograd saved lies on the host until backward needs it again.
+
+A large activation is copied to pinned memory of the host as soon as autograd has saved it, while the device
+computes on; its memory on the device is let go later in forward, when the copy has had its time. Backward
+brings it back ahead of its use. Values are copied, so every bit stays.
+
+`where` says all of that: `Net:gelu.3 until addmm.9 from addmm.12` is what the fourth gelu of a call of
+`Net` makes; it is let go when the tenth addmm begins (`until end`: when the call ends), and fetched when
+backward comes to what the thirteenth addmm saved. Operators are counted over the whole call of the root,
+its modules included; `native_dropout.0/1` is the second result of an operator.
+
+A storage is moved once, however many views of it autograd saved, and parameters never, since no operator of
+the step made them. Copies run on two streams of their own. The device's copy is let go at the planned
+operator, which waits for the copy, so that the peak is that of the plan and no matter of luck. What was
+written in place before it was saved is copied as it was saved. Saved tensors may be asked for twice. Under
+hooks of others, such as a checkpoint's of the script's own, and where autograd saved something else than
+was planned, everything stays on the device.
+
+On a CPU there is nothing to gain, and it is never planned. How long copies take is modelled by the link of
+the named device, as if every candidate was offloaded, so that few of them wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from torchtrim.records.finding import Equivalence
+from torchtrim.records.plan import Technique
+from torchtrim.step.edits import Edit
+from torchtrim.step.step import Step
+from torchtrim.techniques.base import Handle, Option
+from torchtrim.techniques.offload_activations.places import place_of
+from torchtrim.techniques.offload_activations.windows import edit_of, windows_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class OffloadActivations:
+    """`where` holds places such as `Net:gelu.3 until addmm.9 from addmm.12`."""
+
+    name = "offload_activations"
+    equivalence: Equivalence = "BITWISE"
+
+    def options(self, step: Step) -> Sequence[Option]:
+        """Each large tensor whose copies have the time that they take, in the order of backward."""
+        windows = windows_of(step)
+        return [Option(self.name, str(place), spans) for place, spans in windows.items()]
+
+    def edits(self, step: Step, option: Option) -> Edit | None:
+        """The tensor is gone in between, and a copy is on the host."""
+        return edit_of(step, place_of(option.where))
+
+    def apply(self, roots: Mapping[str, nn.Module], technique: Technique) -> Handle:
+        """Watch the roots. Raises `ApplyFailed`, the model as it was."""
+        from torchtrim.techniques.offload_activations.watching import watch
+
+        return watch(roots, technique.where)
+
+
+TECHNIQUE = OffloadActivations()

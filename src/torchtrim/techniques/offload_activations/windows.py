@@ -1,0 +1,284 @@
+"""Which tensors of a step can be on the host for a while, from when to when, and what that changes."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from functools import cached_property
+from typing import NamedTuple
+
+from torchtrim.records.profile import Profile
+from torchtrim.records.remembered import remembered
+from torchtrim.rules.prices import device_of
+from torchtrim.step.edits import Block, Drop, Edit, Insert, Need, joined
+from torchtrim.step.simulate import simulate
+from torchtrim.step.step import DEVICE, Call, Span, Step
+from torchtrim.techniques.offload_activations.places import END, Place
+from torchtrim.techniques.replay.places import Run
+from torchtrim.techniques.replay.reading import Reader
+
+PINNED = "pinned"
+"""The pool of what is offloaded."""
+_STATE = frozenset(("parameter", "buffer", "optimizer_state", "gradient", "input"))
+_LEAST_SHARE = 0.002
+"""A tensor of less than two thousandths of the peak is not worth two copies."""
+_LEAST_BYTES = 16_384
+_UNSEEN = frozenset(("", "detach", "alias", "lift_fresh"))
+"""No sign of how far a call is: operators that others than the program run, or that are not torch's."""
+_SECONDS_A_COPY = 2e-5
+"""What it takes the host to queue a copy with its events, twice what a launch takes on most devices."""
+
+
+class Found(NamedTuple):
+    """A tensor in one call: when it was saved first, when backward asks first, and until when it is held."""
+
+    tensor: int
+    holds: tuple[int, ...]
+    savers: tuple[int, ...]
+    packed: int
+    asked: int
+    until: int
+
+
+class Window(NamedTuple):
+    """From when a tensor is gone, and from when it is back; 0 seconds where nothing waits."""
+
+    gone: int
+    back: int
+    stall: float
+
+
+@remembered
+def windows_of(step: Step) -> dict[Place, tuple[Span, ...]]:
+    """What can be offloaded, with the calls that it is about, in the order in which backward asks for it."""
+    profile = step.profile
+    if profile is None or profile.device.startswith("cpu") or not profile.saved_known:
+        return {}
+    planner = reading_of(step)
+    places = (planner.places(call) for call in planner.first_calls())
+    return {place: planner.spans(place.root) for found in places for place in found}
+
+
+def edit_of(step: Step, place: Place) -> Edit | None:
+    """What a place changes in all calls of its root; None where it is not there in each, or gains nothing."""
+    if step.profile is None:
+        return None
+    planner = reading_of(step)
+    edits = [planner.edit(call, place) for call in planner.calls(place.root)]
+    if not edits or None in edits:
+        return None
+    return joined(edit for edit in edits if edit is not None)
+
+
+@remembered
+def reading_of(step: Step) -> _Reading:
+    """What is known of a step."""
+    assert step.profile is not None
+    return _Reading(step, step.profile)
+
+
+class _Reading:
+    def __init__(self, step: Step, profile: Profile) -> None:
+        self._step = step
+        self._profile = profile
+        self._reader = Reader(step, profile)
+        self._link = device_of(profile).link
+        self._least = max(simulate(step).peak_bytes * _LEAST_SHARE, _LEAST_BYTES)
+        self._clock = _clock(step)
+        self._written: defaultdict[int, int] = defaultdict(lambda: -1)
+        for index, task in enumerate(step.tasks):
+            for tensor in task.writes:
+                self._written[tensor] = index
+
+    def calls(self, root: str) -> list[Call]:
+        """The calls of a root, in which autograd saved something."""
+        modules = self._step.modules
+        return [
+            call
+            for call in self._step.calls
+            if call.graded and modules[call.module].parent < 0 and modules[call.module].path == root
+        ]
+
+    def first_calls(self) -> list[Call]:
+        """The first call of each root."""
+        modules = self._step.modules
+        roots = dict.fromkeys(m.path for m in modules if m.parent < 0)
+        return [calls[0] for root in roots if (calls := self.calls(root))]
+
+    def spans(self, root: str) -> tuple[Span, ...]:
+        """The tasks of a root's calls."""
+        return tuple(call.span for call in self.calls(root))
+
+    def places(self, call: Call) -> list[Place]:
+        """The places of a call, those first that backward asks for first."""
+        found = self._candidates(call)
+        gone = self._outwards(call, found)
+        back = self._homewards(call, found)
+        places = []
+        for one in sorted(found, key=lambda one: one.asked):
+            until, trigger = gone[one.tensor], back[one.tensor]
+            if trigger is not None and until < self._asked(call)[trigger]:
+                places.append(self._place(call, one, until, trigger))
+        return places
+
+    def edit(self, call: Call, place: Place) -> Edit | None:
+        """What a place changes in one call."""
+        tensor = self._made(call, place)
+        one = self._candidate(call, tensor) if tensor is not None else None
+        until = call.span.last if place.until == END else self._task(call, place.until)
+        trigger = self._task(call, place.trigger)
+        if one is None or until is None or trigger is None:
+            return None
+        back = min(self._asked(call).get(trigger, one.asked), one.asked)
+        if not one.packed < until < back:
+            return None
+        return self._edit(one, until, back)
+
+    def _edit(self, one: Found, until: int, back: int) -> Edit:
+        size = self._step.tensors[one.tensor].bytes
+        seconds = size / self._link
+        out = max(seconds - (self._clock[until] - self._clock[one.packed + 1]), 0.0)
+        home = max(seconds - (self._clock[one.asked] - self._clock[back]), 0.0)
+        return Edit(
+            drops=tuple(Drop(one.tensor, hold) for hold in one.holds),
+            needs=(Need(one.tensor, until),),
+            blocks=(
+                Block(size, back, one.until),
+                Block(size, one.packed + 1, one.until, PINNED),
+            ),
+            inserts=(
+                Insert(until, _SECONDS_A_COPY + out, 0),
+                Insert(back, _SECONDS_A_COPY + home, size, size),
+            ),
+            claims=tuple(Span(saver, saver + 1) for saver in one.savers),
+        )
+
+    def _candidates(self, call: Call) -> list[Found]:
+        """What is worth it, in the order in which it was saved."""
+        numbers = range(len(self._step.tensors))
+        found = [one for number in numbers if (one := self._candidate(call, number)) is not None]
+        return sorted(found, key=lambda one: (one.packed, one.tensor))
+
+    def _candidate(self, call: Call, number: int) -> Found | None:
+        tensor = self._step.tensors[number]
+        if tensor.bytes < self._least or tensor.pool != DEVICE or tensor.kind in _STATE:
+            return None
+        if not call.span.first <= tensor.birth < call.span.last:
+            return None
+        holds = [(place, hold) for place, hold in enumerate(tensor.holds) if hold.saver >= 0]
+        asked = [hold.asked for _, hold in holds if hold.asked >= 0]
+        within = all(call.span.first <= hold.saver < call.span.last for _, hold in holds)
+        if not asked or not within:
+            return None
+        packed = min(hold.packed for _, hold in holds)
+        if self._written[number] > packed or self._reader.names[tensor.birth] in _UNSEEN:
+            return None
+        return Found(
+            number,
+            tuple(place for place, _ in holds),
+            tuple(sorted({hold.saver for _, hold in holds})),
+            max(packed, tensor.birth),
+            min(asked),
+            max(hold.until for _, hold in holds),
+        )
+
+    def _outwards(self, call: Call, found: list[Found]) -> dict[int, int]:
+        """The task at which each may be let go: when the link has copied it, and all before it."""
+        free, gone = 0.0, {}
+        for one in found:
+            start = max(free, self._clock[one.packed + 1])
+            free = start + self._step.tensors[one.tensor].bytes / self._link
+            used = max(
+                (h.until for h in self._step.tensors[one.tensor].holds if h.saver < 0), default=0
+            )
+            done = max(bisect_left(self._clock, free), one.packed + 2, min(used, call.span.last))
+            gone[one.tensor] = self._named_from(call, done)
+        return gone
+
+    def _named_from(self, call: Call, task: int) -> int:
+        """The first task from one on that a plan can name; the end of the call where there is none."""
+        names = self._reader.names
+        return next(
+            (i for i in range(task, call.span.last) if names[i] not in _UNSEEN), call.span.last
+        )
+
+    def _homewards(self, call: Call, found: list[Found]) -> dict[int, int | None]:
+        """The task whose saved tensors each is fetched with: the last that leaves time for its copy, and
+        those that are asked for later."""
+        asked = self._asked(call)
+        by_time = sorted(asked, key=asked.__getitem__)
+        moments = [self._clock[asked[task]] for task in by_time]
+        due, back = float("inf"), {}
+        for one in sorted(found, key=lambda one: -one.asked):
+            due = (
+                min(due, self._clock[one.asked]) - self._step.tensors[one.tensor].bytes / self._link
+            )
+            place = bisect_left(moments, due)
+            if place == len(moments) or moments[place] > due:
+                place -= 1
+            back[one.tensor] = by_time[max(place, 0)] if by_time else None
+        return back
+
+    def _asked(self, call: Call) -> dict[int, int]:
+        """For tasks after which autograd saved something: the task at which backward first asks for that."""
+        return self._asked_of(call.span)
+
+    def _asked_of(self, span: Span) -> dict[int, int]:
+        return self._all_asked.get(span, {})
+
+    @cached_property
+    def _all_asked(self) -> dict[Span, dict[int, int]]:
+        found: dict[Span, dict[int, int]] = {}
+        spans = [c.span for c in self._step.calls if self._step.modules[c.module].parent < 0]
+        names = self._reader.names
+        for saved in self._profile.saved:
+            for span in spans if saved.saver >= 0 else ():
+                inside = span.first <= saved.packed and saved.saver < span.last
+                if inside and saved.unpacked >= 0 and names[saved.packed] not in _UNSEEN:
+                    moments = found.setdefault(span, {})
+                    known = moments.get(saved.packed, saved.unpacked)
+                    moments[saved.packed] = min(known, saved.unpacked)
+        return found
+
+    def _place(self, call: Call, one: Found, until: int, trigger: int) -> Place:
+        task = self._step.tensors[one.tensor].birth
+        made = self._step.tasks[task].makes
+        result = made.index(one.tensor) if one.tensor in made else 0
+        gone = END if until >= call.span.last else self._run(call, until)
+        root = self._step.modules[call.module].path
+        return Place(root, self._run(call, task), result, gone, self._run(call, trigger))
+
+    def _made(self, call: Call, place: Place) -> int | None:
+        """The tensor that a place names."""
+        task = self._task(call, place.made)
+        made = self._step.tasks[task].makes if task is not None else ()
+        number = made[place.result] if place.result < len(made) else None
+        return number if number is not None and self._step.tensors[number].birth == task else None
+
+    @cached_property
+    def _among(self) -> dict[str, list[int]]:
+        found: defaultdict[str, list[int]] = defaultdict(list)
+        for index, name in enumerate(self._reader.names):
+            if self._step.tasks[index].phase == "forward":
+                found[name].append(index)
+        return dict(found)
+
+    def _run(self, call: Call, task: int) -> Run:
+        name = self._reader.names[task]
+        among = self._among[name]
+        return Run(name, bisect_left(among, task) - bisect_left(among, call.span.first))
+
+    def _task(self, call: Call, run: Run) -> int | None:
+        """The task of a call that a plan names."""
+        among = self._among.get(run.name, [])
+        number = bisect_left(among, call.span.first) + run.ordinal
+        inside = number < len(among) and among[number] < call.span.last
+        return among[number] if inside else None
+
+
+def _clock(step: Step) -> list[float]:
+    """When each task begins, in seconds, and when the last ends."""
+    moments = [0.0]
+    for task in step.tasks:
+        moments.append(moments[-1] + task.seconds)
+    return moments

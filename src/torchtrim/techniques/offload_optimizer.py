@@ -1,0 +1,125 @@
+"""Offload of the optimizer: its state lies on the host, and comes over in parts while it steps.
+
+The moments of Adam take twice what the parameters take, and nothing but `step` needs them. Here they lie in
+pinned memory of the host. A step takes `chunk_bytes` of parameters at a time: the state of the next ones is
+fetched and that of the last ones is written back while these are updated, by the optimizer's own step on
+the device. Every element goes through the same arithmetic, so every bit stays. State of two parts is on the
+device at most, and none of it between steps.
+
+The optimizer stays the user's own object: schedulers, clipping, accumulation, scalers, `zero_grad`,
+parameter groups that are added later and closures are as before. `state_dict` gives the state as it is, on
+the host; a plain optimizer loads it, and this one loads a plain one's. Whoever reads `optimizer.state`
+between steps waits until it has been written back. Optimizers that are not torch's own, and step hooks, are
+refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torchtrim.errors import ApplyFailed
+from torchtrim.records.finding import Equivalence
+from torchtrim.records.plan import Technique
+from torchtrim.rules.prices import device_of
+from torchtrim.step.edits import Block, Drop, Edit, Insert, joined
+from torchtrim.step.optimizers import Seen, chunked, launches_seconds, rise, seen_of, without
+from torchtrim.step.step import DEVICE, Step
+from torchtrim.techniques.base import Handle, Handles, Option
+from torchtrim.techniques.places import optimizer_at
+
+_PARTS = (4, 16, 64)
+_LEAST_BYTES = 1024
+"""Below that a tensor of the state is a count of steps, which stays."""
+
+
+class OffloadOptimizer:
+    """`where` names optimizers (`AdamW`, a second one `AdamW#2`). `chunk_bytes`: of parameters, at a time."""
+
+    name = "offload_optimizer"
+    equivalence: Equivalence = "BITWISE"
+
+    def options(self, step: Step) -> Sequence[Option]:
+        """Parts of several sizes, for every optimizer that has state on a device."""
+        if step.profile is None or step.profile.device.startswith("cpu"):
+            return []
+        found = []
+        for name, calls in seen_of(step).items():
+            if any(_states(step, seen) for seen in calls):
+                total = max(sum(_sizes(step, seen)) for seen in calls)
+                spans = tuple(seen.span for seen in calls)
+                for most in dict.fromkeys(max(total // parts, 1) for parts in _PARTS):
+                    found.append(Option(self.name, name, spans, None, (("chunk_bytes", most),)))
+        return found
+
+    def edits(self, step: Step, option: Option) -> Edit | None:
+        """State is gone but for two parts of it, while the optimizer steps."""
+        most = int(dict(option.settings)["chunk_bytes"])
+        calls = seen_of(step).get(option.where, [])
+        return joined(_edit(step, seen, most) for seen in calls) if calls else None
+
+    def apply(self, roots: Mapping[str, Any], technique: Technique) -> Handle:
+        """Move the state, and give the optimizers a `step` that fetches it. Raises `ApplyFailed`."""
+        from torchtrim.techniques.host_state import HostState
+
+        handles = Handles()
+        most = technique.options.get("chunk_bytes")
+        try:
+            for where in technique.where:
+                if not isinstance(most, int) or most < 1:
+                    raise ApplyFailed(
+                        f"`{where}`: offload_optimizer needs `chunk_bytes`, how many bytes of parameters are "
+                        f"updated at a time, and the plan has {most!r}. Plan again."
+                    )
+                handles.add(HostState(where, optimizer_at(roots, where), most))
+        except BaseException:
+            handles.revert()
+            raise
+        return handles
+
+
+TECHNIQUE = OffloadOptimizer()
+
+
+def _edit(step: Step, seen: Seen, most: int) -> Edit:
+    assert step.profile is not None
+    sizes = _sizes(step, seen)
+    chunks = chunked(seen.step.updates, sizes, most)
+    parts = [sum(step.tensors[n].bytes for n in _of(step, seen, chunk)) for chunk in chunks]
+    states = _states(step, seen)
+    total = sum(step.tensors[number].bytes for number in states)
+    highest = max((rise(step, seen, chunk) for chunk in chunks), default=0)
+    two = max((a + b for a, b in zip(parts, [*parts[1:], 0], strict=True)), default=0)
+    link = device_of(step.profile).link
+    own = sum(step.tasks[task].seconds for task in range(*seen.span))
+    seconds = max(total / link - own, 0.0) + 2 * max(parts, default=0) / link
+    seconds += launches_seconds(step, seen, len(chunks))
+    edit = without(step, seen)
+    return edit._replace(
+        drops=(*edit.drops, *(d for number in states for d in _drops(step, number))),
+        blocks=(Block(total, 0, len(step.tasks), "pinned"),),
+        inserts=(Insert(seen.span.first, seconds, highest + two),),
+    )
+
+
+def _states(step: Step, seen: Seen) -> list[int]:
+    """The tensors of the state that are worth it."""
+    return _of(step, seen, range(len(seen.step.updates)))
+
+
+def _of(step: Step, seen: Seen, chunk: Sequence[int]) -> list[int]:
+    states = (number for update in chunk for number in seen.step.updates[update].states)
+    found = dict.fromkeys(states)
+    return [
+        number
+        for number in found
+        if step.tensors[number].pool == DEVICE and step.tensors[number].bytes >= _LEAST_BYTES
+    ]
+
+
+def _drops(step: Step, number: int) -> list[Drop]:
+    return [Drop(number, hold) for hold in range(len(step.tensors[number].holds))]
+
+
+def _sizes(step: Step, seen: Seen) -> list[int]:
+    return [step.tensors[update.parameter].bytes for update in seen.step.updates]
