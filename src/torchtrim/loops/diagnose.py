@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
+from torchtrim.errors import NothingTrains
 from torchtrim.loops.findings import report_of
 from torchtrim.loops.optimize import Fitting
 from torchtrim.loops.settings import with_settings
 from torchtrim.records.finding import Finding
 from torchtrim.records.profile import Profile
 from torchtrim.records.report import Result
-from torchtrim.records.trial import Request
+from torchtrim.records.trial import Request, Trial
 from torchtrim.rules.prices import priced
 from torchtrim.rules.registry import diagnose
 from torchtrim.run.trials import Progress, Workload
+
+TAKEN_AS_CALLS = "the script runs no backward, so a step is a call of its model"
 
 
 def record(workload: Workload, warmup: int, progress: Progress) -> Profile:
@@ -34,5 +39,15 @@ def diagnose_report(
     workload: Workload, request: Request, *, progress: Progress = lambda _: None
 ) -> Result:
     """What is wasteful in a step, with its figures."""
-    trial = Fitting(workload, request, progress).observe()
+    trial = _observed(workload, request, progress)
     return Result(report_of("diagnose", workload, trial), trial.profile)
+
+
+def _observed(workload: Workload, request: Request, progress: Progress) -> Trial:
+    """A step, or a call where the script trains nothing."""
+    try:
+        return Fitting(workload, request, progress).observe()
+    except NothingTrains:
+        trial = Fitting(workload, replace(request, infers=True), progress).observe()
+        trial.notes += (TAKEN_AS_CALLS,)
+        return trial

@@ -11,7 +11,13 @@ import msgspec
 import torch
 from torch.utils.checkpoint import CheckpointError
 
-from torchtrim.errors import ApplyFailed, PlannedStepFailed, ScriptFailed, UsageError
+from torchtrim.errors import (
+    ApplyFailed,
+    NothingTrains,
+    PlannedStepFailed,
+    ScriptFailed,
+    UsageError,
+)
 from torchtrim.memory.peak import holders
 from torchtrim.observe.build import Setting
 from torchtrim.observe.dry.run import dry_run
@@ -194,7 +200,9 @@ def crash_error(trial: Trial, crash: Crash, output: str) -> Exception:
     learnt = _learnt(trial, crash)
     trace = crash.traceback or output
     if crash.kind == "no step":
-        return ScriptFailed(_no_step(trial), learnt=learnt, traceback=output)
+        only_runs = bool(trial.fingerprint) and not (trial.backwards or trial.request.infers)
+        kind = NothingTrains if only_runs else ScriptFailed
+        return kind(_no_step(trial), learnt=learnt, traceback=output)
     if "EOFError" in crash.message:
         return ScriptFailed(
             "the script reads standard input, and torchtrim gives it none, since it runs the script "

@@ -33,6 +33,7 @@ from torchtrim.observe.sources import Sources
 from torchtrim.observe.stream_frames import StreamFrames
 from torchtrim.records.files import write_atomically
 from torchtrim.records.trial import Crash, Request, Trial
+from torchtrim.run.eagerly import NOTE, Eagerly
 from torchtrim.run.script import OUTCOME, STATUS, TASK
 from torchtrim.run.session import Session
 from torchtrim.run.wide import Wide
@@ -70,6 +71,7 @@ class Runner:
         device = request.device or ""
         if device not in ("", "cpu", "cuda"):
             device = self._emulation.device
+        self._eagerly = Eagerly()
         self._probes = Probes(request.probes)
         probed = [probe.path for probe in request.probes]
         self._sources = Sources(request.texts, self._probes, probed)
@@ -94,6 +96,7 @@ class Runner:
         with self._dry():
             self._emulate()
             self._sources.install()
+            self._eagerly.install()
             _say(self._folder, "the script starts")
             self._write(self._run_watched())
 
@@ -174,6 +177,7 @@ class Runner:
             crash = None
         session.finish()
         trial.notes += tuple(sorted(self._emulation.notes))
+        trial.notes += (NOTE,) if self._eagerly.asked else ()
         if (dry := current_dry()) is not None:
             trial.notes += dry.guesses.notes()
             trial.batch_size = dry.batch_size
