@@ -10,17 +10,28 @@ PAGE = Path(__file__).parents[2] / "docs" / "programs.md"
 _MIB = 2**20
 _HEAD = """# Public programs, as they are
 
-`diagnose` and `optimize --memory 60%` on programs that torchtrim was not written for: unmodified, made small by
-their command lines alone, with generated data, on two cores of a loaded machine. `python -m bench.strangers`
-makes this page; each program, its commit and its arguments are in `bench/strangers/programs.toml`, all figures
-in `bench/results`. Seconds are of one run each, so they tell the order only.
+`diagnose` and `optimize --memory 60%` on programs that torchtrim was not written for: unmodified, made small
+by their command lines alone, with generated data, on two cores of a loaded machine. `python -m
+bench.strangers` makes this page; each program, its commit and its arguments are in
+`bench/strangers/programs.toml`, all figures in `bench/results`. Seconds are of one run each.
 
 *Reached* is the measured peak of the plan, in percent of the original's; where the budget is missed it is
 the smallest found. *Alone* is the script's own time for five steps.
 
-| program | kind | peak MiB | reached | with rounding | verdict | levers | alone s | diagnose s | optimize s | findings |
-|---|---|---|---|---|---|---|---|---|---|---|
 """
+_COLUMNS = (
+    "program",
+    "kind",
+    "peak MiB",
+    "reached",
+    "with rounding",
+    "verdict",
+    "levers",
+    "alone s",
+    "diagnose s",
+    "optimize s",
+    "findings",
+)
 
 
 def rows_of(report: dict[str, Any]) -> dict[str, Any]:
@@ -47,7 +58,8 @@ def rows_of(report: dict[str, Any]) -> dict[str, Any]:
 
 def write_page(rows: list[dict[str, Any]]) -> None:
     """Write the page."""
-    PAGE.write_text(_HEAD + "".join(_line(row) for row in rows))
+    head = f"| {' | '.join(_COLUMNS)} |\n|{'---|' * len(_COLUMNS)}\n"
+    PAGE.write_text(_HEAD + head + "".join(_line(row) for row in rows))
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -33,7 +33,9 @@ from torchtrim.techniques.apply import apply_plan
 from torchtrim.techniques.base import Handle
 from torchtrim.techniques.fingerprint import fingerprint_of
 
-_BY_HAND = "no optimizer of torch.optim steps: a step ends where parameters were changed by hand after a backward"
+_BY_HAND = (
+    "no optimizer of torch.optim steps, so a step ends where the script changed parameters itself"
+)
 Progress = Callable[[str], None]
 
 
