@@ -78,7 +78,8 @@ class Trial(Struct, kw_only=True):
 
     `notes` say what an emulated device did not do as a real one would, and what a dry run assumed.
     `batch_size` is what a script's loaders gave in a dry run, None where none was seen. `call_bytes`: what
-    the plans of the models' calls say that a call needs, None where a part has none.
+    the plans of the models' calls say that a call needs, None where a part has none. `processes`: how many
+    the script started by itself, loaders' workers not counted.
     """
 
     request: Request
@@ -89,6 +90,7 @@ class Trial(Struct, kw_only=True):
     forwards: int = 0
     backwards: int = 0
     optimizer_steps: int = 0
+    processes: int = 0
     fingerprint: dict[str, str] = {}
     seeds: Literal["script", "torchtrim"] = "torchtrim"
     rss_bytes: int | None = None

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 NOTE = (
     "the script uses torch.compile: what it compiles was run eagerly here, and every figure is of that. "
@@ -26,17 +27,25 @@ class Eagerly:
         self._told = told
 
     def install(self) -> None:
-        """Stand in for `torch.compile`; `Module.compile` and the decorator call it too."""
+        """Stand in for `torch.compile`, the decorator too, and for `Module.compile`."""
         original = torch.compile
 
         @functools.wraps(original)
         def compile_nothing(model: Any = None, **options: Any) -> Any:
-            if not self.asked:
-                self.asked = True
-                torch.compiler.set_stance("force_eager")
-                self._told()
+            self._ask()
             for unused in ("backend", "mode", "options"):
                 options.pop(unused, None)
             return original(model, backend="eager", **options)
 
+        @functools.wraps(nn.Module.compile)
+        def stay_eager(_module: nn.Module, *_: Any, **__: Any) -> None:
+            self._ask()
+
         torch.compile = compile_nothing  # type: ignore[assignment]
+        nn.Module.compile = stay_eager  # type: ignore[assignment, method-assign]
+
+    def _ask(self) -> None:
+        if not self.asked:
+            self.asked = True
+            torch.compiler.set_stance("force_eager")
+            self._told()

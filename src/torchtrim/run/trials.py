@@ -200,9 +200,7 @@ def crash_error(trial: Trial, crash: Crash, output: str) -> Exception:
     learnt = _learnt(trial, crash)
     trace = crash.traceback or output
     if crash.kind == "no step":
-        only_runs = bool(trial.fingerprint) and not (trial.backwards or trial.request.infers)
-        kind = NothingTrains if only_runs else ScriptFailed
-        return kind(_no_step(trial), learnt=learnt, traceback=output)
+        return _kind_of_no_step(trial)(_no_step(trial), learnt=learnt, traceback=output)
     if "EOFError" in crash.message:
         return ScriptFailed(
             "the script reads standard input, and torchtrim gives it none, since it runs the script "
@@ -217,7 +215,18 @@ def crash_error(trial: Trial, crash: Crash, output: str) -> Exception:
     return ScriptFailed(f"the script failed: {crash.message}", learnt=learnt, traceback=trace)
 
 
+def _kind_of_no_step(trial: Trial) -> type[ScriptFailed]:
+    trains = trial.backwards or trial.processes or trial.request.infers
+    return NothingTrains if trial.fingerprint and not trains else ScriptFailed
+
+
 def _no_step(trial: Trial) -> str:
+    if trial.processes:
+        return (
+            f"the script started {trial.processes} process(es) of its own and trained nothing in the one "
+            "that torchtrim runs, so there is no step to record. Have it train in a single process: most "
+            "scripts have an option for that."
+        )
     if trial.request.infers:
         return (
             f"the script ended after {trial.forwards} calls of its models, and {trial.request.total} are "

@@ -34,6 +34,7 @@ from torchtrim.observe.stream_frames import StreamFrames
 from torchtrim.records.files import write_atomically
 from torchtrim.records.trial import Crash, Request, Trial
 from torchtrim.run.eagerly import NOTE, Eagerly
+from torchtrim.run.own_processes import OwnProcesses
 from torchtrim.run.script import OUTCOME, STATUS, TASK
 from torchtrim.run.session import Session
 from torchtrim.run.wide import Wide
@@ -72,6 +73,7 @@ class Runner:
         if device not in ("", "cpu", "cuda"):
             device = self._emulation.device
         self._eagerly = Eagerly()
+        self._processes = OwnProcesses()
         self._probes = Probes(request.probes)
         probed = [probe.path for probe in request.probes]
         self._sources = Sources(request.texts, self._probes, probed)
@@ -97,6 +99,7 @@ class Runner:
             self._emulate()
             self._sources.install()
             self._eagerly.install()
+            self._processes.install()
             _say(self._folder, "the script starts")
             self._write(self._run_watched())
 
@@ -181,6 +184,7 @@ class Runner:
         if (dry := current_dry()) is not None:
             trial.notes += dry.guesses.notes()
             trial.batch_size = dry.batch_size
+        trial.processes = self._processes.started
         trial.observed = self._probes.observed()
         if crash is None and not trial.steps:
             crash = Crash(kind="no step", message="the script ended, and no step was complete")
