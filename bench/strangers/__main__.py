@@ -81,8 +81,9 @@ class Place(NamedTuple):
 
 def programs() -> list[Program]:
     """All of `programs.toml`."""
-    found = tomllib.loads((HERE / "programs.toml").read_text())["program"]
-    return msgspec.convert(found, list[Program])
+    found = tomllib.loads((HERE / "programs.toml").read_text())
+    rows = [{**row, "commit": found["commits"][row["repository"]]} for row in found["program"]]
+    return msgspec.convert(rows, list[Program])
 
 
 def prepared(program: Program, place: Place, name: str) -> Path:

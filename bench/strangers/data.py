@@ -94,6 +94,14 @@ def characters(folder: Path, length: int = 50_000) -> None:
     (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
 
 
+def shards(folder: Path, length: int = 50_000) -> None:
+    """Text by characters in two files of 16-bit numbers; the first is for validation."""
+    folder.mkdir(parents=True, exist_ok=True)
+    draw = numpy.random.default_rng(0)
+    for number in range(2):
+        draw.integers(0, 65, length, dtype=numpy.uint16).tofile(folder / f"data{number:02d}.bin")
+
+
 def words(folder: Path, lines: int = 3000) -> None:
     """`train.txt`, `valid.txt` and `test.txt`."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -171,6 +179,7 @@ GENERATORS: dict[str, Callable[[Path], None]] = {
     "classes": classes,
     "masks": masks,
     "characters": characters,
+    "shards": shards,
     "words": words,
     "text": text,
     "enwik8": enwik8,
