@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C import _current_autograd_node
+from torch.autograd.graph import GradientEdge
 from torch.compiler import is_dynamo_compiling
 from torch.jit import ScriptModule
 from torch.optim.optimizer import (
@@ -201,11 +202,14 @@ class Watcher:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             if not self._here():
                 return original(tensors, *args, **kwargs)
-            several = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+            one = isinstance(tensors, (torch.Tensor, GradientEdge))
+            several = (tensors,) if one else tuple(tensors)
             self.backwards += 1
-            self._listener.backward_starts(several)
+            self._listener.backward_starts(
+                tuple(each for each in several if isinstance(each, torch.Tensor))
+            )
             try:
-                return original(tensors, *args, **kwargs)
+                return original(several, *args, **kwargs)
             finally:
                 self._listener.backward_ends()
                 if self._alone():

@@ -47,10 +47,13 @@ class Request(Struct, frozen=True, kw_only=True):
 
 
 class Step(Struct, kw_only=True):
-    """One step: digests by `(quantity, name)` joined with a colon, in the order they were seen."""
+    """One step: digests by `(quantity, name)` joined with a colon, in the order they were seen.
+
+    A loss that is not finite, which JSON cannot say, is None.
+    """
 
     digests: dict[str, str] = {}
-    losses: list[float] = []
+    losses: list[float | None] = []
     seconds: float = 0.0
     peak_bytes: int = 0
     reserved_bytes: int | None = None
