@@ -43,6 +43,8 @@ _OFFLINE = {
     "WANDB_MODE": "disabled",
     "TOKENIZERS_PARALLELISM": "false",
     "MPLBACKEND": "Agg",
+    "PYTHONFAULTHANDLER": "1",
+    "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1",
 }
 
 
@@ -78,6 +80,10 @@ class Place(NamedTuple):
     library: str
     scratch: Path
 
+    def copy_of(self, program: Program, name: str) -> Path:
+        """Where a copy of the program is; several may run at once."""
+        return self.scratch / "copies" / program.name.replace(" ", "-").replace(",", "") / name
+
 
 def programs() -> list[Program]:
     """All of `programs.toml`."""
@@ -89,7 +95,7 @@ def programs() -> list[Program]:
 def prepared(program: Program, place: Place, name: str) -> Path:
     """A fresh copy of the program with its data; the folder from which it starts."""
     source = place.sources / program.repository.partition("/")[2]
-    folder = place.scratch / name
+    folder = place.copy_of(program, name)
     shutil.rmtree(folder, ignore_errors=True)
     skipped = shutil.ignore_patterns(".git", "*.ipynb", "*.gif", "*.mp4")
     shutil.copytree(source / program.folder, folder / program.folder, ignore=skipped)
@@ -132,24 +138,31 @@ def tried(program: Program, place: Place, verbs: list[str], limit: float) -> dic
     found: dict[str, Any] = {
         **{key: getattr(program, key) for key in ("name", "kind", "repository", "commit", "args")},
         "script": program.script,
-        "alone": _alone(program, place, limit),
-        "verbs": {},
+        **_known(program, place),
     }
+    if "diagnose" in verbs:
+        found["alone"] = _alone(program, place, limit)
     for verb in verbs:
         found["verbs"][verb] = _verb(program, place, verb, limit)
         print(f"{program.name}: {verb}: {_short(found['verbs'][verb])}", flush=True)
     return found
 
 
+def _known(program: Program, place: Place) -> dict[str, Any]:
+    """What was found before, in the folder that is kept."""
+    file = place.scratch / "results" / f"{program.name}.json"
+    known = json.loads(file.read_text()) if file.exists() else {"verbs": {}}
+    return {key: known[key] for key in ("alone", "verbs") if key in known}
+
+
 def _paths(program: Program, place: Place, name: str) -> list[str]:
-    own = [str(place.scratch / name / program.path)] if program.path else []
+    own = [str(place.copy_of(program, name) / program.path)] if program.path else []
     return [*own, str(HERE.parents[1] / "src"), *filter(None, [place.library])]
 
 
 def _alone(program: Program, place: Place, limit: float) -> dict[str, Any]:
     folder = prepared(program, place, "alone")
-    file = place.scratch / "alone.txt"
-    file.unlink(missing_ok=True)
+    file = folder / "alone.txt"
     command = [sys.executable, str(HERE / "alone.py"), str(ALONE_STEPS), str(file)]
     ended = run(
         [*command, program.script, *shlex.split(program.args)],

@@ -73,7 +73,7 @@ def _line(row: dict[str, Any]) -> str:
         _reached(verbs.get("optimize, rounding", {})),
         _verdict(fitted),
         ", ".join(fitted.get("techniques", ())) or "-",
-        _seconds(row["alone"]),
+        _seconds(row.get("alone", {})),
         _seconds(seen),
         _seconds(fitted),
         ", ".join(f"{code} {count}" for code, count in seen.get("findings", {}).items()) or "-",
