@@ -102,7 +102,7 @@ def _reached(fitted: dict[str, Any]) -> str:
 
 def _verdict(fitted: dict[str, Any]) -> str:
     if not fitted.get("peak_bytes"):
-        return "-"
+        return fitted.get("said", "-").removeprefix("error: ").replace("|", "/")[:80]
     if not fitted["techniques"]:
         return "nothing lowers it" if fitted["floor_bytes"] else "fits as it is"
     missed = ", budget missed" if fitted["floor_bytes"] else ""

@@ -241,8 +241,8 @@ def _no_step(trial: Trial) -> str:
     if not trial.optimizer_steps:
         return (
             f"the script ended after {trial.forwards} forwards and {trial.backwards} backwards, and no "
-            "torch.optim.Optimizer ever stepped, so there is no step to record. If it updates its "
-            "parameters by hand, use torchtrim.TrainStep from Python."
+            "torch.optim.Optimizer ever stepped, nor did parameters change after a backward, so there is no "
+            "step to record. Check that the script was given the arguments with which it trains."
         )
     return "the script ended before its first step was complete. Let it run for more steps."
 
