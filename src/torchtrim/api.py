@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torchtrim.loops.optimize import optimize_report as optimize_report
     from torchtrim.loops.plan import export_report as export_report
     from torchtrim.loops.plan import plan_report as plan_report
+    from torchtrim.loops.serve import optimize_calls_instead as optimize_calls_instead
     from torchtrim.loops.serve import optimize_calls_report as optimize_calls_report
     from torchtrim.loops.stream import StreamRequest as StreamRequest
     from torchtrim.loops.stream_report import check_report as check_report
@@ -83,7 +84,7 @@ _HOMES = {
     "torchtrim.loops.lint": ("Checked", "lint_report"),
     "torchtrim.loops.optimize": ("optimize_report",),
     "torchtrim.loops.plan": ("export_report", "plan_report"),
-    "torchtrim.loops.serve": ("optimize_calls_report",),
+    "torchtrim.loops.serve": ("optimize_calls_instead", "optimize_calls_report"),
     "torchtrim.loops.stream": ("StreamRequest",),
     "torchtrim.loops.stream_report": ("check_report", "compared_report"),
     "torchtrim.loops.undo": ("Watch", "settle", "undo"),

@@ -39,6 +39,10 @@ class ScriptFailed(TorchtrimError):
         self.traceback = traceback
 
 
+class NothingTrains(ScriptFailed):
+    """The script called its models and ended, and there was no backward: it only runs them."""
+
+
 class InfeasibleBudget(TorchtrimError):
     """No plan fits the budget. `smallest_bytes` is the smallest that would; `set_by` names what sets it.
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.optim import optimizer as optimizers
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -368,3 +369,12 @@ def test_the_loop_of_a_dataset_in_this_process(told: Told, watcher: Watcher) -> 
         optimizer.step()
     assert told.events.count("step") == 3
     assert watcher.stepped
+
+
+def test_backward_takes_whatever_torch_takes(told: Told, watcher: Watcher) -> None:
+    model = nn.Linear(2, 2)
+    torch.autograd.backward(loss for loss in (model(torch.ones(2)).sum(),))
+    assert model.weight.grad is not None
+    edge = get_gradient_edge(model(torch.ones(2)).sum())
+    torch.autograd.backward((edge,), (torch.ones(()),))
+    assert watcher.backwards == 2

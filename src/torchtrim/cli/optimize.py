@@ -22,7 +22,7 @@ from torchtrim.cli.output import (
     write_files,
 )
 from torchtrim.cli.sources import watch
-from torchtrim.errors import UsageError
+from torchtrim.errors import NothingTrains, UsageError
 from torchtrim.records.profile import is_emulated
 
 if TYPE_CHECKING:
@@ -48,8 +48,7 @@ _NO_PINS = (
 @click.option(
     "--mode",
     type=click.Choice(["training", "inference"]),
-    default="training",
-    help="inference: SCRIPT only runs a model, and its calls are planned.",
+    help="inference: SCRIPT only runs a model, and its calls are planned. By default what SCRIPT does.",
 )
 @click.option("--fix", is_flag=True, help="Write the fixes of host-device syncs into the source.")
 @click.option(
@@ -79,7 +78,7 @@ def command(**options: Any) -> None:
 def _optimized(
     options: dict[str, Any], folder: Path, plan: Path, tell: Callable[[str], None]
 ) -> Result:
-    from torchtrim.api import fix_report, optimize_calls_report, optimize_report, with_fixes
+    from torchtrim.api import optimize_calls_instead, optimize_calls_report
 
     script, request = script_of(options), request_of(options)
     write, unsafe = options["fix"], options["unsafe_fixes"]
@@ -92,6 +91,23 @@ def _optimized(
         return optimize_calls_report(
             script, options["memory"], request, memory_kind=kind, progress=tell
         )
+    try:
+        return _trained(options, folder, plan, tell)
+    except NothingTrains:
+        if options["mode"] == "training" or write or unsafe or pins_in(plan):
+            raise
+        return optimize_calls_instead(
+            script, options["memory"], request, memory_kind=kind, progress=tell
+        )
+
+
+def _trained(
+    options: dict[str, Any], folder: Path, plan: Path, tell: Callable[[str], None]
+) -> Result:
+    from torchtrim.api import fix_report, optimize_report, with_fixes
+
+    script, request = script_of(options), request_of(options)
+    write, unsafe = options["fix"], options["unsafe_fixes"]
     fixed = None
     if options["memory"] is None or write or unsafe:
         watch(script.path or Path.cwd())
@@ -110,7 +126,7 @@ def _optimized(
         script,
         options["memory"],
         request,
-        memory_kind=kind,
+        memory_kind=options["memory_kind"],
         allow=options["allow"],
         pins=pins_in(plan),
         fixes=fixed is None,

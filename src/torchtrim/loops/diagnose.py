@@ -6,19 +6,21 @@ from collections.abc import Sequence
 
 import msgspec
 
+from torchtrim.errors import NothingTrains
 from torchtrim.loops.findings import report_of
 from torchtrim.loops.optimize import Fitting
 from torchtrim.loops.settings import with_settings
 from torchtrim.records.finding import Finding
 from torchtrim.records.profile import Profile
 from torchtrim.records.report import Result
-from torchtrim.records.trial import Request
+from torchtrim.records.trial import Request, Trial
 from torchtrim.rules.prices import priced
 from torchtrim.rules.registry import diagnose
 from torchtrim.rules.tt402_blocks_capture import RULE, verdict
 from torchtrim.run.trials import Progress, Workload
 
 CAPTURE = RULE.code
+TAKEN_AS_CALLS = "the script runs no backward, so a step is a call of its model"
 
 
 def record(workload: Workload, warmup: int, progress: Progress) -> Profile:
@@ -46,7 +48,7 @@ def diagnose_report(
 
     `capture`: also what keeps it from being captured in a CUDA graph (TT402), and whether anything does.
     """
-    trial = Fitting(workload, request, progress).observe()
+    trial = _observed(workload, request, progress)
     report = report_of("diagnose", workload, trial)
     if capture and trial.profile is not None:
         found = diagnose(trial.profile, (CAPTURE,))
@@ -55,3 +57,14 @@ def diagnose_report(
             report, findings=(*report.findings, *found), notes=(said, *report.notes)
         )
     return Result(report, trial.profile)
+
+
+def _observed(workload: Workload, request: Request, progress: Progress) -> Trial:
+    """A step, or a call where the script trains nothing."""
+    try:
+        return Fitting(workload, request, progress).observe()
+    except NothingTrains:
+        calls = msgspec.structs.replace(request, infers=True)
+        trial = Fitting(workload, calls, progress).observe()
+        trial.notes += (TAKEN_AS_CALLS,)
+        return trial

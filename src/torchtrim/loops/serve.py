@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from torchtrim.errors import InfeasibleBudget, PlannedStepFailed, UsageError
+from torchtrim.loops.diagnose import TAKEN_AS_CALLS
 from torchtrim.loops.levers import Reached
 from torchtrim.loops.optimize import NOTHING, Fit, Fitting, Tried, fitted, measured
 from torchtrim.planner.calls import CallOptions, plan_of_calls
@@ -37,6 +38,22 @@ def optimize_calls_report(
     if memory is None:
         return result._replace(report=msgspec.structs.replace(result.report, budget_bytes=None))
     return result
+
+
+def optimize_calls_instead(
+    script: Script,
+    memory: str | int | None,
+    request: Request,
+    *,
+    memory_kind: MemoryKind = "allocated",
+    progress: Progress = lambda _: None,
+) -> Result:
+    """As `optimize_calls_report`, for a script of which nobody has said that it only runs its models."""
+    found = optimize_calls_report(
+        script, memory, request, memory_kind=memory_kind, progress=progress
+    )
+    notes = (TAKEN_AS_CALLS, *found.report.notes)
+    return found._replace(report=msgspec.structs.replace(found.report, notes=notes))
 
 
 def fit_calls(

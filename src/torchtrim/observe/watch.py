@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C import _current_autograd_node
+from torch.autograd.graph import GradientEdge
 from torch.compiler import is_dynamo_compiling
 from torch.jit import ScriptModule
 from torch.optim.optimizer import (
@@ -23,6 +24,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from torchtrim.observe.by_hand import ByHand
 from torchtrim.observe.spent import watch_updates
 from torchtrim.observe.steps import Steps
 
@@ -83,6 +85,8 @@ class Watcher:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.forwards = 0
         self.backwards = 0
+        self.gradients = 0
+        self.steps_by_hand = 0
         self._listener = listener
         self._trains = trains
         self._made: list[weakref.ref[torch.optim.Optimizer]] = []
@@ -91,6 +95,7 @@ class Watcher:
         self._watches = False
         self._depth = 0
         self._evaluations = 0
+        self._by_hand = ByHand()
         self._pid = os.getpid()
         self._thread = threading.get_ident()
         self._undo = contextlib.ExitStack()
@@ -103,6 +108,7 @@ class Watcher:
         self._replace(nn.Module, "__call__", self._watched_call)
         self._replace(torch.optim.Optimizer, "__init__", self._watched_optimizer)
         self._replace(torch.autograd, "backward", self._watched_backward)
+        self._replace(torch.autograd, "grad", self._counted_grad)
         self._replace(_BaseDataLoaderIter, "__next__", self._watched_next)
         self._undo.callback(watch_updates(self._update_starts, self._update_ends))
         self._undo.callback(register_optimizer_step_pre_hook(self._optimizer_starts).remove)
@@ -123,6 +129,7 @@ class Watcher:
     @property
     def stepped(self) -> bool:
         """Whether an optimizer stepped since the last top-level forward."""
+        self._see_updates_by_hand()
         return self._steps is not None and self._steps.dirty
 
     def step_closed(self) -> None:
@@ -195,15 +202,28 @@ class Watcher:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             if not self._here():
                 return original(tensors, *args, **kwargs)
-            several = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+            one = isinstance(tensors, (torch.Tensor, GradientEdge))
+            several = (tensors,) if one else tuple(tensors)
             self.backwards += 1
-            self._listener.backward_starts(several)
+            self._listener.backward_starts(
+                tuple(each for each in several if isinstance(each, torch.Tensor))
+            )
             try:
-                return original(tensors, *args, **kwargs)
+                return original(several, *args, **kwargs)
             finally:
                 self._listener.backward_ends()
+                if self._alone():
+                    self._by_hand.backward_ends(self.roots)
 
         return backward
+
+    def _counted_grad(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def grad(*args: Any, **kwargs: Any) -> Any:
+            self.gradients += self._here()
+            return original(*args, **kwargs)
+
+        return grad
 
     def _watched_next(self, original: Any) -> Any:
         def following(iterator: Any) -> Any:
@@ -237,9 +257,21 @@ class Watcher:
 
     def _segment_begins(self) -> None:
         """A forward is about to run, or a closure with forwards in it: the step before may be over."""
+        self._see_updates_by_hand()
         if self._steps is not None and self._steps.forward():
             self._evaluations = 0
             self._listener.step_ends()
+
+    def _alone(self) -> bool:
+        """Whether the script has no optimizer, as far as is known."""
+        return self._trains and not (self.optimizers or self._made)
+
+    def _see_updates_by_hand(self) -> None:
+        """Where there is no optimizer, parameters that changed since backward make a step."""
+        if self._alone() and self._by_hand.changed():
+            self.steps_by_hand += 1
+            self._steps = self._steps or Steps(1)
+            self._steps.stepped(0)
 
     def _optimizer_ends(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if not self._here():

@@ -23,8 +23,8 @@ class Request(Struct, frozen=True, kw_only=True):
     `texts`: what files, by absolute path, are run as instead. `probes`: expressions to look at.
     `measured`: figures are wanted, not only evidence. `exported`: the file of a module whose `apply`
     replaces the plan's. `traced`: the number of a step of which every operator is recorded with a digest of
-    what it gave, -1 for none. `streams`: the order of an emulated device's streams; at once where it is empty.
-    `host_memory`: bytes that a plan may take of the host's, None for no limit.
+    what it gave, -1 for none. `streams`: the order of an emulated device's streams; at once where it is
+    empty. `host_memory`: bytes that a plan may take of the host's, None for no limit.
     """
 
     plan: Plan | None = None
@@ -62,8 +62,8 @@ class Call(Struct, frozen=True, kw_only=True):
 class Step(Struct, kw_only=True):
     """One step: digests by `(quantity, name)` joined with a colon, in the order they were seen.
 
-    `calls`: each kind of call of a root once. `inputs`: digests of what roots were called with. A loss that is
-    not a number is None, as JSON has it.
+    `calls`: each kind of call of a root once. `inputs`: digests of what roots were called with. A loss that
+    is not finite, which JSON cannot say, is None.
     """
 
     digests: dict[str, str] = {}
@@ -97,9 +97,10 @@ class Trial(Struct, kw_only=True):
 
     `notes` say what an emulated device did not do as a real one would, and what a dry run assumed.
     `batch_size` is what a script's loaders gave in a dry run, None where none was seen. `call_bytes`: what
-    the plans of the models' calls say that a call needs, None where a part has none. `digests`: of what each
-    operator of the profile gave, in a step that was traced; `lines`: the user's own
-    that led to each, and whether it asked itself, not through `backward`.
+    the plans of the models' calls say that a call needs, None where a part has none. `processes`: how many
+    the script started by itself, loaders' workers not counted. `digests`: of what each operator of the
+    profile gave, in a step that was traced; `lines`: the user's own that led to each, and whether it asked
+    itself, not through `backward`.
     """
 
     request: Request
@@ -110,6 +111,7 @@ class Trial(Struct, kw_only=True):
     forwards: int = 0
     backwards: int = 0
     optimizer_steps: int = 0
+    processes: int = 0
     fingerprint: dict[str, str] = {}
     seeds: Literal["script", "torchtrim"] = "torchtrim"
     rss_bytes: int | None = None

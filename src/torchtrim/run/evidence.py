@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import math
 import random
 import sys
 import weakref
@@ -101,7 +102,8 @@ class Evidence(Listener):
     def backward_starts(self, tensors: tuple[torch.Tensor, ...]) -> None:
         for tensor in tensors:
             if tensor.dim() == 0:
-                self.step.losses.append(float(tensor.detach()))
+                loss = math.nan if tensor.is_complex() else float(tensor.detach())
+                self.step.losses.append(loss if math.isfinite(loss) else None)
                 self._see(self._count("loss:loss"), tensor)
 
     def optimizer_ends(self, optimizer: torch.optim.Optimizer) -> None:

@@ -15,12 +15,17 @@ from torchtrim.observe.optimizers import names_of
 from torchtrim.observe.watch import Listener, Watcher
 from torchtrim.records.plan import Plan
 from torchtrim.run import worker
+from torchtrim.run.eagerly import Eagerly
 from torchtrim.run.script import Script
 from torchtrim.run.worker import run_target
 from torchtrim.techniques.apply import apply_plan
 from torchtrim.techniques.fingerprint import fingerprint_of
 from torchtrim.techniques.places import root_of
 
+_EAGER = (
+    "torchtrim: the script uses torch.compile; what it compiles runs eagerly, since the plan was made and "
+    "certified so. Without --plan it runs compiled."
+)
 _OURS = (__file__, worker.__file__, runpy.__file__)
 
 
@@ -65,11 +70,16 @@ def run_planned(script: Script, plan: Plan | None) -> None:
         _as_python(script, target)
         return
     applier = _Applier(plan)
+    Eagerly(_say_eager).install()
     with applier.watcher:
         try:
             _as_python(script, target)
         except Refused as error:
             raise ApplyFailed(str(error)) from None
+
+
+def _say_eager() -> None:
+    print(_EAGER, file=sys.stderr, flush=True)
 
 
 def _as_python(script: Script, target: str) -> None:

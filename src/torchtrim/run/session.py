@@ -34,6 +34,9 @@ from torchtrim.techniques.apply import apply_plan
 from torchtrim.techniques.base import Handle
 from torchtrim.techniques.fingerprint import fingerprint_of
 
+_BY_HAND = (
+    "no optimizer of torch.optim steps, so a step ends where the script changed parameters itself"
+)
 Progress = Callable[[str], None]
 
 
@@ -172,8 +175,10 @@ class Session(Listener):
         return self.trial
 
     def _note_counts(self) -> None:
+        if self.watcher.steps_by_hand and not self.watcher.optimizers:
+            self.trial.notes += (_BY_HAND,)
         self.trial.forwards = self.watcher.forwards
-        self.trial.backwards = self.watcher.backwards
+        self.trial.backwards = self.watcher.backwards + self.watcher.gradients
         self.trial.rss_bytes = rss_bytes()
 
     def _note_times(self) -> None:

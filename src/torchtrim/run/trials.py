@@ -11,7 +11,13 @@ import msgspec
 import torch
 from torch.utils.checkpoint import CheckpointError
 
-from torchtrim.errors import ApplyFailed, PlannedStepFailed, ScriptFailed, UsageError
+from torchtrim.errors import (
+    ApplyFailed,
+    NothingTrains,
+    PlannedStepFailed,
+    ScriptFailed,
+    UsageError,
+)
 from torchtrim.memory.peak import holders
 from torchtrim.observe.build import Setting
 from torchtrim.observe.dry.run import dry_run
@@ -210,7 +216,7 @@ def crash_error(trial: Trial, crash: Crash, output: str) -> Exception:
     learnt = _learnt(trial, crash)
     trace = crash.traceback or output
     if crash.kind == "no step":
-        return ScriptFailed(_no_step(trial), learnt=learnt, traceback=output)
+        return _kind_of_no_step(trial)(_no_step(trial), learnt=learnt, traceback=output)
     if "EOFError" in crash.message:
         return ScriptFailed(
             "the script reads standard input, and torchtrim gives it none, since it runs the script "
@@ -225,7 +231,18 @@ def crash_error(trial: Trial, crash: Crash, output: str) -> Exception:
     return ScriptFailed(f"the script failed: {crash.message}", learnt=learnt, traceback=trace)
 
 
+def _kind_of_no_step(trial: Trial) -> type[ScriptFailed]:
+    trains = trial.backwards or trial.processes or trial.request.infers
+    return NothingTrains if trial.fingerprint and not trains else ScriptFailed
+
+
 def _no_step(trial: Trial) -> str:
+    if trial.processes:
+        return (
+            f"the script started {trial.processes} process(es) of its own and trained nothing in the one "
+            "that torchtrim runs, so there is no step to record. Have it train in a single process: most "
+            "scripts have an option for that."
+        )
     if trial.request.infers:
         return (
             f"the script ended after {trial.forwards} calls of its models, and {trial.request.total} are "
@@ -240,8 +257,8 @@ def _no_step(trial: Trial) -> str:
     if not trial.optimizer_steps:
         return (
             f"the script ended after {trial.forwards} forwards and {trial.backwards} backwards, and no "
-            "torch.optim.Optimizer ever stepped, so there is no step to record. If it updates its "
-            "parameters by hand, use torchtrim.TrainStep from Python."
+            "torch.optim.Optimizer ever stepped, nor did parameters change after a backward, so there is no "
+            "step to record. Check that the script was given the arguments with which it trains."
         )
     return "the script ended before its first step was complete. Let it run for more steps."
 

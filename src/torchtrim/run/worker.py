@@ -34,6 +34,8 @@ from torchtrim.observe.sources import Sources
 from torchtrim.observe.stream_frames import StreamFrames
 from torchtrim.records.files import write_atomically
 from torchtrim.records.trial import Crash, Request, Trial
+from torchtrim.run.eagerly import NOTE, Eagerly
+from torchtrim.run.own_processes import OwnProcesses
 from torchtrim.run.script import OUTCOME, STATUS, TASK
 from torchtrim.run.session import Session
 from torchtrim.run.wide import Wide
@@ -72,6 +74,8 @@ class Runner:
         device = request.device or ""
         if device not in ("", "cpu", "cuda"):
             device = self._emulation.device
+        self._eagerly = Eagerly()
+        self._processes = OwnProcesses()
         self._probes = Probes(request.probes)
         probed = [probe.path for probe in request.probes]
         self._sources = Sources(request.texts, self._probes, probed)
@@ -96,6 +100,8 @@ class Runner:
         with self._dry():
             self._emulate()
             self._sources.install()
+            self._eagerly.install()
+            self._processes.install()
             _say(self._folder, "the script starts")
             self._write(self._run_watched())
 
@@ -176,9 +182,11 @@ class Runner:
             crash = None
         session.finish()
         trial.notes += tuple(sorted(self._emulation.notes))
+        trial.notes += (NOTE,) if self._eagerly.asked else ()
         if (dry := current_dry()) is not None:
             trial.notes += dry.guesses.notes()
             trial.batch_size = dry.batch_size
+        trial.processes = self._processes.started
         trial.observed = self._probes.observed()
         if crash is None and not trial.steps:
             crash = Crash(kind="no step", message="the script ended, and no step was complete")

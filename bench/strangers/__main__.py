@@ -1,0 +1,255 @@
+"""Runs `diagnose` and `optimize` on public programs, as they are, and writes what came of it.
+
+    python -m bench.strangers --sources DIR [--library DIR] [NAME...] [--limit SECONDS] [--save] [--keep DIR]
+
+The programs are not in this repository: `DIR/NAME` is the working tree of `OWNER/NAME` at the commit that
+`programs.toml` gives. What they import is found in `--library`. Their data is generated (`data.py`), so
+nothing is downloaded. Each is copied for each run, made small by its command line alone, and runs on CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from bench import machine
+from bench.strangers.data import GENERATORS
+from bench.strangers.table import rows_of, write_page
+
+HERE = Path(__file__).parent
+ALONE_STEPS = 5
+VERBS = {
+    "diagnose": ("diagnose",),
+    "optimize": ("optimize", "--memory", "60%"),
+    "optimize, rounding": ("optimize", "--memory", "60%", "--allow", "rounding"),
+}
+_OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "WANDB_MODE": "disabled",
+    "TOKENIZERS_PARALLELISM": "false",
+    "MPLBACKEND": "Agg",
+    "PYTHONFAULTHANDLER": "1",
+    "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1",
+}
+
+
+class Program(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One program: where it is, how it is made small, and what it reads."""
+
+    name: str
+    kind: str
+    repository: str
+    commit: str
+    script: str
+    args: str = ""
+    folder: str = "."
+    inside: str = "."
+    path: str = ""
+    driver: str = ""
+    data: dict[str, str] = {}
+    no_data_yet: list[str] = []
+
+
+class Ended(NamedTuple):
+    """How a process ended: its code, None where it was stopped at the limit; seconds; what it printed."""
+
+    code: int | None
+    seconds: float
+    output: str
+
+
+class Place(NamedTuple):
+    """Where programs are, what they import, where they run."""
+
+    sources: Path
+    library: str
+    scratch: Path
+
+    def copy_of(self, program: Program, name: str) -> Path:
+        """Where a copy of the program is; several may run at once."""
+        return self.scratch / "copies" / program.name.replace(" ", "-").replace(",", "") / name
+
+
+def programs() -> list[Program]:
+    """All of `programs.toml`."""
+    found = tomllib.loads((HERE / "programs.toml").read_text())
+    rows = [{**row, "commit": found["commits"][row["repository"]]} for row in found["program"]]
+    return msgspec.convert(rows, list[Program])
+
+
+def prepared(program: Program, place: Place, name: str) -> Path:
+    """A fresh copy of the program with its data; the folder from which it starts."""
+    source = place.sources / program.repository.partition("/")[2]
+    folder = place.copy_of(program, name)
+    shutil.rmtree(folder, ignore_errors=True)
+    skipped = shutil.ignore_patterns(".git", "*.ipynb", "*.gif", "*.mp4")
+    shutil.copytree(source / program.folder, folder / program.folder, ignore=skipped)
+    for empty in program.no_data_yet:
+        shutil.rmtree(folder / empty, ignore_errors=True)
+    for generator, where in program.data.items():
+        GENERATORS[generator](folder / where)
+    if program.driver:
+        (folder / program.inside / program.script).write_text(program.driver)
+    return folder / program.inside
+
+
+def run(command: list[str], folder: Path, paths: list[str], limit: float) -> Ended:
+    """Run it in a process group of its own, and end that at the limit."""
+    environment = {**os.environ, **_OFFLINE, "PYTHONPATH": os.pathsep.join(paths)}
+    begin = time.perf_counter()
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        code: int | None = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = process.wait(limit)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        output.seek(0)
+        text = output.read()
+    return Ended(code, time.perf_counter() - begin, text)
+
+
+def tried(program: Program, place: Place, verbs: list[str], limit: float) -> dict[str, Any]:
+    """The script alone, then each verb, each on a copy of its own."""
+    found: dict[str, Any] = {
+        **{key: getattr(program, key) for key in ("name", "kind", "repository", "commit", "args")},
+        "script": program.script,
+        **_known(program, place),
+    }
+    if "diagnose" in verbs:
+        found["alone"] = _alone(program, place, limit)
+    for verb in verbs:
+        found["verbs"][verb] = _verb(program, place, verb, limit)
+        print(f"{program.name}: {verb}: {_short(found['verbs'][verb])}", flush=True)
+    return found
+
+
+def _known(program: Program, place: Place) -> dict[str, Any]:
+    """What was found before, in the folder that is kept."""
+    file = place.scratch / "results" / f"{program.name}.json"
+    known = json.loads(file.read_text()) if file.exists() else {"verbs": {}}
+    return {key: known[key] for key in ("alone", "verbs") if key in known}
+
+
+def _paths(program: Program, place: Place, name: str) -> list[str]:
+    own = [str(place.copy_of(program, name) / program.path)] if program.path else []
+    return [*own, str(HERE.parents[1] / "src"), *filter(None, [place.library])]
+
+
+def _alone(program: Program, place: Place, limit: float) -> dict[str, Any]:
+    folder = prepared(program, place, "alone")
+    file = folder / "alone.txt"
+    command = [sys.executable, str(HERE / "alone.py"), str(ALONE_STEPS), str(file)]
+    ended = run(
+        [*command, program.script, *shlex.split(program.args)],
+        folder,
+        _paths(program, place, "alone"),
+        limit,
+    )
+    steps = int(file.read_text().split()[1]) if file.exists() else None
+    print(f"{program.name}: alone: {ended.seconds:.1f} s, {steps} steps", flush=True)
+    if steps is None:
+        print(ended.output[-1500:], flush=True)
+    return {"seconds": round(ended.seconds, 1), "steps": steps, "code": ended.code}
+
+
+def _verb(program: Program, place: Place, verb: str, limit: float) -> dict[str, Any]:
+    folder = prepared(program, place, "tried")
+    out = place.scratch / "out" / f"{program.name}-{verb}".replace(" ", "-").replace(",", "")
+    shutil.rmtree(out, ignore_errors=True)
+    first, *rest = VERBS[verb]
+    command = [sys.executable, "-m", "torchtrim", first, program.script, *rest]
+    command += ["--device", "cpu", "--timeout", str(limit), "--out", str(out)]
+    ended = run(
+        [*command, "--", *shlex.split(program.args)], folder, _paths(program, place, "tried"), limit
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "output.txt").write_text(ended.output)
+    report = out / "report.json"
+    facts = rows_of(json.loads(report.read_text())) if report.exists() else {}
+    return {"code": ended.code, "seconds": round(ended.seconds, 1), **facts, **_said(ended, facts)}
+
+
+def _said(ended: Ended, facts: dict[str, Any]) -> dict[str, Any]:
+    """What was said instead of a report."""
+    if facts:
+        return {}
+    lines = [line for line in ended.output.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("error")]
+    return {"said": (errors or lines or ["nothing"])[-1][:300]}
+
+
+def _short(found: dict[str, Any]) -> str:
+    return json.dumps({key: value for key, value in found.items() if key != "levers"})
+
+
+def main() -> None:
+    """Run, print, save."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="all of them by default")
+    parser.add_argument("--sources", type=Path, required=True)
+    parser.add_argument("--library", default="")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds for each run")
+    parser.add_argument("--verbs", nargs="*", choices=list(VERBS), default=list(VERBS))
+    parser.add_argument("--save", action="store_true", help="into the results and the docs")
+    parser.add_argument("--keep", type=Path, help="where copies, reports and results are left")
+    options = parser.parse_args()
+    chosen = [one for one in programs() if not options.names or one.name in options.names]
+    if not chosen:
+        parser.error(f"there are {', '.join(one.name for one in programs())}")
+    with tempfile.TemporaryDirectory() as temporary:
+        scratch = options.keep or Path(temporary)
+        place = Place(options.sources, options.library, scratch)
+        for program in chosen:
+            if not (options.sources / program.repository.partition("/")[2]).exists():
+                print(f"{program.name}: not among the sources")
+                continue
+            result = tried(program, place, options.verbs, options.limit)
+            _keep(scratch, result)
+        if options.save:
+            _save(scratch)
+
+
+def _keep(scratch: Path, result: dict[str, Any]) -> None:
+    folder = scratch / "results"
+    folder.mkdir(parents=True, exist_ok=True)
+    result["load"] = round(os.getloadavg()[0], 1)
+    (folder / f"{result['name']}.json").write_text(json.dumps(result))
+
+
+def _save(scratch: Path) -> None:
+    found = {}
+    for file in (scratch / "results").glob("*.json"):
+        result = json.loads(file.read_text())
+        found[result["name"]] = result
+    rows = [found[one.name] for one in programs() if one.name in found]
+    machine.save("strangers", {"programs": rows})
+    write_page(rows)
+
+
+if __name__ == "__main__":
+    main()
