@@ -177,6 +177,7 @@ def test_a_module_with_more_than_tables_gets_advice() -> None:
     assert finding.fix.reason.startswith("call torchtrim.attention.relative_attention")
     assert "Cosine is none of the modules that are replaced" in finding.fix.reason
 
+
 def test_layers_that_share_a_bias_are_one_finding() -> None:
     (finding,) = check(recorded(T5Stack(), (2, 80)))
     assert "in 3 attentions" in finding.message
