@@ -54,7 +54,9 @@ def low_precision() -> None:
     """Half precision errs by a few times its own rounding, all sums in float32.
 
     Against the reference in float64 on the same rounded inputs: what differs is the rounding of lookups, of
-    probabilities before their product with the values, and of results.
+    probabilities before their product with the values, and of results. A row's slopes sum to zero but for
+    the rounding of its result, from which backward takes their mean (as FlashAttention does): gradients of
+    tables, in which they nearly cancel, may err by that.
     """
     with products_of_numbers():
         for dtype in (torch.float16, torch.bfloat16):
@@ -68,8 +70,19 @@ def low_precision() -> None:
                 found, exact = case.found("triton"), case.expected()
                 assert found.dtype == dtype
                 assert distance(found, exact) < 2 * rounding, (dtype, on)
+                loose = rounded_rows(case, exact) * rounding / 2
                 for one, other in zip(case.gradients(found), case.gradients(exact), strict=True):
-                    assert distance(one, other) < 4 * rounding, (dtype, on)
+                    error = float((one.double() - other.double()).norm())
+                    assert error <= 4 * rounding * float(other.double().norm()) + loose, (dtype, on)
+
+
+def rounded_rows(case: Case, exact: torch.Tensor) -> float:
+    """How much the means of slopes may err in all, in units of half the rounding, times what they meet."""
+    generator = torch.Generator().manual_seed(1)
+    slope = torch.randn(exact.shape, generator=generator).double()
+    means = (slope * exact.detach()).abs().sum(-1)
+    longest = max(float(one.detach().double().norm(dim=-1).max()) for one in case.qkv)
+    return float(means.sum()) * max(1.0, longest)
 
 
 def distance(found: torch.Tensor, exact: torch.Tensor) -> float:

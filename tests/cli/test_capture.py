@@ -13,7 +13,9 @@ from torchtrim.cli.main import main
 SCRIPT = Path(__file__).parent.parent / "scripts" / "captured.py"
 
 
-@pytest.mark.parametrize(("words", "lines"), [((), 1), (("--quiet",), 0)])
+@pytest.mark.parametrize(
+    ("words", "lines"), [((), 1), pytest.param(("--quiet",), 0, marks=pytest.mark.slow)]
+)
 def test_a_step_on_an_emulated_device(
     words: tuple[str, ...],
     lines: int,

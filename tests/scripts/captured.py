@@ -8,7 +8,7 @@ from torch import nn
 model = nn.Linear(8, 8).cuda()
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 batch = torch.ones(4, 8).cuda()
-for _step in range(6):
+for _ in range(6):
     loss = model(batch).square().mean()
     optimizer.zero_grad()
     loss.backward()

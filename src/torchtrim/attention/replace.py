@@ -119,8 +119,8 @@ def replacement(module: nn.Module) -> Replacement:
 def _unknown(module: nn.Module) -> str:
     found = other(module)
     if found is not None:
-        kind = type(module).__name__
-        return f"{kind} has the positions of {found.name}, which are not replaced: {found.why}."
+        name = type(module).__name__
+        return f"{name} has the positions of {found.name}, which are not replaced: {found.why}."
     return (
         f"{type(module).__name__} holds no relative positions that are known. Call "
         "torchtrim.attention.relative_attention in its forward."

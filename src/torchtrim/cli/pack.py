@@ -112,6 +112,15 @@ def _packed(
         return found[-1], True
 
 
+def _optimal(packing: Packing, limit: int | None) -> str:
+    if packing.optimal:
+        return "yes"
+    met = limit is not None and packing.height <= limit
+    return (
+        f"not known; {'the search ended at the capacity' if met else 'no lower packing was found'}"
+    )
+
+
 def _figures(packing: Packing, took: float) -> dict[str, float | bool]:
     return {
         "height": packing.height,
@@ -136,7 +145,7 @@ def _show(
         f"PACKED  {count} buffers in {packing.height} bytes ({format_bytes(packing.height)}), "
         f"{format_seconds(took)}",
         f"  bound    {packing.lower_bound} bytes alive at one moment: {share}",
-        f"  optimal  {'yes' if packing.optimal else 'not known; no lower packing was found'}",
+        f"  optimal  {_optimal(packing, limit)}",
     ]
     if limit is not None:
         over = packing.height - limit
