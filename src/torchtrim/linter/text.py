@@ -14,6 +14,7 @@ from torchtrim.fixes.reading.facts import Facts, Refused
 from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.registry import matches
 from torchtrim.fixes.writing.edits import compatible, diff_of, patch
+from torchtrim.fixes.writing.guarded import is_fallback
 from torchtrim.linter.static_syncs import StaticSync, static_syncs
 from torchtrim.records.finding import Finding, Suggestion
 from torchtrim.rules.ignores import ignored_codes
@@ -97,7 +98,11 @@ def lint_text(path: str, text: str, selected: Selected = every_code) -> list[Fin
     if WORD not in text:
         return []
     source = Source(path, text)
-    return [finding_of(source, found) for found in lint_source(source, selected, whole=False)]
+    return [
+        finding_of(source, found)
+        for found in lint_source(source, selected, whole=False)
+        if not all(is_fallback(source, sync.node) for sync in found.syncs)
+    ]
 
 
 def finding_of(source: Source, found: Found) -> Finding:

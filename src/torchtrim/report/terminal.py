@@ -109,7 +109,7 @@ def _missed(page: Page, room: Room) -> list[Text]:
 
 
 def _proof(report: Report, room: Room) -> list[str]:
-    """The certificate; where there is little room and every bit is equal, without its figures, which are 0."""
+    """The certificate; where there is little room and every bit is equal, without figures, which are 0."""
     if report.certificate is None:
         return []
     lines = facts.certificate_lines(report.certificate)
