@@ -174,5 +174,5 @@ def test_a_certificate_is_kept_and_repeated(tmp_path: Path) -> None:
 def test_what_is_no_certificate_is_said(tmp_path: Path) -> None:
     path = tmp_path / "certificate.json"
     path.write_text('{"certificate": 3}')
-    with pytest.raises(UnreadableInput, match="no readable"):
+    with pytest.raises(UnreadableInput, match="no readable certificate"):
         check_certificate(path)

@@ -14,6 +14,7 @@ from torchtrim.fixes.reading.facts import Facts, Refused
 from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.registry import matches
 from torchtrim.fixes.writing.edits import compatible, diff_of, patch
+from torchtrim.fixes.writing.guarded import is_fallback
 from torchtrim.linter.project import is_cpu_test, outside_of
 from torchtrim.linter.static_syncs import StaticSync, static_syncs
 from torchtrim.records.finding import Finding, Suggestion
@@ -106,8 +107,11 @@ def lint_text(
     if WORD not in text or is_cpu_test(path, text):
         return []
     source = Source(path, text)
-    found = lint_source(source, selected, whole=False, used=used)
-    return [finding_of(source, one) for one in found]
+    return [
+        finding_of(source, found)
+        for found in lint_source(source, selected, whole=False, used=used)
+        if not all(is_fallback(source, sync.node) for sync in found.syncs)
+    ]
 
 
 def finding_of(source: Source, found: Found) -> Finding:

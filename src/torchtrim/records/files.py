@@ -86,15 +86,15 @@ def without_collection() -> Iterator[None]:
             gc.enable()
 
 
-def decode(data: bytes, kind: type[T], source: str) -> T:
-    """Decode JSON into a record of that kind. Raises `UnreadableInput`, naming the field."""
+def decode(data: bytes, kind: type[T], source: str, *, name: str = "") -> T:
+    """Decode JSON into a record of that kind, called `name`. Raises `UnreadableInput`, naming the field."""
     _check_version(data, kind, source)
     try:
         with without_collection():
             return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UnreadableInput(
-            f"{source} is no readable {kind.__name__.lower()}: {error}. "
+            f"{source} is no readable {name or kind.__name__.lower()}: {error}. "
             "It is damaged, or something else wrote it; make it again."
         ) from None
 

@@ -108,9 +108,18 @@ def _missed(page: Page, room: Room) -> list[Text]:
     ]
 
 
+def _proof(report: Report, room: Room) -> list[str]:
+    """The certificate; where there is little room and every bit is equal, without figures, which are 0."""
+    if report.certificate is None:
+        return []
+    lines = facts.certificate_lines(report.certificate)
+    tight = not room.gaps and report.certificate.verdict == "BITWISE" and len(lines) > 2
+    return [lines[0], *lines[2:]] if tight else lines
+
+
 def _tail(page: Page, room: Room) -> list[Text]:
     report = page.report
-    proof = facts.certificate_lines(report.certificate) if report.certificate else []
+    proof = _proof(report, room)
     return [
         *_labelled(page, "plan", facts.plan_lines(report), room.findings, room),
         *_labelled(page, "certificate", proof, len(proof), room),

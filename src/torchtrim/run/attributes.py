@@ -49,7 +49,7 @@ def _described(value: Any, tensors: list[torch.Tensor], deep: int) -> str:
         return "tensor"
     if isinstance(value, dict) and deep:
         parts = (
-            f"{key!r:.80}: {_described(one, tensors, deep - 1)}"
+            f"{_key(key)}: {_described(one, tensors, deep - 1)}"
             for key, one in _some(value.items())
         )
         return f"dict {len(value)} {{{', '.join(parts)}}}"
@@ -59,6 +59,11 @@ def _described(value: Any, tensors: list[torch.Tensor], deep: int) -> str:
     if isinstance(value, set | frozenset):
         return f"set {len(value)} {sorted(repr(one) for one in value if isinstance(one, _PLAIN))}"
     return _generator(value)
+
+
+def _key(key: Any) -> str:
+    """A key by its value; by its type where that might be an address."""
+    return f"{key!r:.80}" if isinstance(key, (*_PLAIN, float)) else type(key).__qualname__
 
 
 def _some(values: Iterable[Any]) -> Iterator[Any]:

@@ -245,12 +245,25 @@ def _deeper(text: str) -> str:
 def is_fallback(source: Source, node: ast.AST) -> bool:
     """Whether it is what a guard keeps for other ranks and types, which is not to be fixed again."""
     inner = node
-    for outer in source.around(node):
-        if isinstance(outer, ast.If) and _is_guard(outer.test):
-            in_body = any(one is inner for one in outer.body)
-            if not in_body:
-                return True
-        inner = outer
+    for outer in (*source.around(node), None):
+        if isinstance(inner, ast.stmt) and _follows_guard(source, inner):
+            return True
+        guarded_by = isinstance(outer, ast.If) and _is_guard(outer.test)
+        if guarded_by and any(one is inner for one in outer.orelse):  # type: ignore[union-attr]
+            return True
+        inner = outer if outer is not None else inner
+    return False
+
+
+def _follows_guard(source: Source, statement: ast.stmt) -> bool:
+    """Whether a guard before it, in its block, returns for what was seen."""
+    if statement not in source.parents:
+        return False
+    for one in source.block(statement):
+        if one is statement:
+            return False
+        if isinstance(one, ast.If) and _is_guard(one.test) and isinstance(one.body[-1], ast.Return):
+            return True
     return False
 
 
