@@ -34,7 +34,6 @@ class Found(NamedTuple):
 
     tensor: int
     holds: tuple[int, ...]
-    savers: tuple[int, ...]
     packed: int
     asked: int
     until: int
@@ -56,7 +55,7 @@ def windows_of(step: Step) -> dict[Place, tuple[Span, ...]]:
         return {}
     planner = reading_of(step)
     places = (planner.places(call) for call in planner.first_calls())
-    return {place: planner.spans(place.root) for found in places for place in found}
+    return {place: planner.spans(place) for found in places for place in found}
 
 
 def edit_of(step: Step, place: Place) -> Edit | None:
@@ -105,9 +104,10 @@ class _Reading:
         roots = dict.fromkeys(m.path for m in modules if m.parent < 0)
         return [calls[0] for root in roots if (calls := self.calls(root))]
 
-    def spans(self, root: str) -> tuple[Span, ...]:
-        """The tasks of a root's calls."""
-        return tuple(call.span for call in self.calls(root))
+    def spans(self, place: Place) -> tuple[Span, ...]:
+        """The tasks that make what a place names."""
+        tasks = (self._task(call, place.made) for call in self.calls(place.root))
+        return tuple(Span(task, task + 1) for task in tasks if task is not None)
 
     def places(self, call: Call) -> list[Place]:
         """The places of a call, those first that backward asks for first."""
@@ -132,7 +132,8 @@ class _Reading:
         back = min(self._asked(call).get(trigger, one.asked), one.asked)
         if not one.packed < until < back:
             return None
-        return self._edit(one, until, back)
+        claims = () if place.result else (self._step.tensors[one.tensor].birth,)
+        return self._edit(one, until, back)._replace(claims=tuple(Span(i, i + 1) for i in claims))
 
     def _edit(self, one: Found, until: int, back: int) -> Edit:
         size = self._step.tensors[one.tensor].bytes
@@ -150,7 +151,6 @@ class _Reading:
                 Insert(until, _SECONDS_A_COPY + out, 0),
                 Insert(back, _SECONDS_A_COPY + home, size, size),
             ),
-            claims=tuple(Span(saver, saver + 1) for saver in one.savers),
         )
 
     def _candidates(self, call: Call) -> list[Found]:
@@ -176,7 +176,6 @@ class _Reading:
         return Found(
             number,
             tuple(place for place, _ in holds),
-            tuple(sorted({hold.saver for _, hold in holds})),
             max(packed, tensor.birth),
             min(asked),
             max(hold.until for _, hold in holds),
