@@ -58,8 +58,8 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         if self._count == len(self._dims):
             raise ApplyFailed(
-                f"{func} draws random numbers where the first batch did not, or once more in backward, so a "
-                "part of the batch cannot be given its own. Take micro_batch out of the plan."
+                f"{func} draws random numbers where the first batch did not, so a part cannot be given its "
+                "own. Take micro_batch out of the plan."
             )
         dim = self._dims[self._count]
         self._count += 1

@@ -13,6 +13,8 @@ from torchtrim.techniques.batch_parts.found import batch_size, given_to
 _STATE = frozenset(("parameter", "buffer", "optimizer_state", "gradient"))
 _SECONDS_AN_OPERATOR = 1e-5
 _SECONDS_A_PART = 5e-4
+_SECONDS_WATCHED = 1e-5
+"""Of an operator that is looked at, since it might draw random numbers."""
 
 
 def edit_of(step: Step, span: Span, parts: int) -> Edit | None:
@@ -178,7 +180,9 @@ class _Change:
         span = range(*self._span)
         own = sum(step.tasks[i].seconds for i in span)
         assert step.profile is not None
-        drawn = sum(step.tasks[i].seconds for i in span if step.profile.operators[i].random)
-        first = more * (len(span) * _SECONDS_AN_OPERATOR + _SECONDS_A_PART + drawn)
+        random = [i for i in span if step.profile.operators[i].random]
+        drawn = sum(step.tasks[i].seconds for i in random)
+        watched = self._parts * len(span) * _SECONDS_WATCHED if random else 0.0
+        first = watched + more * (len(span) * _SECONDS_AN_OPERATOR + _SECONDS_A_PART + drawn)
         again = own + first + drawn
         return first, again + more * len(self.backward) * _SECONDS_AN_OPERATOR

@@ -43,12 +43,17 @@ class Given(NamedTuple):
     @property
     def signature(self) -> tuple[Any, ...]:
         """What two calls have in common that differ in sizes only."""
-        return tuple(
+        tensors = (
             (leaf.dim(), leaf.dtype, leaf.requires_grad, number in self.batched)
-            if isinstance(leaf, torch.Tensor)
-            else type(leaf)
             for number, leaf in enumerate(self.leaves)
+            if isinstance(leaf, torch.Tensor)
         )
+        others = (
+            leaf if isinstance(leaf, (bool, str, type(None))) else type(leaf)
+            for leaf in self.leaves
+            if not isinstance(leaf, torch.Tensor)
+        )
+        return len(self.tree[0]), *self.tree[1], *tensors, *others
 
     def arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with other leaves."""

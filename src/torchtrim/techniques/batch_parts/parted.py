@@ -55,9 +55,11 @@ class InParts:
 
     def _facts(self, forward: Forward, given: Given) -> Facts:
         training = tuple(inner.training for inner in self._module.modules())
-        key = hash(training), given.signature, torch.is_autocast_enabled("cpu")
+        trained = tuple(p.requires_grad for p in self._module.parameters())
+        device = next((given.leaves[n].device.type for n in given.tensors), "cpu")
+        key = hash((training, trained)), given.signature, torch.is_autocast_enabled(device)
         if key not in self._known:
-            self._known[key] = Study(self._where, self._module, forward, given).facts()
+            self._known[key] = Study(self._where, self._module, forward, given, self._parts).facts()
         return self._known[key]
 
 
@@ -96,7 +98,7 @@ class _Run:
         joined = self._pass(tensors)
         if any(self._facts.losses) and self._totals is not None:
             totals = [t for t, split in zip(self._totals, self._facts.losses, strict=True) if split]
-            if all(bool(total == totals[0]) for total in totals[1:]):
+            if self._facts.scales and all(bool(total == totals[0]) for total in totals[1:]):
                 sums = [n for n, dim in enumerate(self._facts.outputs) if dim == SUM]
                 for n in sums:
                     joined[n] = joined[n] / totals[0].to(joined[n].dtype)
@@ -110,7 +112,7 @@ class _Run:
         first_time = self._result is None
         for rows in self._parts:
             plain = first_time and rows.first == 0
-            with self._part(rows, graded=False, again=not plain) as losses:
+            with self._part(graded=False, again=not plain) as losses, self._drawing(rows):
                 args, kwargs = self._given.arguments(self._given.part(rows, tensors))
                 tree = self._forward(*args, **kwargs)
             counts.append(losses.counts)
@@ -151,11 +153,12 @@ class _Run:
             if graded:
                 mine[number] = tensor.detach().requires_grad_()
                 leaves[self._given.tensors[number]] = mine[number]
-        with self._part(rows, graded=True, again=True):
+        with self._part(graded=True, again=True):
             args, kwargs = self._given.arguments(leaves)
-            made = [
-                t for t in leaves_of(self._forward(*args, **kwargs)) if isinstance(t, torch.Tensor)
-            ]
+            with self._drawing(rows):
+                tree = self._forward(*args, **kwargs)
+            made = [leaf for leaf in leaves_of(tree) if isinstance(leaf, torch.Tensor)]
+            del tree
             pairs = list(self._pairs(made, grads, rows))
             del made
             if pairs:
@@ -187,8 +190,8 @@ class _Run:
         rows.mine(there, 0).copy_(grad)
 
     @contextlib.contextmanager
-    def _part(self, rows: Rows, *, graded: bool, again: bool) -> Iterator[Losses]:
-        """What a part's run finds around it: autocast, random numbers, Python's state, its losses."""
+    def _part(self, *, graded: bool, again: bool) -> Iterator[Losses]:
+        """What a part's run finds around it: autocast, the generators, Python's state, its losses."""
         facts = self._facts
         losses = Losses(facts.losses, self._totals)
         with contextlib.ExitStack() as stack:
@@ -197,11 +200,14 @@ class _Run:
             if again and facts.draws:
                 self._ambient.rewind()
             stack.enter_context(self._ambient.again(graded=graded))
-            if facts.draws:
-                stack.enter_context(Draws(facts.draws, rows))
             if facts.losses:
                 stack.enter_context(losses)
             yield losses
+
+    def _drawing(self, rows: Rows) -> contextlib.AbstractContextManager[Any]:
+        """Each sample gets its own random numbers, where any are drawn."""
+        draws = self._facts.draws
+        return Draws(draws, rows) if draws else contextlib.nullcontext()
 
 
 class _Tensor:

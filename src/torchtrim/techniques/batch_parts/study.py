@@ -1,6 +1,6 @@
 """Learns from one batch whether a module may run in parts of it: what mixes samples, what draws random
-numbers, how its results come together. Some samples are run together, with others in place of half of them,
-and in two halves; nothing of that stays."""
+numbers, how its results come together. As many samples as two parts have are run together, with others in
+place of half of them, and in two halves; nothing of that stays."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from torchtrim import observe
 from torchtrim.errors import ApplyFailed
 from torchtrim.observe.recording import tensors_in
 from torchtrim.techniques.batch_parts.draws import SHARED, Drawn, Draws, can_be_split
@@ -23,6 +24,7 @@ from torchtrim.techniques.python_state import PythonState
 
 SUM, SAME = -1, -2
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _NEAR = {torch.float64: 1e-6, torch.float32: 1e-3}
 _NEAR_SUM = {torch.float64: 1e-10, torch.float32: 2e-5}
 _NARROW = 5e-2
@@ -33,12 +35,14 @@ Forward = Callable[..., Any]
 class Facts(NamedTuple):
     """`outputs`: of each tensor that comes out the dimension along which samples are, `SUM` for a number
     that adds up over them, `SAME` for what they share. `graded`: it depends on parameters. `draws`: as
-    `Draws` wants them. `losses`: whether each mean is one of the batch's samples."""
+    `Draws` wants them. `losses`: whether each mean is one of the batch's samples. `scales`: where all of
+    them divide by the same, numbers may be divided at the end."""
 
     outputs: tuple[int, ...]
     graded: tuple[bool, ...]
     draws: tuple[int, ...]
     losses: tuple[bool, ...]
+    scales: bool = False
 
 
 class Run(NamedTuple):
@@ -58,12 +62,14 @@ class Run(NamedTuple):
 class Study:
     """One module, given one batch. Raises `ApplyFailed` where it may not run in parts."""
 
-    def __init__(self, where: str, module: nn.Module, forward: Forward, given: Given) -> None:
+    def __init__(
+        self, where: str, module: nn.Module, forward: Forward, given: Given, parts: int
+    ) -> None:
         self._where = where
         self._forward = forward
         self._given = given
         self._modules = [(name, inner) for name, inner in module.named_modules()]
-        self._half = given.size // 2
+        self._half = min(-(-given.size // parts), given.size // 2)
         self._tensors = [given.leaves[n].detach() for n in given.tensors]
         self._ambient = Ambient(self._tensors)
 
@@ -72,13 +78,13 @@ class Study:
         self._check_modules()
         whole = self._watched()
         self._check_apart(whole)
-        halves = [self._guarded(Rows(f, f + self._half, 2 * self._half)) for f in (0, self._half)]
+        halves = [self._guarded(rows) for rows in self._halves]
         draws = self._draws(whole, halves[0])
         losses = self._losses(whole, halves)
         outputs, graded = self._outputs(whole, halves[0]), self._graded(whole)
         found = Facts(outputs, graded, draws, losses)
         self._check_equal(found, whole)
-        return found
+        return found._replace(scales=self._scales(found, whole))
 
     def _refused(self, reason: str) -> ApplyFailed:
         return ApplyFailed(f"`{self._where}` cannot run in parts of the batch: {reason}")
@@ -93,14 +99,17 @@ class Study:
                     f"{self._name(name)} is a {type(inner).__name__} in training mode, which takes its "
                     "statistics over all samples. Replace it by nn.GroupNorm, or freeze it with .eval()."
                 )
-            if inner._forward_hooks or inner._forward_pre_hooks or inner._backward_hooks:
+            if (
+                inner._forward_hooks
+                or inner._forward_pre_hooks
+                or inner._backward_hooks
+                or inner._backward_pre_hooks
+            ):
                 raise self._refused(
                     f"{self._name(name)} has hooks, which would be called for each part."
                 )
             for key, parameter in inner.named_parameters(recurse=False):
-                if parameter._backward_hooks or getattr(
-                    parameter, "_post_accumulate_grad_hooks", None
-                ):
+                if _has_hooks(parameter):
                     raise self._refused(
                         f"{self._name(name)} has a hook on the gradient of its {key}, which would see each "
                         "part's. Take one of the two out; optimizer_in_backward is such a hook."
@@ -244,16 +253,33 @@ class Study:
         for number, tensor in zip(self._given.tensors, tensors, strict=True):
             tensor.requires_grad_(self._given.leaves[number].requires_grad)
         leaves = self._given.part(rows._replace(whole=self._given.size), tensors)
-        graded = [t.requires_grad for t in self._run(leaves, graded=True).tensors]
-        assert len(graded) == len(whole.tensors)
-        return tuple(graded)
+        made = self._run(leaves, graded=True).tensors
+        assert len(made) == len(whole.tensors)
+        if whole.drawn.names:
+            self._check_backward([t for t in made if t.requires_grad])
+        return tuple(t.requires_grad for t in made)
+
+    def _check_backward(self, made: list[torch.Tensor]) -> None:
+        """Backward must draw nothing once more, as a checkpoint of the program's own does."""
+        parameters = [p for _, inner in self._modules for p in inner.parameters(recurse=False)]
+        trained = [p for p in parameters if p.requires_grad]
+        if not trained or not made:
+            return
+        zeros = [torch.zeros_like(t) for t in made]
+        try:
+            with self._ambient.aside(), Drawn() as drawn:
+                torch.autograd.grad(made, trained, zeros, allow_unused=True)
+        except RuntimeError as error:
+            raise self._refused(f"its backward fails by itself: {error}") from error
+        if drawn.names:
+            raise self._refused(
+                f"its backward draws random numbers once more ({drawn.names[0]}), as a checkpoint does, and "
+                "a part cannot get its own there. Take the checkpoint out, since parts need none."
+            )
 
     def _check_equal(self, facts: Facts, whole: Run) -> None:
         """The halves together must be what the samples are together."""
-        halves = [
-            self._guarded(Rows(first, first + self._half, 2 * self._half), facts, whole.counts)
-            for first in (0, self._half)
-        ]
+        halves = [self._guarded(rows, facts, whole.counts) for rows in self._halves]
         for number, (dim, all_) in enumerate(zip(facts.outputs, whole.tensors, strict=True)):
             parts = [run.tensors[number] for run in halves]
             if dim == SUM and not _near(parts[0] + parts[1], all_, _bound(_NEAR_SUM, all_)):
@@ -266,6 +292,24 @@ class Study:
                 raise self._refused(
                     "what it gives for a part is not what it gives for those samples among all."
                 )
+
+    def _scales(self, facts: Facts, whole: Run) -> bool:
+        """Whether the numbers are sums of the parts' sums, all divided by what the first mean divides by."""
+        totals = [t for t, split in zip(whole.counts, facts.losses, strict=True) if split]
+        if not totals or not all(bool(t == totals[0]) for t in totals):
+            return False
+        one, two = (self._guarded(rows, facts) for rows in self._halves)
+        return all(
+            _near((a + b) / totals[0].to(all_.dtype), all_, _bound(_NEAR_SUM, all_))
+            for dim, all_, a, b in zip(
+                facts.outputs, whole.tensors, one.tensors, two.tensors, strict=True
+            )
+            if dim == SUM
+        )
+
+    @property
+    def _halves(self) -> list[Rows]:
+        return [Rows(f, f + self._half, 2 * self._half) for f in (0, self._half)]
 
     def _guarded(
         self, rows: Rows, facts: Facts | None = None, totals: Sequence[torch.Tensor] | None = None
@@ -318,6 +362,17 @@ class Study:
             for key, value in vars(inner).items()
             if not key.startswith(("_parameters", "_buffers", "_modules"))
         }
+
+
+def _has_hooks(parameter: torch.Tensor) -> bool:
+    """Whether somebody other than who records the step is told of its gradient."""
+    after: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    theirs = [hook for hook in after.values() if not _records(hook)]
+    return bool(parameter._backward_hooks or theirs)
+
+
+def _records(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith(observe.__name__)
 
 
 def _bound(bounds: dict[torch.dtype, float], tensor: torch.Tensor) -> float:
