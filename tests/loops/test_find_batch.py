@@ -82,7 +82,8 @@ def test_a_prediction_that_is_wrong_is_corrected(monkeypatch: pytest.MonkeyPatch
 
 
 def test_where_none_fits_a_batch_of_one_was_run() -> None:
-    found = torchtrim.find_batch(STEPS["mlp"](), 10_000)
+    step = STEPS["mlp"]()
+    found = torchtrim.find_batch(step, torchtrim.estimate(step).peak_bytes // 2)
     assert (found.largest, found.peak_bytes, found.exact) == (0, None, True)
     assert [(one.length, one.fits) for one in found.probes] == [(1, False)]
 
