@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torchtrim.api import count_memory as count_memory
     from torchtrim.api import diagnose as diagnose
     from torchtrim.api import estimate as estimate
+    from torchtrim.api import find_batch as find_batch
     from torchtrim.api import fit as fit
     from torchtrim.api import fix_source as fix_source
     from torchtrim.api import measure as measure
@@ -66,6 +67,7 @@ _HOMES = {
         "fix_source",
         "diagnose",
         "estimate",
+        "find_batch",
         "fit",
         "measure",
         "optimize_memory",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torchtrim.loops.estimate import Estimate as Estimate
     from torchtrim.loops.estimate import estimate_report as estimate_report
     from torchtrim.loops.export import perfetto_trace as perfetto_trace
+    from torchtrim.loops.find_batch import find_batch_report as find_batch_report
     from torchtrim.loops.fixed import fix_report as fix_report
     from torchtrim.loops.fixed import with_fixes as with_fixes
     from torchtrim.loops.lint import Checked as Checked
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from torchtrim.observe.one_call import Device as Device
     from torchtrim.observe.trace import diagnose_traces as diagnose_traces
     from torchtrim.records.certificate import Certificate
+    from torchtrim.records.estimate import Growth
     from torchtrim.records.finding import Equivalence, Finding
     from torchtrim.records.fix import Fixes
     from torchtrim.records.memory_table import MemoryTable
@@ -80,6 +82,7 @@ _HOMES = {
     "torchtrim.loops.diagnose": ("diagnose_report",),
     "torchtrim.loops.estimate": ("Estimate", "estimate_report"),
     "torchtrim.loops.export": ("perfetto_trace",),
+    "torchtrim.loops.find_batch": ("find_batch_report",),
     "torchtrim.loops.fixed": ("fix_report", "with_fixes"),
     "torchtrim.loops.lint": ("Checked", "lint_report"),
     "torchtrim.loops.optimize": ("optimize_report",),
@@ -318,6 +321,24 @@ def estimate(
     from torchtrim.loops.estimate import Estimate
 
     return Estimate(workload, device=device, progress=progress)
+
+
+def find_batch(
+    workload: Workload | Callable[[], Model],
+    memory: str | int,
+    *,
+    probes: int = 4,
+    progress: Progress = _silent,
+) -> Growth:
+    """The largest batch that fits in that memory: predicted without running it, and then run.
+
+    `largest` was run and fitted, 0 where a batch of 1 does not; `exact` says that one more was run, and does
+    not fit. At most `probes` steps are run, and the model is then as it was. A script's is the batch of its
+    loaders. Raises `UsageError` where the batch has no samples that could be more.
+    """
+    from torchtrim.loops.find_batch import find_batch
+
+    return find_batch(workload, memory, probes=probes, progress=progress)
 
 
 def fix_source(

@@ -32,7 +32,7 @@ OPTIONS = {
     "lint": ("--fix", "--unsafe-fixes", "--diff", "--select", "--format", "--no-cache"),
     "optimize": (*RUNS, *PLANS, "--out", "--no-source", "--mode", "--fix", "--unsafe-fixes"),
     "pack": ("--capacity", "--out", "--svg", "--alignment", "--seconds", "--json"),
-    "plan": (*RUNS, *PLANS, "--out", "--no-source", "--frontier", "--export"),
+    "plan": (*RUNS, *PLANS, "--out", "--no-source", "--frontier", "--export", "--find-batch"),
     "run": ("--module", "-m", "--plan"),
     "stream-check": (
         *RUNS[:2],

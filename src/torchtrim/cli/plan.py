@@ -36,6 +36,11 @@ if TYPE_CHECKING:
     help="Also run and verify the plan as plain PyTorch, and write that: planned.py, with apply(model).",
 )
 @click.option("--frontier", is_flag=True, help="Also what other budgets would cost.")
+@click.option(
+    "--find-batch",
+    is_flag=True,
+    help="No plan: the largest batch of the script's loaders that fits, predicted, and then run.",
+)
 def command(**options: Any) -> None:
     """Write a plan with which SCRIPT is predicted to stay within a budget.
 
@@ -44,12 +49,32 @@ def command(**options: Any) -> None:
     Exit code 1 if there is none.
     """
     folder = folder_for(options)
+    if options["find_batch"]:
+        _find_batch(options, folder)
+        return
     plan = plan_in(options, folder)
     with progress() as tell:
         result = _planned(options, plan, tell)
     paths = write_files(result, folder, plan)
     following = command_for(options, "verify", "--plan", str(paths["plan"]))
     show(result, form=options["form"], next_command=following, paths=paths)
+
+
+def _find_batch(options: dict[str, Any], folder: Path) -> None:
+    """Run the script at the batches that are predicted to fit. Exit code 1 if not even 1 does."""
+    from torchtrim.api import find_batch_report
+
+    if options["frontier"] or options["export"]:
+        raise UsageError(
+            "--find-batch makes no plan, so it goes with neither --frontier nor --export."
+        )
+    with progress() as tell:
+        result = find_batch_report(script_of(options), options["memory"], progress=tell)
+    paths = write_files(result, folder)
+    following = command_for(options, "plan", "--memory", options["memory"])
+    show(result, form=options["form"], next_command=following, paths=paths)
+    assert result.report.estimated is not None
+    raise click.exceptions.Exit(0 if result.report.estimated.growth[0].largest else 1)
 
 
 def _planned(options: dict[str, Any], plan: Path, tell: Callable[[str], None]) -> Result:

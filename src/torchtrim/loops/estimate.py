@@ -190,6 +190,14 @@ class Estimate:
             unused_bytes=unused,
         )
 
+    def at(self, what: str, length: int) -> tuple[Workload, dict[str, Any]]:
+        """The workload at another length, to be run, and what its request has besides."""
+        now, sized = self._lengths(what)
+        given = sized(length) if length != now else self.workload
+        if isinstance(given, _Sized):
+            return given.script, {"batch_size": given.size}
+        return given, {}
+
     def _held_at(self, profile: Profile) -> int:
         """What has to fit at another length, at which the batch that was given would not be there."""
         given = 0 if profile.reserved_bytes else unused_bytes(profile) - self._unused
@@ -249,13 +257,19 @@ def estimate_report(
     *,
     fits: str | None = None,
     max_batch: str | None = None,
+    grown: Callable[[Estimate], Growth] | None = None,
     progress: Progress = lambda _: None,
 ) -> Result:
-    """The estimate of a script with its figures, and the largest batch of its loaders that fits."""
+    """The estimate of a script with its figures, and the largest batch of its loaders that fits.
+
+    `grown`: what says how far, if not the estimate.
+    """
     budget = parse_bytes(fits) if fits is not None else None
     found = Estimate(script, device=script.device, request=request, progress=progress)
     facts = found.facts
-    if max_batch is not None:
+    if grown is not None:
+        facts = msgspec.structs.replace(facts, growth=(grown(found),))
+    elif max_batch is not None:
         facts = msgspec.structs.replace(facts, growth=(found.grown("batch", max_batch),))
     report = msgspec.structs.replace(
         report_of("estimate", script, found.trial),

@@ -16,6 +16,16 @@ class ModuleBytes(Struct, frozen=True, kw_only=True):
     bytes: Bytes
 
 
+class Probed(Struct, frozen=True, kw_only=True):
+    """A length at which it was run, and not only estimated. `peak_bytes` is null where it does not run,
+    `predicted_bytes` where nothing was predicted."""
+
+    length: int
+    predicted_bytes: Bytes | None
+    peak_bytes: Bytes | None
+    fits: bool
+
+
 class Growth(Struct, frozen=True, kw_only=True):
     """How far one length of the batch can grow within a budget.
 
@@ -24,6 +34,7 @@ class Growth(Struct, frozen=True, kw_only=True):
     of which `limited_by` is the reason. `tried` is the longest length that was tried; where memory was
     seen to fall as the length grew (`falls`), lengths between `largest` and others that were not tried
     may fit. `unused_bytes` of the budget go to tensors of the process that the step does not use.
+    Where there are `probes` all figures are of runs, and `exact` says that one more was run too.
     """
 
     what: Literal["batch", "sequence"]
@@ -36,6 +47,8 @@ class Growth(Struct, frozen=True, kw_only=True):
     tried: int = 0
     falls: bool = False
     unused_bytes: Bytes = 0
+    probes: tuple[Probed, ...] = ()
+    exact: bool = False
 
 
 class Estimated(Struct, frozen=True, kw_only=True):

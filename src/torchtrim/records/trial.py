@@ -18,7 +18,7 @@ class Request(Struct, frozen=True, kw_only=True):
     `times`: of how many more the times of operators are recorded, if the workload goes on by itself.
     `keep`: evidence whose values are wanted, as `"step/quantity:name"`, saved in a folder.
     `double`: run in float64. `dry`: nothing is computed, and what it would need is modelled.
-    `batch_size`: what a script's loaders are to give in a dry run, if not what they would.
+    `batch_size`: what a script's loaders are to give, if not what they would.
     `infers`: the script only runs its models; a step is a call of the first of them.
     `texts`: what files, by absolute path, are run as instead. `probes`: expressions to look at.
     `measured`: figures are wanted, not only evidence. `exported`: the file of a module whose `apply`

@@ -28,6 +28,7 @@ from torchtrim.observe.emulated.device import Emulation
 from torchtrim.observe.emulated.model import model_named
 from torchtrim.observe.emulated.orders import Order
 from torchtrim.observe.emulated.start import OnDemand
+from torchtrim.observe.loader_sizes import sized_loaders
 from torchtrim.observe.places import line_of
 from torchtrim.observe.probes import Probes
 from torchtrim.observe.sources import Sources
@@ -127,7 +128,7 @@ class Runner:
         """A dry run, if it is to be one. Unlike a live model's, all numbers are the script's own."""
         request, project = self._task.request, self._task.project
         if not request.dry:
-            return contextlib.nullcontext()
+            return sized_loaders(request.batch_size)
         return dry_run(project, owned_only=False, batch_size=request.batch_size)
 
     def _emulate(self) -> None:

@@ -117,6 +117,7 @@ _SERVING = (
     "apply",
     "arguments",
     "base",
+    "batch_parts",
     "blocks",
     "by_graph",
     "early_stop",

@@ -30,7 +30,7 @@ from torchtrim.step.optimizers import (
     seen_of,
     without,
 )
-from torchtrim.step.step import DEVICE, Step
+from torchtrim.step.step import DEVICE, Span, Step
 from torchtrim.techniques.base import Handle, Handles, Option
 from torchtrim.techniques.places import optimizer_at
 
@@ -124,13 +124,14 @@ def _early(step: Step, seen: Seen) -> Iterator[Edit]:
 
 
 def _of(step: Step, update: Update, temporaries: int, seconds: float) -> Edit:
-    """While the update runs the gradient is there, and after it is not."""
+    """While the update runs the gradient is there, and after it is not; what adds to it last is claimed."""
     gradient = step.tensors[update.gradient]
     size = gradient.bytes if gradient.pool == DEVICE else 0
     return Edit(
         drops=_drops(step, update.gradient),
         needs=(Need(update.gradient, update.ready),),
         inserts=(Insert(update.ready, seconds, size + temporaries),),
+        claims=(Span(update.ready - 1, update.ready),),
     )
 
 

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import sys
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.autograd import profiler
-from torch.utils.data import DataLoader
 
 from torchtrim.observe.dry.machine import machine
 from torchtrim.observe.dry.mode import Dry
 from torchtrim.observe.emulated.patches import Patches
+from torchtrim.observe.loader_sizes import patch_loaders
 from torchtrim.observe.modes import enter_below, leave
 
-_LOADER = (
-    *("batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn"),
-    *("pin_memory", "drop_last", "timeout", "worker_init_fn", "multiprocessing_context"),
-)
-"""Arguments of a loader after its data set, in order."""
 _running: list[Dry] = []
 
 
@@ -112,19 +106,8 @@ def _patch_files(patches: Patches, dry: Dry) -> None:
 
 def _patch_loaders(patches: Patches, dry: Dry, batch_size: int | None) -> None:
     """Loaders load in this process, and batches of the wanted size."""
-    original: Any = DataLoader.__init__
 
-    @functools.wraps(original)
-    def make(loader: Any, dataset: Any, *args: Any, **options: Any) -> None:
-        options = {**dict(zip(_LOADER, args, strict=False)), **options, "num_workers": 0}
-        for name in ("persistent_workers", "prefetch_factor", "multiprocessing_context", "timeout"):
-            options.pop(name, None)
-        size = options.get("batch_size", 1)
-        if size is not None and size > 1 and options.get("batch_sampler") is None:
-            dry.batch_size = dry.batch_size or size
-            options["batch_size"] = size = batch_size or size
-            if isinstance(dataset, Sized) and len(dataset) < size:
-                raise ValueError(f"the data set has {len(dataset)} samples, fewer than {size}")
-        original(loader, dataset, **options)
+    def seen(size: int) -> None:
+        dry.batch_size = dry.batch_size or size
 
-    patches.replace(DataLoader, "__init__", make)
+    patch_loaders(patches, batch_size, here=True, seen=seen)

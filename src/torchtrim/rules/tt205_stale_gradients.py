@@ -1,0 +1,72 @@
+"""Gradients of the step before are still there at the peak of the next one, which drops them unread.
+
+## What it does
+
+Finds gradients that are alive when a step begins, that no operator reads or writes, and that are dropped
+before backward makes new ones. The price is by how much the peak would be lower without them. Nothing is
+reported below 2 % of the peak. Gradients that are added to, as between micro-batches, are left out.
+
+## Why is this bad?
+
+Once the optimizer has stepped, gradients are of no use. Where `zero_grad` comes right before `backward`, they
+lie beside all activations of the next forward, at whose end the peak usually is.
+
+## Example
+
+```python
+loss = criterion(model(batch), labels)
+optimizer.zero_grad()
+loss.backward()
+optimizer.step()
+```
+
+## Use instead
+
+```python
+loss = criterion(model(batch), labels)
+loss.backward()
+optimizer.step()
+optimizer.zero_grad()
+```
+
+## Fix safety
+
+Bitwise equal. Code that reads `.grad` after the step, such as a log of its norm, has to come before
+`zero_grad`.
+
+## References
+
+* [torch.optim.Optimizer.zero_grad](https://pytorch.org/docs/stable/generated/torch.optim.Optimizer.zero_grad.html)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torchtrim.memory.held import freed, stale_gradients
+from torchtrim.records.finding import Finding
+from torchtrim.records.profile import Profile
+from torchtrim.rules.base import Rule
+from torchtrim.rules.keeping import finding_at, is_much
+from torchtrim.rules.places import Line
+from torchtrim.units import format_bytes
+
+
+def check(profile: Profile) -> Iterator[Finding]:
+    """One finding for all gradients that are dropped too late."""
+    stale = stale_gradients(profile)
+    saved = freed(profile, dict.fromkeys(stale, 0))
+    if is_much(profile, saved):
+        many = f"{len(stale)} gradient{'s' * (len(stale) != 1)}"
+        size = format_bytes(sum(profile.storages[n].counted for n in stale))
+        yield finding_at(
+            RULE.code,
+            Line(profile.script, 0),
+            saved,
+            f"{many} of the step before ({size}) are dropped only after the next forward has begun; "
+            f"the peak is {format_bytes(saved)} higher for it",
+            "call zero_grad() directly after the optimizer's step",
+        )
+
+
+RULE = Rule(code="TT205", name="stale-gradients", check=check)

@@ -1,0 +1,79 @@
+"""A model runs with gradients, and no backward comes by: autograd keeps its activations for nothing.
+
+## What it does
+
+Finds calls of a model with gradients by which no backward of the step comes, and what they keep. The price is
+by how much the peak would be lower if each were dropped when it is last read. Nothing is reported below 2 %
+of the peak.
+
+## Why is this bad?
+
+While gradients are on, every operator keeps what its backward would need until the result is gone. That is
+most of the memory of training, spent on evaluation, on a teacher, or on a generator whose output is detached.
+
+## Example
+
+```python
+model.eval()
+for batch, labels in validation:
+    total += criterion(model(batch), labels)
+```
+
+## Use instead
+
+```python
+model.eval()
+with torch.no_grad():
+    for batch, labels in validation:
+        total += criterion(model(batch), labels)
+```
+
+## Fix safety
+
+Bitwise equal. `model.eval()` does not turn gradients off, and `torch.no_grad()` does not turn dropout off:
+evaluation needs both.
+
+## References
+
+* [Locally disabling gradient computation](https://pytorch.org/docs/stable/notes/autograd.html#locally-disabling-gradient-computation)
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from torchtrim.memory.held import freed, unused_graphs
+from torchtrim.records.finding import Finding
+from torchtrim.records.profile import Profile
+from torchtrim.rules.base import Rule
+from torchtrim.rules.keeping import finding_at, is_much
+from torchtrim.rules.places import line_of
+from torchtrim.units import format_bytes
+
+
+def check(profile: Profile) -> Iterator[Finding]:
+    """One finding for each model that runs so."""
+    deaths: dict[str, dict[int, int]] = defaultdict(dict)
+    first: dict[str, list[int]] = defaultdict(list)
+    for call, kept in unused_graphs(profile).items():
+        path = profile.modules[call.module].path
+        deaths[path].update(kept)
+        first[path].append(call.first)
+    for path, kept in deaths.items():
+        saved = freed(profile, kept)
+        if is_much(profile, saved):
+            late = (n for n, until in kept.items() if until < profile.storages[n].death)
+            size = format_bytes(sum(profile.storages[n].counted for n in late))
+            yield finding_at(
+                RULE.code,
+                line_of(profile, first[path][0]),
+                saved,
+                f"{path} runs with gradients, and no backward uses what autograd keeps of it ({size}); the "
+                f"peak is {format_bytes(saved)} higher for it",
+                "call it under torch.no_grad()",
+                count=len(first[path]),
+            )
+
+
+RULE = Rule(code="TT208", name="unused-graph", check=check)

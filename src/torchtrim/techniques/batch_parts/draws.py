@@ -1,0 +1,93 @@
+"""Random numbers of a part of the batch: those that its samples get where the whole batch draws them.
+
+Each part begins with the generator as it was before the call. What draws is asked for the numbers of all
+samples, and the part takes its own, so each part leaves the generator as the whole batch would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchtrim.errors import ApplyFailed
+from torchtrim.techniques.batch_parts.rows import Rows
+
+SHARED = -1
+_INTO_SELF = frozenset(
+    f"aten::{name}_"
+    for name in ("bernoulli", "uniform", "normal", "exponential", "random", "geometric", "cauchy")
+)
+_LIKE = frozenset(("aten::rand_like", "aten::randn_like", "aten::randint_like"))
+_OF_SIZE = frozenset(("aten::rand", "aten::randn"))
+_DROPOUT = "aten::native_dropout"
+
+
+class Drawn(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the shape of what each operator draws."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if draws(func):
+            first = made[0] if isinstance(made, (tuple, list)) else made
+            self.names.append(func._schema.name)
+            self.shapes.append(tuple(first.shape))
+        return made
+
+
+class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives a part the random numbers of its rows. `dims`: of each operator that draws the dimension
+    along which samples are, `SHARED` for none."""
+
+    def __init__(self, dims: Sequence[int], rows: Rows) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._dims = dims
+        self._rows = rows
+        self._count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not draws(func):
+            return func(*args, **kwargs)
+        if self._count == len(self._dims):
+            raise ApplyFailed(
+                f"{func} draws random numbers where the first batch did not, so a part cannot be given its "
+                "own. Take micro_batch out of the plan."
+            )
+        dim = self._dims[self._count]
+        self._count += 1
+        return func(*args, **kwargs) if dim == SHARED else self._drawn(func, dim, args, kwargs)
+
+    def _drawn(self, func: Any, dim: int, args: Any, kwargs: Any) -> Any:
+        rows, name = self._rows, func._schema.name
+        if name in _OF_SIZE:
+            size = rows.whole_shape(tuple(args[0]), dim)
+            return rows.mine(func(size, *args[1:], **kwargs), dim).clone()
+        given, *rest = args
+        whole = given.new_empty(rows.whole_shape(tuple(given.shape), dim))
+        if name in _INTO_SELF:
+            return given.copy_(rows.mine(func(whole, *rest, **kwargs), dim))
+        if name in _LIKE:
+            return rows.mine(func(whole, *rest, **kwargs), dim).clone()
+        if rest[1] is False:
+            return func(*args, **kwargs)
+        kept = rows.mine(func(whole.fill_(1), *rest, **kwargs)[1], dim).clone()
+        scale = 1 / (1 - rest[0]) if rest[0] < 1 else 0.0
+        return given * kept * scale, kept
+
+
+def draws(func: Any) -> bool:
+    """Whether an operator draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def can_be_split(name: str) -> bool:
+    """Whether the numbers of a part are known to be a slice of those of all samples."""
+    return name in _INTO_SELF or name in _LIKE or name in _OF_SIZE or name == _DROPOUT

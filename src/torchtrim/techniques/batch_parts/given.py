@@ -1,0 +1,112 @@
+"""What a call is given: its leaves, which of them are of the batch, and how many samples there are."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from torchtrim.techniques.batch_parts.rows import Rows
+from torchtrim.techniques.batch_parts.tree import Leaves, filled, leaves_of
+
+
+class Given(NamedTuple):
+    """A call's arguments. `tensors`: which leaves are such; `batched`: those whose first dimension is the
+    batch, of `size` samples."""
+
+    tree: tuple[Any, Any]
+    leaves: Leaves
+    tensors: tuple[int, ...]
+    batched: tuple[int, ...]
+    size: int
+
+    @staticmethod
+    def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+        """The first tensor with dimensions says how many samples there are; 0 where none has any."""
+        leaves = leaves_of((args, kwargs))
+        tensors = tuple(n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
+        shaped = [n for n in tensors if leaves[n].dim()]
+        size = leaves[shaped[0]].shape[0] if shaped else 0
+        batched = tuple(n for n in shaped if leaves[n].shape[0] == size)
+        return Given((args, kwargs), leaves, tensors, batched, size)
+
+    @property
+    def without_tensors(self) -> Given:
+        """The call without its tensors, which somebody else keeps."""
+        leaves = [
+            None if number in self.tensors else leaf for number, leaf in enumerate(self.leaves)
+        ]
+        return self._replace(tree=filled(self.tree, leaves), leaves=leaves)
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """What two calls have in common that differ in sizes only."""
+        tensors = (
+            (leaf.dim(), leaf.dtype, leaf.requires_grad, number in self.batched)
+            for number, leaf in enumerate(self.leaves)
+            if isinstance(leaf, torch.Tensor)
+        )
+        others = (
+            leaf if isinstance(leaf, (bool, str, type(None))) else type(leaf)
+            for leaf in self.leaves
+            if not isinstance(leaf, torch.Tensor)
+        )
+        return len(self.tree[0]), *self.tree[1], *tensors, *others
+
+    def arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with other leaves."""
+        args, kwargs = filled(self.tree, leaves)
+        return args, kwargs
+
+    def part(self, rows: Rows, tensors: Sequence[torch.Tensor]) -> Leaves:
+        """The leaves of a part. `tensors` stand in for those of the call, in their order."""
+        leaves = list(self.leaves)
+        for number, tensor in zip(self.tensors, tensors, strict=True):
+            leaves[number] = rows.mine(tensor, 0) if number in self.batched else tensor
+        return leaves
+
+
+class Ambient:
+    """Autocast and the random generators as they are now, to be so again."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._devices = sorted({"cpu", *(t.device.type for t in tensors)} - {"meta"})
+        self._autocasts = [
+            (d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in self._devices
+        ]
+        self._cuda = sorted({t.get_device() for t in tensors if t.is_cuda})
+        self.states = self._now()
+
+    @contextlib.contextmanager
+    def again(self, *, graded: bool) -> Iterator[None]:
+        """Autocast as it was; casts that it keeps are not carried from or to elsewhere."""
+        torch.clear_autocast_cache()
+        with contextlib.ExitStack() as stack:
+            for device, dtype, enabled in self._autocasts:
+                stack.enter_context(torch.autocast(device, dtype, enabled))
+            stack.enter_context(torch.set_grad_enabled(graded))
+            yield
+        torch.clear_autocast_cache()
+
+    def rewind(self) -> None:
+        """The random generators as they were."""
+        self._set(self.states)
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is drawn here changes nothing outside."""
+        now = self._now()
+        try:
+            yield
+        finally:
+            self._set(now)
+
+    def _now(self) -> tuple[torch.Tensor, ...]:
+        return torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in self._cuda)
+
+    def _set(self, states: Sequence[torch.Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        for device, state in zip(self._cuda, states[1:], strict=True):
+            torch.cuda.set_rng_state(state, device)

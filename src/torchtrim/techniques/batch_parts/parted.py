@@ -1,0 +1,264 @@
+"""The forward of a module that runs in parts of the batch, and again, part by part, in backward."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import _engine_run_backward
+
+from torchtrim.errors import ApplyFailed
+from torchtrim.techniques.batch_parts.draws import Draws
+from torchtrim.techniques.batch_parts.given import Ambient, Given
+from torchtrim.techniques.batch_parts.losses import Losses
+from torchtrim.techniques.batch_parts.rows import Rows, parts_of
+from torchtrim.techniques.batch_parts.study import SAME, SUM, Facts, Study
+from torchtrim.techniques.batch_parts.tree import filled, leaves_of
+from torchtrim.techniques.failing import note
+from torchtrim.techniques.python_state import PythonState
+
+Forward = Callable[..., Any]
+Tensors = Sequence[torch.Tensor]
+
+
+class InParts:
+    """What calls a module's forward for so many parts of a batch, where there are gradients."""
+
+    def __init__(self, where: str, module: nn.Module, parts: int) -> None:
+        self._where = where
+        self._module = module
+        self._parts = parts
+        self._known: dict[tuple[Any, ...], Facts] = {}
+
+    def __call__(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        """The whole batch's result."""
+        given = Given.of(args, kwargs)
+        if not torch.is_grad_enabled() or given.size < 2 or not self._is_graded(given):
+            return forward(*args, **kwargs)
+        try:
+            facts = self._facts(forward, given)
+            run = _Run(self._module, forward, given, facts, self._parts)
+            tensors = [given.leaves[n] for n in given.tensors]
+            hook = torch.empty(0, requires_grad=True)
+            return run.result(_Parted.apply(run, self._where, hook, *tensors))  # type: ignore[no-untyped-call]
+        except Exception as error:
+            note(error, self._where)
+            raise
+
+    def _is_graded(self, given: Given) -> bool:
+        return any(p.requires_grad for p in self._module.parameters()) or any(
+            given.leaves[n].requires_grad for n in given.tensors
+        )
+
+    def _facts(self, forward: Forward, given: Given) -> Facts:
+        training = tuple(inner.training for inner in self._module.modules())
+        trained = tuple(p.requires_grad for p in self._module.parameters())
+        device = next((given.leaves[n].device.type for n in given.tensors), "cpu")
+        key = hash((training, trained)), given.signature, torch.is_autocast_enabled(device)
+        if key not in self._known:
+            self._known[key] = Study(self._where, self._module, forward, given, self._parts).facts()
+        return self._known[key]
+
+
+class _Run:
+    """One call: its parts, what they draw and how their results come together."""
+
+    def __init__(
+        self, module: nn.Module, forward: Forward, given: Given, facts: Facts, parts: int
+    ) -> None:
+        self._forward = forward
+        self._facts = facts
+        self._parts = tuple(parts_of(given.size, parts))
+        self._modules = list(module.modules())
+        tensors = [given.leaves[n] for n in given.tensors]
+        self._ambient = Ambient(tensors)
+        self._graded = [t.requires_grad for t in tensors]
+        self._given = given.without_tensors
+        self._python = PythonState(self._modules)
+        self._totals: list[torch.Tensor] | None = None
+        self._result: Any = None
+
+    def result(self, tensors: Tensors) -> Any:
+        """What the call returns, with these tensors in it."""
+        rest, tree = iter(tensors), self._result
+        self._result = None
+        leaves = leaves_of(tree)
+        return filled(tree, [next(rest) if isinstance(x, _Tensor) else x for x in leaves])
+
+    @property
+    def graded(self) -> tuple[bool, ...]:
+        """Which results have gradients."""
+        return self._facts.graded
+
+    def forward(self, tensors: Tensors) -> list[torch.Tensor]:
+        """All parts without gradients."""
+        joined = self._pass(tensors)
+        if any(self._facts.losses) and self._totals is not None:
+            totals = [t for t, split in zip(self._totals, self._facts.losses, strict=True) if split]
+            if self._facts.scales and all(bool(total == totals[0]) for total in totals[1:]):
+                sums = [n for n, dim in enumerate(self._facts.outputs) if dim == SUM]
+                for n in sums:
+                    joined[n] = joined[n] / totals[0].to(joined[n].dtype)
+            else:
+                joined = self._pass(tensors)
+        return joined
+
+    def _pass(self, tensors: Tensors) -> list[torch.Tensor]:
+        joined: list[torch.Tensor] = []
+        counts: list[list[torch.Tensor]] = []
+        first_time = self._result is None
+        for rows in self._parts:
+            plain = first_time and rows.first == 0
+            with self._part(graded=False, again=not plain) as losses, self._drawing(rows):
+                args, kwargs = self._given.arguments(self._given.part(rows, tensors))
+                tree = self._forward(*args, **kwargs)
+            counts.append(losses.counts)
+            made = [leaf for leaf in leaves_of(tree) if isinstance(leaf, torch.Tensor)]
+            self._join(joined, made, rows)
+            if plain:
+                self._python.has_run()
+                self._result = filled(tree, [_marked(leaf) for leaf in leaves_of(tree)])
+        if self._totals is None:
+            self._totals = [sum(one[1:], one[0]) for one in zip(*counts, strict=True)]
+        return joined
+
+    def _join(self, joined: list[torch.Tensor], made: Tensors, rows: Rows) -> None:
+        """Add what a part gave to what there is of the whole batch."""
+        for number, (dim, tensor) in enumerate(zip(self._facts.outputs, made, strict=True)):
+            if rows.first == 0:
+                joined.append(_room(tensor, rows, dim) if dim >= 0 else tensor.clone())
+            if dim >= 0:
+                rows.mine(joined[number], dim).copy_(tensor)
+            elif dim == SUM and rows.first:
+                joined[number] += tensor
+
+    def backward(self, tensors: Tensors, grads: Sequence[Any]) -> list[torch.Tensor | None]:
+        """Each part once more, with gradients, and its backward at once. The inputs' gradients."""
+        found: list[torch.Tensor | None] = [None for _ in tensors]
+        with self._ambient.aside():
+            for rows in self._parts:
+                self._part_backward(rows, tensors, grads, found)
+        return found
+
+    def _part_backward(
+        self, rows: Rows, tensors: Tensors, grads: Sequence[Any], found: list[torch.Tensor | None]
+    ) -> None:
+        given = [t.detach() for t in tensors]
+        leaves = self._given.part(rows, given)
+        mine = [leaves[n] for n in self._given.tensors]
+        for number, (tensor, graded) in enumerate(zip(mine, self._graded, strict=True)):
+            if graded:
+                mine[number] = tensor.detach().requires_grad_()
+                leaves[self._given.tensors[number]] = mine[number]
+        with self._part(graded=True, again=True):
+            args, kwargs = self._given.arguments(leaves)
+            with self._drawing(rows):
+                tree = self._forward(*args, **kwargs)
+            made = [leaf for leaf in leaves_of(tree) if isinstance(leaf, torch.Tensor)]
+            del tree
+            pairs = list(self._pairs(made, grads, rows))
+            del made
+            if pairs:
+                _run_backward(pairs)
+        for number, tensor in enumerate(mine):
+            if tensor.grad is not None:
+                self._collect(found, number, tensor.grad, rows)
+
+    def _pairs(
+        self, made: Tensors, grads: Sequence[Any], rows: Rows
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The part's results with their gradients."""
+        for dim, tensor, grad in zip(self._facts.outputs, made, grads, strict=True):
+            if grad is None or not tensor.requires_grad or (dim == SAME and rows.first):
+                continue
+            yield tensor, rows.mine(grad, dim) if dim >= 0 else grad
+
+    def _collect(
+        self, found: list[torch.Tensor | None], number: int, grad: torch.Tensor, rows: Rows
+    ) -> None:
+        """Put the gradient of a part's input where it belongs in the whole batch's."""
+        there = found[number]
+        if self._given.tensors[number] not in self._given.batched:
+            found[number] = grad if there is None else there + grad
+            return
+        if there is None:
+            there = found[number] = _room(grad, rows, 0)
+            there.zero_()
+        rows.mine(there, 0).copy_(grad)
+
+    @contextlib.contextmanager
+    def _part(self, *, graded: bool, again: bool) -> Iterator[Losses]:
+        """What a part's run finds around it: autocast, the generators, Python's state, its losses."""
+        facts = self._facts
+        losses = Losses(facts.losses, self._totals)
+        with contextlib.ExitStack() as stack:
+            if again:
+                stack.enter_context(self._python.again())
+            if again and facts.draws:
+                self._ambient.rewind()
+            stack.enter_context(self._ambient.again(graded=graded))
+            if facts.losses:
+                stack.enter_context(losses)
+            yield losses
+
+    def _drawing(self, rows: Rows) -> contextlib.AbstractContextManager[Any]:
+        """Each sample gets its own random numbers, where any are drawn."""
+        draws = self._facts.draws
+        return Draws(draws, rows) if draws else contextlib.nullcontext()
+
+
+class _Tensor:
+    """Stands for a tensor of the result."""
+
+
+def _marked(leaf: Any) -> Any:
+    return _Tensor() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _room(part: torch.Tensor, rows: Rows, dim: int) -> torch.Tensor:
+    """Memory for what all samples have, with its dimensions in the order of the part's."""
+    order = sorted(range(part.dim()), key=lambda d: part.stride(d), reverse=True)
+    shape = rows.whole_shape(tuple(part.shape), dim)
+    made = torch.empty([shape[d] for d in order], dtype=part.dtype, device=part.device)
+    return made.permute([order.index(d) for d in range(part.dim())])
+
+
+def _run_backward(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """`torch.autograd.backward`, which whoever watches the step would take for another of the user's."""
+    tensors, grads = zip(*pairs, strict=True)
+    _engine_run_backward(
+        tensors, grads, False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+class _Parted(torch.autograd.Function):
+    """The call as autograd sees it: parameters get their gradients while its backward runs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, run: _Run, where: str, _: torch.Tensor, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.run, ctx.where = run, where
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        made = run.forward(tensors)
+        ctx.mark_non_differentiable(*(t for t, g in zip(made, run.graded, strict=True) if not g))
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        try:
+            whole: Any = torch.autograd._is_checkpoint_valid
+            if torch.is_grad_enabled() or not whole():
+                raise ApplyFailed(
+                    f"`{ctx.where}` runs in parts of the batch, so its gradients are there only for "
+                    "`backward()` without `inputs` and `create_graph`, and not for torch.autograd.grad. Take "
+                    "micro_batch out of the plan."
+                )
+            return None, None, None, *ctx.run.backward(ctx.saved_tensors, grads)
+        except Exception as error:
+            note(error, ctx.where)
+            raise

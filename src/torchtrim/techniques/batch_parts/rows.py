@@ -1,0 +1,50 @@
+"""A part of a batch: which samples are in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+
+class Rows(NamedTuple):
+    """Samples `first <= i < last` of `whole`."""
+
+    first: int
+    last: int
+    whole: int
+
+    @property
+    def number(self) -> int:
+        """How many samples."""
+        return self.last - self.first
+
+    def whole_shape(self, shape: tuple[int, ...], dim: int) -> list[int]:
+        """The shape that a part's tensor has for all samples, which lie along `dim`."""
+        found = list(shape)
+        found[dim] = found[dim] * self.whole // self.number
+        return found
+
+    def mine(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """The view of these samples of a tensor of all; several rows may be of one sample."""
+        each = tensor.shape[dim] // self.whole
+        return tensor.narrow(dim, self.first * each, self.number * each)
+
+
+def parts_of(whole: int, parts: int) -> Iterator[Rows]:
+    """The parts of a batch, all of one size, but the last may be smaller."""
+    size = -(-whole // parts)
+    for first in range(0, whole, size):
+        yield Rows(first, min(first + size, whole), whole)
+
+
+def split_dim(part: tuple[int, ...], whole: tuple[int, ...], times: int) -> int | None:
+    """The dimension that is `times` as long with so many times the samples, -1 for none at all, and None
+    where that is not how the shapes differ."""
+    if len(part) != len(whole):
+        return None
+    dims = [d for d, (a, b) in enumerate(zip(part, whole, strict=True)) if a != b]
+    if not dims:
+        return -1
+    return dims[0] if len(dims) == 1 and whole[dims[0]] == times * part[dims[0]] else None

@@ -1,0 +1,119 @@
+"""Parts of the batch are planned, predicted and certified, and go with what they can go with."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import torchtrim
+from steps import encoder, fitting, squared, train_step
+from torchtrim.planner.pins import overlap
+from torchtrim.planner.planner import Planner
+from torchtrim.records.plan import Technique
+from torchtrim.records.trial import Trial
+from torchtrim.step.from_profile import step_of
+from torchtrim.step.simulate import simulate
+from torchtrim.step.step import Span
+from torchtrim.techniques.base import Option, names, technique
+from torchtrim.techniques.micro_batch import TECHNIQUE
+
+
+@pytest.fixture(scope="module")
+def observed() -> tuple[torchtrim.TrainStep, Trial]:
+    torch.manual_seed(0)
+    step = train_step(encoder(32, 3), torch.randn(16, 48, 32), "SGD")
+    return step, fitting(step).observe()
+
+
+def planner_of(observed: tuple[torchtrim.TrainStep, Trial], *techniques: str) -> Planner:
+    _, found = observed
+    assert found.profile is not None
+    return Planner(
+        found.profile,
+        step_seconds=found.seconds,
+        fingerprint=found.fingerprint,
+        exclude=[name for name in names() if name not in techniques],
+        allow="ROUNDING",
+    )
+
+
+def test_it_is_planned_and_certified(observed: tuple[torchtrim.TrainStep, Trial]) -> None:
+    step, _ = observed
+    planner = planner_of(observed, "micro_batch")
+    assert planner.floor.outcome.peak_bytes < 0.45 * planner.simulated_original
+    where = type(step.model).__name__
+    with torchtrim.fit(
+        step, "60%", steps=2, allow="ROUNDING", pins={"micro_batch": [where]}
+    ) as fitted:
+        assert {one.name for one in fitted.plan.techniques} >= {"micro_batch"}
+        assert fitted.certificate is not None
+        assert fitted.certificate.verdict in ("BITWISE", "ROUNDING")
+        assert fitted.certificate.reason
+
+
+@pytest.mark.parametrize("parts", [2, 4, 16])
+def test_the_peak_is_predicted(observed: tuple[torchtrim.TrainStep, Trial], parts: int) -> None:
+    step, trial = observed
+    assert trial.profile is not None
+    recorded = step_of(trial.profile)
+    where = type(step.model).__name__
+    option = Option("micro_batch", where, spans_of(recorded, where), None, (("parts", parts),))
+    edit = TECHNIQUE.edits(recorded, option)
+    assert edit is not None
+    predicted = simulate(recorded, [edit]).peak_bytes
+    handle = TECHNIQUE.apply({where: step.model}, plan_of(where, parts))
+    measured = fitting(step).observe().peak_bytes
+    handle.revert()
+    assert measured < trial.peak_bytes
+    assert abs(predicted - measured) <= 0.03 * measured
+
+
+def spans_of(step: Any, where: str) -> tuple[Span, ...]:
+    return tuple(c.span for c in step.calls if step.modules[c.module].path == where)
+
+
+def plan_of(where: str, parts: int) -> Technique:
+    return Technique(name="micro_batch", where=(where,), options={"parts": parts})
+
+
+@pytest.mark.parametrize("other", ["recompute", "replay", "optimizer_in_backward"])
+def test_what_changes_the_same_module_excludes_it(
+    observed: tuple[torchtrim.TrainStep, Trial], other: str
+) -> None:
+    _, trial = observed
+    assert trial.profile is not None
+    recorded = step_of(trial.profile)
+    mine = [TECHNIQUE.edits(recorded, option) for option in TECHNIQUE.options(recorded)]
+    unit = technique(other)
+    theirs = [unit.edits(recorded, option) for option in unit.options(recorded)]
+    claims = [[c for edit in edits if edit for c in edit.claims] for edits in (mine, theirs)]
+    assert all(claims)
+    assert overlap(claims[0][:2], claims[1])
+
+
+def test_an_optimizer_that_takes_less_goes_with_it() -> None:
+    torch.manual_seed(0)
+    net = encoder(32, 3)
+    optimizer = torch.optim.AdamW(net.parameters(), foreach=True)
+    step = torchtrim.TrainStep(net, squared, optimizer, torch.randn(16, 48, 32))
+    where = type(net).__name__
+    state = copy.deepcopy(net.state_dict())
+    handles = [
+        TECHNIQUE.apply({where: net}, plan_of(where, 4)),
+        technique("plain_optimizer").apply(
+            {"AdamW": optimizer},
+            Technique(
+                name="plain_optimizer",
+                where=("AdamW",),
+                options={"style": "chunks", "chunk_bytes": 1000},
+            ),
+        ),
+    ]
+    both = fitting(step).observe().peak_bytes
+    for handle in handles:
+        handle.revert()
+    assert both < 0.6 * fitting(step).observe().peak_bytes
+    assert all(torch.equal(value, state[key]) for key, value in net.state_dict().items())
