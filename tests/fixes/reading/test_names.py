@@ -110,5 +110,5 @@ def test_numbers_that_a_name_is_given(text: str, found: list[float] | None) -> N
 
 def test_what_is_written_to_later_does_not_stay() -> None:
     source, function = function_of("x = a * 2\n    y = x\n    x.add_(1)")
-    name = next(loads(function, "x"))
+    name = loads(function, "x")[0]
     assert not stays(source, name, function.body[1])
