@@ -71,7 +71,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             size = rows.whole_shape(tuple(args[0]), dim)
             return rows.mine(func(size, *args[1:], **kwargs), dim).clone()
         given, *rest = args
-        whole = given.new_empty(rows.whole_shape(tuple(given.shape), dim))
+        whole = rows.room(given, dim)
         if name in _INTO_SELF:
             return given.copy_(rows.mine(func(whole, *rest, **kwargs), dim))
         if name in _LIKE:
