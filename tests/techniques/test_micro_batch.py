@@ -151,6 +151,12 @@ def test_a_loss_inside_is_divided_by_the_labels_that_count(samples: int, parts: 
     assert abs(float(sum(halves) / 2 - whole)) > 1e-3
 
 
+def test_attention_that_drops_nothing_draws_nothing() -> None:
+    torch.manual_seed(0)
+    data = tokens(8)
+    assert_same(Gpt(dropout=0.0), lambda net: net(data)[0].square().mean())
+
+
 def test_a_vision_transformer_with_dropout_and_dropped_blocks() -> None:
     torch.manual_seed(0)
     data = torch.randn(6, 3, 16, 16).double()

@@ -72,7 +72,9 @@ class Search:
         batch = max(predicted.largest, 1)
         while len(self._tried) < probes and not self._is_proven:
             error = self._probe(batch)
-            batch = self._next(self._at(self._budget - error).largest if error else batch)
+            least = self._budget // 2
+            aim = self._at(max(self._budget - error, least)).largest if error else batch
+            batch = self._next(aim)
         return self._answer(predicted)
 
     @property

@@ -34,8 +34,9 @@ class Drawn(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.shapes: list[tuple[int, ...]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = None if can_be_split(func._schema.name) else _states() if draws(func) else ()
         made = func(*args, **(kwargs or {}))
-        if draws(func):
+        if before is None or (before and not all(map(torch.equal, before, _states()))):
             first = made[0] if isinstance(made, (tuple, list)) else made
             self.names.append(func._schema.name)
             self.shapes.append(tuple(first.shape))
@@ -54,7 +55,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not draws(func):
+        if not can_be_split(func._schema.name):
             return func(*args, **kwargs)
         if self._count == len(self._dims):
             raise ApplyFailed(
@@ -71,7 +72,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             size = rows.whole_shape(tuple(args[0]), dim)
             return rows.mine(func(size, *args[1:], **kwargs), dim).clone()
         given, *rest = args
-        whole = given.new_empty(rows.whole_shape(tuple(given.shape), dim))
+        whole = rows.room(given, dim)
         if name in _INTO_SELF:
             return given.copy_(rows.mine(func(whole, *rest, **kwargs), dim))
         if name in _LIKE:
@@ -84,8 +85,13 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def draws(func: Any) -> bool:
-    """Whether an operator draws random numbers."""
+    """Whether an operator may draw random numbers: attention does only where it drops."""
     return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def _states() -> list[torch.Tensor]:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return [torch.get_rng_state(), *cuda]
 
 
 def can_be_split(name: str) -> bool:

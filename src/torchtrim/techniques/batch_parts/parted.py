@@ -129,7 +129,7 @@ class _Run:
         """Add what a part gave to what there is of the whole batch."""
         for number, (dim, tensor) in enumerate(zip(self._facts.outputs, made, strict=True)):
             if rows.first == 0:
-                joined.append(_room(tensor, rows, dim) if dim >= 0 else tensor.clone())
+                joined.append(rows.room(tensor, dim) if dim >= 0 else tensor.clone())
             if dim >= 0:
                 rows.mine(joined[number], dim).copy_(tensor)
             elif dim == SUM and rows.first:
@@ -185,7 +185,7 @@ class _Run:
             found[number] = grad if there is None else there + grad
             return
         if there is None:
-            there = found[number] = _room(grad, rows, 0)
+            there = found[number] = rows.room(grad, 0)
             there.zero_()
         rows.mine(there, 0).copy_(grad)
 
@@ -216,14 +216,6 @@ class _Tensor:
 
 def _marked(leaf: Any) -> Any:
     return _Tensor() if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _room(part: torch.Tensor, rows: Rows, dim: int) -> torch.Tensor:
-    """Memory for what all samples have, with its dimensions in the order of the part's."""
-    order = sorted(range(part.dim()), key=lambda d: part.stride(d), reverse=True)
-    shape = rows.whole_shape(tuple(part.shape), dim)
-    made = torch.empty([shape[d] for d in order], dtype=part.dtype, device=part.device)
-    return made.permute([order.index(d) for d in range(part.dim())])
 
 
 def _run_backward(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -26,6 +26,13 @@ class Rows(NamedTuple):
         found[dim] = found[dim] * self.whole // self.number
         return found
 
+    def room(self, part: torch.Tensor, dim: int) -> torch.Tensor:
+        """Memory for what all samples have, with its dimensions in the order of the part's."""
+        order = sorted(range(part.dim()), key=lambda d: part.stride(d), reverse=True)
+        shape = self.whole_shape(tuple(part.shape), dim)
+        made = torch.empty([shape[d] for d in order], dtype=part.dtype, device=part.device)
+        return made.permute([order.index(d) for d in range(part.dim())])
+
     def mine(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """The view of these samples of a tensor of all; several rows may be of one sample."""
         each = tensor.shape[dim] // self.whole

@@ -204,7 +204,8 @@ class Study:
                 raise self._refused(
                     f"{name} draws random numbers for all samples at once, and a part cannot get its own."
                 )
-            found.append(dim)
+            if can_be_split(name):
+                found.append(dim)
         return tuple(found)
 
     def _losses(self, whole: Run, halves: Sequence[Run]) -> tuple[bool, ...]:
