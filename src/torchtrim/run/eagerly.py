@@ -41,7 +41,7 @@ class Eagerly:
         def stay_eager(_module: nn.Module, *_: Any, **__: Any) -> None:
             self._ask()
 
-        torch.compile = compile_nothing  # type: ignore[assignment]
+        torch.compile = compile_nothing
         nn.Module.compile = stay_eager  # type: ignore[assignment, method-assign]
 
     def _ask(self) -> None:
