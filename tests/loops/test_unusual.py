@@ -33,7 +33,7 @@ def test_a_compiled_model_is_planned_as_it_runs_eagerly() -> None:
     report = result.report
     assert NOTE in report.notes
     assert result.before is not None
-    assert any(op.name.startswith("aten.tanh") for op in result.before.operators)
+    assert any("tanh" in op.name for op in result.before.operators)
     assert report.certificate is None or report.certificate.verdict == "BITWISE"
 
 
