@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import profiler as autograd_profiler
+from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from models import OPTIMIZERS, SAMPLES, Sample, train
@@ -25,6 +26,7 @@ from torchtrim.observe.allocator import (
     allocator_for,
     rss_bytes,
 )
+from torchtrim.observe.profilers import open_ranges
 
 
 def memory_profiler() -> Any:
@@ -250,3 +252,17 @@ def test_evaluation_and_training_share_the_allocator() -> None:
 
     found = record(loop, allocator=CpuAllocator())
     assert found.peak_bytes > 100 * 4 * 4 * 2
+
+
+def test_a_range_that_runs_across_a_watch_is_ended_with_it() -> None:
+    watching = CpuAllocator()
+    for _ in range(3):
+        watching.start()
+        with record_function("outer"):
+            torch.ones(100)
+            assert "outer" in [one.name for one in open_ranges()]
+            assert watching.stop().peak >= 400
+            watching.start()
+            torch.ones(1000)
+        assert not open_ranges()
+        assert watching.stop().peak >= 4000

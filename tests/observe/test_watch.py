@@ -197,7 +197,9 @@ def test_workers_of_a_loader_are_ignored_and_waits_are_told(told: Told, watcher:
     assert all(start < end for start, end, _ in told.waits)
     for _ in DataLoader(CallsAModule(), batch_size=2):
         pass
-    assert watcher.forwards == 4
+    assert watcher.forwards == 0
+    CallsAModule()[0]
+    assert watcher.forwards == 1
     assert [workers for _, _, workers in told.waits[3:]] == [0, 0, 0]
 
 
@@ -378,3 +380,29 @@ def test_backward_takes_whatever_torch_takes(told: Told, watcher: Watcher) -> No
     edge = get_gradient_edge(model(torch.ones(2)).sum())
     torch.autograd.backward((edge,), (torch.ones(()),))
     assert watcher.backwards == 2
+
+
+class Normalised(torch.utils.data.Dataset[torch.Tensor]):
+    """Its items go through a module, as transforms of pictures do."""
+
+    def __init__(self) -> None:
+        self.transform = nn.BatchNorm1d(2)
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.transform(torch.randn(3, 2))
+
+
+def test_modules_that_a_loader_calls_are_no_roots_and_end_no_step(
+    told: Told, watcher: Watcher
+) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for batch in torch.utils.data.DataLoader(Normalised()):
+        model(batch.detach()).sum().backward()
+        optimizer.step()
+    assert watcher.roots == [model]
+    assert watcher.forwards == 4
+    assert told.events.count("step") == 3

@@ -24,7 +24,7 @@ from torch.autograd import profiler as autograd_profiler
 
 from torchtrim.observe.dry.run import current as current_dry
 from torchtrim.observe.emulated.device import current as current_emulation
-from torchtrim.observe.profilers import is_taken
+from torchtrim.observe.profilers import end_open_ranges, is_taken
 from torchtrim.observe.recorder import MARK, profiler_range
 from torchtrim.records.profile import is_emulated
 
@@ -101,6 +101,8 @@ class CpuAllocator:
         """Stop the profiler: its events, None where it did not run."""
         self._undo.close()
         runs, self._runs = self._runs, False
+        if runs:
+            end_open_ranges()
         return _disable_profiler().events() if runs else None
 
     def stop(self) -> Watched:

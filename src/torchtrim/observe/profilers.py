@@ -7,6 +7,7 @@ import gc
 import torch
 from torch._C._autograd import _profiler_enabled
 from torch.autograd import profiler as autograd_profiler
+from torch.autograd.profiler import record_function
 
 
 def is_taken() -> bool:
@@ -31,3 +32,21 @@ def waits_to_start() -> bool:
         and thing.kineto_results is None
         for thing in gc.get_referrers(autograd_profiler.profile)
     )
+
+
+def open_ranges() -> list[record_function]:
+    """The ranges of `record_function` that run, the outer ones first, as the collector has them."""
+    return [
+        thing
+        for thing in gc.get_referrers(record_function)
+        if isinstance(thing, record_function) and thing.record is not None
+    ]
+
+
+def end_open_ranges() -> None:
+    """Tell the profiler that all ranges end, before it does.
+
+    One that ended later would write its time into the profiler's memory, which is another's by then.
+    """
+    for one in open_ranges():
+        torch.ops.profiler._record_function_exit._RecordFunction(one.record)

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from msgspec.structs import replace
 from torch import nn
-from torch.autograd.profiler import record_function
 
 from torchtrim.observe.allocator import NOTHING, Allocator
 from torchtrim.observe.build import Setting, build
 from torchtrim.observe.modules import Modules
 from torchtrim.observe.optimizers import OptimizerSteps, parameters_of
 from torchtrim.observe.places import Places
+from torchtrim.observe.profilers import open_ranges
 from torchtrim.observe.recorder import RawCall, Recorder
 from torchtrim.observe.spent import Spent
 from torchtrim.observe.storages import parts_of, storage_bytes
@@ -226,11 +226,7 @@ def counted_device(device: str) -> str:
 
 def _open_labels() -> list[str]:
     """The ranges of `record_function` that run, the outer ones first, as the collector has them."""
-    return [
-        thing.name
-        for thing in gc.get_referrers(record_function)
-        if isinstance(thing, record_function) and thing.record is not None
-    ]
+    return [one.name for one in open_ranges()]
 
 
 def tensors_in(values: Any) -> Iterator[torch.Tensor]:

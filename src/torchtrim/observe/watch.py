@@ -94,6 +94,7 @@ class Watcher:
         self._steps: Steps | None = None
         self._watches = False
         self._depth = 0
+        self._loading = False
         self._evaluations = 0
         self._by_hand = ByHand()
         self._pid = os.getpid()
@@ -153,7 +154,8 @@ class Watcher:
 
     def _watched_call(self, original: Any) -> Any:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if is_dynamo_compiling() or not self._here() or isinstance(module, ScriptModule):
+            unwatched = is_dynamo_compiling() or not self._here() or self._loading
+            if unwatched or isinstance(module, ScriptModule):
                 return original(module, *args, **kwargs)
             with self._running(module, args, kwargs) as done:
                 output = original(module, *args, **kwargs)
@@ -230,9 +232,11 @@ class Watcher:
             if not self._here():
                 return original(iterator)
             begin = time.perf_counter_ns()
+            outer, self._loading = self._loading, True
             try:
                 return original(iterator)
             finally:
+                self._loading = outer
                 workers = int(getattr(iterator, "_num_workers", 0))
                 self._listener.loader_waited(begin, time.perf_counter_ns(), workers)
 
