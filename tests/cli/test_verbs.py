@@ -198,7 +198,7 @@ def test_verify_two_scripts(run, tmp_path: Path) -> None:
     certificate = json.loads(out)["certificate"]
     assert code == 1
     assert certificate["verdict"] == "NOT EQUAL"
-    assert certificate["first_difference"]["op"].startswith("parameter")
+    assert certificate["first_difference"]["op"].startswith("hyperparameter")
 
 
 @pytest.mark.parametrize(

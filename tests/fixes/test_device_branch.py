@@ -147,9 +147,9 @@ def function(g, eps):
         ("    return x * 3 if x > 0 else x * 2\n", "no tensor of zero dimensions"),
         (
             "    if float(x.sum()) == 0:\n        return x * 3\n    return x * 2\n",
-            "reads the tensor",
+            "on the host before",
         ),
-        ("    return x * 3 if x.sum().item() > 0 else x * 2\n", "Compare the tensor itself"),
+        ("    return x * 3 if x.sum().item() > 0 else x * 2\n", "so that the device can choose"),
         ("    return x * 3 if x.ndim > 0 else x * 2\n", "no tensor"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import msgspec
@@ -17,6 +18,8 @@ from torchtrim.run.trials import Model, Progress, Workload, run_trial
 from torchtrim.units import format_bytes, parse_bytes
 
 PROBES = 4
+_TRUSTED = 0.25
+"""By what share of the budget a prediction may be off and still be corrected by its error."""
 _REQUEST = Request(steps=1)
 _FAILURES = (ScriptFailed, RuntimeError, ValueError, IndexError, MemoryError)
 
@@ -62,6 +65,7 @@ class Search:
         self._request = request
         self._progress = progress
         self._budget = parse_bytes(memory, whole=estimate.bytes_held)
+        self._now = 0
         self._predicted: dict[int, int | None] = {}
         self._tried: dict[int, Probed] = {}
         self._reasons: dict[int, str] = {}
@@ -69,13 +73,26 @@ class Search:
     def run(self, probes: int) -> Growth:
         """At most so many runs; the answer is one that fitted, 0 for none."""
         predicted = self._at(self._budget)
+        self._now = predicted.now
         batch = max(predicted.largest, 1)
         while len(self._tried) < probes and not self._is_proven:
             error = self._probe(batch)
-            least = self._budget // 2
-            aim = self._at(max(self._budget - error, least)).largest if error else batch
-            batch = self._next(aim)
+            batch = self._next(self._aim(batch, error))
         return self._answer(predicted)
+
+    def _aim(self, batch: int, error: int) -> int:
+        """Where the budget is met: by the prediction and its error, or, where that is far off, on the line
+        through the batch as it is and the one that was run."""
+        if not error:
+            return batch
+        if abs(error) <= self._budget * _TRUSTED:
+            return self._at(self._budget - error).largest
+        peak, now = self._tried[batch].peak_bytes, self._now
+        assert peak is not None
+        if batch == now or peak == self._estimate.bytes_held:
+            return batch
+        each = (peak - self._estimate.bytes_held) / (batch - now)
+        return batch + math.floor((self._budget - peak) / each) if each > 0 else batch
 
     @property
     def _low(self) -> int:

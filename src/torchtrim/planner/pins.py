@@ -15,7 +15,7 @@ from typing import NamedTuple
 from torchtrim.errors import UsageError
 from torchtrim.step.edits import Edit
 from torchtrim.step.step import Span, Step
-from torchtrim.techniques.base import Option, names
+from torchtrim.techniques.base import Option, Settings, names
 
 KEEP = "keep"
 Patterns = Mapping[str, Sequence[str]]
@@ -43,6 +43,9 @@ class Pinned:
         self._step = step
         self._options = options
         self._kept = [one for text in patterns.get(KEEP, ()) for one in self._matching(text)]
+        self._settings: dict[tuple[str, str], Settings] = {}
+        for option, _ in options:
+            self._settings.setdefault(_key(option), option.settings)
         self.forced = self._forced(patterns)
         """Technique and place of what has to be in every plan, with the pattern that says so."""
         self._check()
@@ -52,8 +55,9 @@ class Pinned:
         return not any(overlap(option.spans, kept.spans) for kept in self._kept)
 
     def demands(self, option: Option) -> bool:
-        """Whether an option has to be in every plan."""
-        return _key(option) in self.forced
+        """Whether an option has to be in every plan: of several for one place, the first that is offered."""
+        key = _key(option)
+        return key in self.forced and option.settings == self._settings[key]
 
     def missing(self, options: Iterable[Option]) -> list[str]:
         """The places of what has to be in every plan and is not among these."""

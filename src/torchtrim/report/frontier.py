@@ -15,7 +15,7 @@ _SIZE = 1000
 _MARGIN = 1.06
 _SHARES = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _LINES = 5
-_CROWDED = 0.3
+_MIDDLE = 0.5
 
 
 class _Scale(NamedTuple):
@@ -112,4 +112,4 @@ def _dot(scale: _Scale, point: FrontierPoint) -> Markup:
 
 
 def _side(across: float) -> str:
-    return "after" if across < 1 - _CROWDED else "ahead"
+    return "after" if across < _MIDDLE else "ahead"

@@ -122,7 +122,9 @@ def _gemm(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     if matrix.dtype not in _ONEDNN_COMPUTES or not _ONEDNN_COMPUTES[matrix.dtype]():
         return 0
     whole = sum(tensor.nbytes for tensor in tensors_among(args)) + result.nbytes
-    blocks = min(_blocks_of(matrix.dtype), 2 * whole)
+    blocks = _blocks_of(matrix.dtype)
+    if 2 * whole < blocks:
+        blocks = _blocks_of_small(matrix, result.shape[-1], 2 * whole)
     return int(blocks if matrix.stride(-1) == 1 else blocks + matrix.nbytes)
 
 
@@ -136,6 +138,23 @@ def _blocks_of(dtype: torch.dtype) -> int:
 
     found = machine().once(f"blocks of mm {dtype} {threads}", attempt)
     return _HALF_GEMM * threads if found is None else found
+
+
+def _blocks_of_small(matrix: Any, columns: int, most: int) -> int:
+    """What a product packs that is smaller than the blocks of large ones: tried, or at most `most`."""
+    (rows, inner), dtype = matrix.shape[-2:], matrix.dtype
+    threads = torch.get_num_threads()
+
+    def attempt() -> int:
+        first, second = (
+            torch.zeros(size, dtype=dtype) for size in ((rows, inner), (inner, columns))
+        )
+        return needed(lambda: torch.mm(first, second))
+
+    if matrix.dim() != 2:
+        return most
+    found = machine().once(f"blocks of mm {rows}x{inner}x{columns} {dtype} {threads}", attempt)
+    return most if found is None else min(found, most)
 
 
 _TABLE: dict[str, Workspace] = {

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtrim.errors import ApplyFailed
-from torchtrim.techniques.batch_parts.rows import Rows
+from torchtrim.techniques.batch_parts.rows import Along, Rows, order_of
 
 SHARED = -1
 _INTO_SELF = frozenset(
@@ -26,12 +26,13 @@ _DROPOUT = "aten::native_dropout"
 
 
 class Drawn(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the shape of what each operator draws."""
+    """Notes the shape of what each operator draws, and its order in memory."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
         self.shapes: list[tuple[int, ...]] = []
+        self.orders: list[tuple[int, ...]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = None if can_be_split(func._schema.name) else _states() if draws(func) else ()
@@ -40,16 +41,17 @@ class Drawn(TorchDispatchMode):  # type: ignore[no-untyped-call]
             first = made[0] if isinstance(made, (tuple, list)) else made
             self.names.append(func._schema.name)
             self.shapes.append(tuple(first.shape))
+            self.orders.append(order_of(first))
         return made
 
 
 class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives a part the random numbers of its rows. `dims`: of each operator that draws the dimension
-    along which samples are, `SHARED` for none."""
+    """Gives a part the random numbers of its rows. `along`: of each operator that draws how samples lie,
+    along `SHARED` for not at all."""
 
-    def __init__(self, dims: Sequence[int], rows: Rows) -> None:
+    def __init__(self, along: Sequence[Along], rows: Rows) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._dims = dims
+        self._along = along
         self._rows = rows
         self._count = 0
 
@@ -57,22 +59,23 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if not can_be_split(func._schema.name):
             return func(*args, **kwargs)
-        if self._count == len(self._dims):
+        if self._count == len(self._along):
             raise ApplyFailed(
                 f"{func} draws random numbers where the first batch did not, so a part cannot be given its "
                 "own. Take micro_batch out of the plan."
             )
-        dim = self._dims[self._count]
+        along = self._along[self._count]
         self._count += 1
-        return func(*args, **kwargs) if dim == SHARED else self._drawn(func, dim, args, kwargs)
+        shared = along.dim == SHARED
+        return func(*args, **kwargs) if shared else self._drawn(func, along, args, kwargs)
 
-    def _drawn(self, func: Any, dim: int, args: Any, kwargs: Any) -> Any:
-        rows, name = self._rows, func._schema.name
+    def _drawn(self, func: Any, along: Along, args: Any, kwargs: Any) -> Any:
+        rows, name, dim = self._rows, func._schema.name, along.dim
         if name in _OF_SIZE:
             size = rows.whole_shape(tuple(args[0]), dim)
             return rows.mine(func(size, *args[1:], **kwargs), dim).clone()
         given, *rest = args
-        whole = rows.room(given, dim)
+        whole = rows.room(given, along)
         if name in _INTO_SELF:
             return given.copy_(rows.mine(func(whole, *rest, **kwargs), dim))
         if name in _LIKE:
@@ -90,8 +93,8 @@ def draws(func: Any) -> bool:
 
 
 def _states() -> list[torch.Tensor]:
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return [torch.get_rng_state(), *cuda]
+    begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if begun else ())]
 
 
 def can_be_split(name: str) -> bool:

@@ -14,7 +14,7 @@ from torchtrim.errors import ApplyFailed
 from torchtrim.techniques.batch_parts.draws import Draws
 from torchtrim.techniques.batch_parts.given import Ambient, Given
 from torchtrim.techniques.batch_parts.losses import Losses
-from torchtrim.techniques.batch_parts.rows import Rows, parts_of
+from torchtrim.techniques.batch_parts.rows import Along, Rows, order_of, parts_of
 from torchtrim.techniques.batch_parts.study import SAME, SUM, Facts, Study
 from torchtrim.techniques.batch_parts.tree import filled, leaves_of
 from torchtrim.techniques.failing import note
@@ -129,7 +129,8 @@ class _Run:
         """Add what a part gave to what there is of the whole batch."""
         for number, (dim, tensor) in enumerate(zip(self._facts.outputs, made, strict=True)):
             if rows.first == 0:
-                joined.append(rows.room(tensor, dim) if dim >= 0 else tensor.clone())
+                along = Along(dim, self._facts.orders[number])
+                joined.append(rows.room(tensor, along) if dim >= 0 else tensor.clone())
             if dim >= 0:
                 rows.mine(joined[number], dim).copy_(tensor)
             elif dim == SUM and rows.first:
@@ -185,7 +186,7 @@ class _Run:
             found[number] = grad if there is None else there + grad
             return
         if there is None:
-            there = found[number] = rows.room(grad, 0)
+            there = found[number] = rows.room(grad, Along(0, order_of(grad)))
             there.zero_()
         rows.mine(there, 0).copy_(grad)
 

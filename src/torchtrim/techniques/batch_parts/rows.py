@@ -8,6 +8,19 @@ from typing import NamedTuple
 import torch
 
 
+class Along(NamedTuple):
+    """How samples lie in a tensor of all of them: along which dimension, and its dimensions from the one
+    with the longest stride on. A part of one sample does not tell that."""
+
+    dim: int
+    order: tuple[int, ...]
+
+
+def order_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The dimensions of a tensor, from the one with the longest stride on."""
+    return tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+
+
 class Rows(NamedTuple):
     """Samples `first <= i < last` of `whole`."""
 
@@ -26,10 +39,9 @@ class Rows(NamedTuple):
         found[dim] = found[dim] * self.whole // self.number
         return found
 
-    def room(self, part: torch.Tensor, dim: int) -> torch.Tensor:
-        """Memory for what all samples have, with its dimensions in the order of the part's."""
-        order = sorted(range(part.dim()), key=lambda d: part.stride(d), reverse=True)
-        shape = self.whole_shape(tuple(part.shape), dim)
+    def room(self, part: torch.Tensor, along: Along) -> torch.Tensor:
+        """Memory for what all samples have."""
+        order, shape = along.order, self.whole_shape(tuple(part.shape), along.dim)
         made = torch.empty([shape[d] for d in order], dtype=part.dtype, device=part.device)
         return made.permute([order.index(d) for d in range(part.dim())])
 

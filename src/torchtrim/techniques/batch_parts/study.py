@@ -18,7 +18,7 @@ from torchtrim.observe.recording import tensors_in
 from torchtrim.techniques.batch_parts.draws import SHARED, Drawn, Draws, can_be_split
 from torchtrim.techniques.batch_parts.given import Ambient, Given
 from torchtrim.techniques.batch_parts.losses import Losses
-from torchtrim.techniques.batch_parts.rows import Rows, split_dim
+from torchtrim.techniques.batch_parts.rows import Along, Rows, order_of, split_dim
 from torchtrim.techniques.batch_parts.tree import leaves_of
 from torchtrim.techniques.python_state import PythonState
 
@@ -35,13 +35,14 @@ Forward = Callable[..., Any]
 class Facts(NamedTuple):
     """`outputs`: of each tensor that comes out the dimension along which samples are, `SUM` for a number
     that adds up over them, `SAME` for what they share. `graded`: it depends on parameters. `draws`: as
-    `Draws` wants them. `losses`: whether each mean is one of the batch's samples. `scales`: where all of
-    them divide by the same, numbers may be divided at the end."""
+    `Draws` wants them. `losses`: whether each mean is one of the batch's samples. `orders`: of what comes
+    out, as in `Along`. `scales`: where all means divide by the same, numbers may be divided at the end."""
 
     outputs: tuple[int, ...]
     graded: tuple[bool, ...]
-    draws: tuple[int, ...]
+    draws: tuple[Along, ...]
     losses: tuple[bool, ...]
+    orders: tuple[tuple[int, ...], ...]
     scales: bool = False
 
 
@@ -82,7 +83,8 @@ class Study:
         draws = self._draws(whole, halves[0])
         losses = self._losses(whole, halves)
         outputs, graded = self._outputs(whole, halves[0]), self._graded(whole)
-        found = Facts(outputs, graded, draws, losses)
+        orders = tuple(map(order_of, whole.tensors))
+        found = Facts(outputs, graded, draws, losses, orders)
         self._check_equal(found, whole)
         return found._replace(scales=self._scales(found, whole))
 
@@ -192,12 +194,13 @@ class Study:
                 hook.remove()
         return noted
 
-    def _draws(self, whole: Run, half: Run) -> tuple[int, ...]:
+    def _draws(self, whole: Run, half: Run) -> tuple[Along, ...]:
         found = []
         if whole.drawn.names != half.drawn.names:
             raise self._refused("what it draws at random depends on how many samples there are.")
-        for name, part, all_ in zip(
-            whole.drawn.names, half.drawn.shapes, whole.drawn.shapes, strict=True
+        drawn = whole.drawn
+        for name, part, all_, order in zip(
+            drawn.names, half.drawn.shapes, drawn.shapes, drawn.orders, strict=True
         ):
             dim = split_dim(part, all_, 2)
             if dim is None or (dim != SHARED and not can_be_split(name)):
@@ -205,7 +208,7 @@ class Study:
                     f"{name} draws random numbers for all samples at once, and a part cannot get its own."
                 )
             if can_be_split(name):
-                found.append(dim)
+                found.append(Along(dim, order))
         return tuple(found)
 
     def _losses(self, whole: Run, halves: Sequence[Run]) -> tuple[bool, ...]:
