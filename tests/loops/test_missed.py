@@ -123,7 +123,9 @@ def test_what_a_lever_would_reach_is_what_it_reaches(make: Callable[[], TrainSte
         planner = runs.planner(original, only=lever.technique)
         bias = original.peak_bytes - planner.simulated_original
         found = runs.run_planned(planner.floor_plan(0, bias=bias))
-        if lever.technique == "micro_batch":  # What a part's convolutions take for scratch is bounded.
+        if (
+            lever.technique == "micro_batch"
+        ):  # What a part's convolutions take for scratch is bounded.
             assert found.peak_bytes <= 1.05 * lever.peak_bytes
             continue
         assert lever.peak_bytes == pytest.approx(found.peak_bytes, rel=0.05)

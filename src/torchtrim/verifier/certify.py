@@ -7,6 +7,7 @@ import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,10 +37,14 @@ class Contest(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """Largest relative differences: planned against original, and original against itself."""
+    """Largest relative differences: planned against original, and original against itself.
+
+    `early`: planned against original in the first step that differs; training can enlarge it later.
+    """
 
     difference: float
     noise: float
+    early: float = 0.0
 
 
 def certify(contest: Contest, original: Trial, planned: Trial, progress: Progress) -> Certificate:
@@ -127,6 +132,10 @@ def _name(label: str) -> str:
     return label.partition("/")[2]
 
 
+def _step(label: str) -> str:
+    return label.partition("/")[0]
+
+
 def _finite(figure: float) -> float | None:
     """The figure, None where shapes or NaNs differ and there is none."""
     return figure if math.isfinite(figure) else None
@@ -147,8 +156,8 @@ def _judge(
         )
     if math.isinf(figures.difference):
         return "NOT EQUAL", f"what is there, a shape or a NaN differs, first in {found[0]}"
-    if figures.difference > ROUNDING_LIMIT:
-        return "NOT EQUAL", f"the difference, {figures.difference:.1e}, is too large for rounding"
+    if figures.early > ROUNDING_LIMIT:
+        return "NOT EQUAL", f"the difference, {figures.early:.1e}, is too large for rounding"
     if whole := [name for name in found if not _has_values(name)]:
         return "NOT EQUAL", f"what has no rounding differs, first {whole[0].partition('/')[2]}"
     shrunk = _in_double(contest, found, progress)
@@ -182,7 +191,10 @@ def _measure(
             _attempt(contest.original, _keeping(contest.request, names), three, progress)
         _attempt(contest.planned, _keeping(contest.planned_request, names), two, progress)
         noise_level = largest_difference(one, three, names) if noise else 0.0
-        return noise, Figures(largest_difference(one, two, names), noise_level)
+        early = tuple(takewhile(lambda name: _step(name) == _step(names[0]), names))
+        return noise, Figures(
+            largest_difference(one, two, names), noise_level, largest_difference(one, two, early)
+        )
 
 
 def _in_double(contest: Contest, found: list[str], progress: Progress) -> float | None:
