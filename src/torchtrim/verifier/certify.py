@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,7 +38,8 @@ class Contest(NamedTuple):
 class Figures(NamedTuple):
     """Largest relative differences: planned against original, and original against itself.
 
-    `early`: planned against original in the first step that differs; training can enlarge it later.
+    `early`: planned against original in the first step that differs, up to its first update of parameters.
+    Updates enlarge rounding: the first of Adam takes but the sign of a gradient.
     """
 
     difference: float
@@ -132,8 +132,17 @@ def _name(label: str) -> str:
     return label.partition("/")[2]
 
 
-def _step(label: str) -> str:
-    return label.partition("/")[0]
+def _before_update(labels: Sequence[str]) -> Iterator[str]:
+    """Those of the first step among these, as far as the gradients of its first update."""
+    first = labels[0].partition("/")[0] if labels else ""
+    graded = False
+    for label in labels:
+        step, _, name = label.partition("/")
+        is_gradient = name.startswith("gradient:")
+        if step != first or (graded and not is_gradient):
+            return
+        graded = graded or is_gradient
+        yield label
 
 
 def _finite(figure: float) -> float | None:
@@ -191,7 +200,7 @@ def _measure(
             _attempt(contest.original, _keeping(contest.request, names), three, progress)
         _attempt(contest.planned, _keeping(contest.planned_request, names), two, progress)
         noise_level = largest_difference(one, three, names) if noise else 0.0
-        early = tuple(takewhile(lambda name: _step(name) == _step(names[0]), names))
+        early = tuple(_before_update(names))
         return noise, Figures(
             largest_difference(one, two, names), noise_level, largest_difference(one, two, early)
         )
