@@ -86,6 +86,15 @@ def test_any_sequence_gives_the_masks_of_the_unbounded_state(block: int) -> None
         assert {key[1][:-1] for key in bound.store} <= series
 
 
+def test_a_frame_that_is_prompted_again_keeps_its_place() -> None:
+    again = [("click", 0, 0), ("propagate", [0, 1, 2], False), ("click", 3, 0), ("click", 0, 0)]
+    free, tied = (Predictor().init_state(video(FRAMES)) for _ in range(2))
+    bound_state(tied, Predictor(), corrections=FRAMES)
+    sequence = [*again, ("propagate", list(range(3, 10)), False)]
+    masks = zip(run(free, sequence), run(tied, sequence), strict=True)
+    assert all(torch.equal(one, other) for one, other in masks)
+
+
 @pytest.mark.parametrize("gone", [0, 1, 2])
 def test_after_any_object_went_frames_end_and_nothing_grows(gone: int) -> None:
     predictor = Predictor()

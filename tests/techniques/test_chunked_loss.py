@@ -15,6 +15,7 @@ from steps import fitting, quiet
 from torchtrim import TrainStep
 from torchtrim.errors import ApplyFailed
 from torchtrim.loops.optimize import Fitting
+from torchtrim.observe.dry.workspace import _blocks_of
 from torchtrim.records.plan import Technique
 from torchtrim.records.trial import Request
 from torchtrim.run.script import Script
@@ -126,7 +127,11 @@ def test_the_peak_is_as_predicted_and_all_is_equal(name: str) -> None:
     assert chosen.name == "chunked_loss"
     assert chosen.where == ("Language" if name == "product" else "Language.head",)
     assert fit.planned is not None
-    assert fit.planned.peak_bytes == pytest.approx(fit.plan.predicted.peak_bytes, rel=2e-3)
+    scratch = _blocks_of(torch.bfloat16) if name == "autocast" else 0
+    predicted = pytest.approx(fit.plan.predicted.peak_bytes, rel=2e-3, abs=scratch)
+    assert (
+        fit.planned.peak_bytes == predicted
+    )  # Scratch of products in bfloat16 is the processor's.
     assert fit.planned.peak_bytes < 0.6 * fit.original.peak_bytes
     assert fit.certificate is not None
     assert fit.certificate.verdict == "ROUNDING"

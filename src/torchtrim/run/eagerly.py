@@ -18,8 +18,7 @@ NOTE = (
 class Eagerly:
     """From `install` on, `torch.compile` gives what it always does, and calling that compiles nothing.
 
-    For a process of torchtrim's own: what is compiled stays eager until it ends. `asked` tells whether the
-    script ever compiled, `told` is called when it first does.
+    `asked` tells whether the script ever compiled, `told` is called when it first does.
     """
 
     def __init__(self, told: Callable[[], None] = lambda: None) -> None:
@@ -41,8 +40,15 @@ class Eagerly:
         def stay_eager(_module: nn.Module, *_: Any, **__: Any) -> None:
             self._ask()
 
+        self._instead = torch.compile, nn.Module.compile
         torch.compile = compile_nothing
         nn.Module.compile = stay_eager  # type: ignore[assignment, method-assign]
+
+    def remove(self) -> None:
+        """What `install` replaced is there again."""
+        torch.compile, nn.Module.compile = self._instead  # type: ignore[method-assign]
+        if self.asked:
+            torch.compiler.set_stance("default")
 
     def _ask(self) -> None:
         if not self.asked:

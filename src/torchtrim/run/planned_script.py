@@ -70,12 +70,15 @@ def run_planned(script: Script, plan: Plan | None) -> None:
         _as_python(script, target)
         return
     applier = _Applier(plan)
-    Eagerly(_say_eager).install()
-    with applier.watcher:
-        try:
+    eagerly = Eagerly(_say_eager)
+    eagerly.install()
+    try:
+        with applier.watcher:
             _as_python(script, target)
-        except Refused as error:
-            raise ApplyFailed(str(error)) from None
+    except Refused as error:
+        raise ApplyFailed(str(error)) from None
+    finally:
+        eagerly.remove()
 
 
 def _say_eager() -> None:

@@ -81,7 +81,10 @@ class Records(Routed):
             self[frame] = fields
 
     def __setitem__(self, frame: int, fields: dict[Any, Any]) -> None:
-        self.pop(frame, None)
+        if (
+            frame in self
+        ):  # Written again it keeps its place, which is the order in which memories are read.
+            self.owner.took(self, self[frame])
         super().__setitem__(frame, Record(fields, self, frame))
         self.owner.wrote(self, frame)
 
