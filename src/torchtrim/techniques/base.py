@@ -15,6 +15,7 @@ from torchtrim.step.edits import Edit
 from torchtrim.step.step import Span, Step
 from torchtrim.techniques.handles import Handle as Handle
 from torchtrim.techniques.handles import Handles as Handles
+from torchtrim.techniques.handles import all_or_none as all_or_none
 
 if TYPE_CHECKING:
     from torch import nn

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 
@@ -27,3 +28,15 @@ class Handles:
         """Make everything what it was, the last first."""
         while self._handles:
             self._handles.pop().revert()
+
+
+def all_or_none(places: Iterable[str], change: Callable[[str], Handle]) -> Handle:
+    """Change what is at each place. If one fails all are as they were, and its error is raised."""
+    handles = Handles()
+    try:
+        for place in places:
+            handles.add(change(place))
+    except BaseException:
+        handles.revert()
+        raise
+    return handles

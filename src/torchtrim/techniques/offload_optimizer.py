@@ -25,7 +25,7 @@ from torchtrim.rules.prices import device_of
 from torchtrim.step.edits import Block, Drop, Edit, Insert, joined
 from torchtrim.step.optimizers import Seen, chunked, launches_seconds, rise, seen_of, without
 from torchtrim.step.step import DEVICE, Step
-from torchtrim.techniques.base import Handle, Handles, Option
+from torchtrim.techniques.base import Handle, Option, all_or_none
 from torchtrim.techniques.places import optimizer_at
 
 _PARTS = (4, 16, 64)
@@ -62,20 +62,17 @@ class OffloadOptimizer:
         """Move the state, and give the optimizers a `step` that fetches it. Raises `ApplyFailed`."""
         from torchtrim.techniques.host_state import HostState
 
-        handles = Handles()
         most = technique.options.get("chunk_bytes")
-        try:
-            for where in technique.where:
-                if not isinstance(most, int) or most < 1:
-                    raise ApplyFailed(
-                        f"`{where}`: offload_optimizer needs `chunk_bytes`, how many bytes of parameters are "
-                        f"updated at a time, and the plan has {most!r}. Plan again."
-                    )
-                handles.add(HostState(where, optimizer_at(roots, where), most))
-        except BaseException:
-            handles.revert()
-            raise
-        return handles
+
+        def moved(where: str) -> HostState:
+            if not isinstance(most, int) or most < 1:
+                raise ApplyFailed(
+                    f"`{where}`: offload_optimizer needs `chunk_bytes`, how many bytes of parameters are "
+                    f"updated at a time, and the plan has {most!r}. Plan again."
+                )
+            return HostState(where, optimizer_at(roots, where), most)
+
+        return all_or_none(technique.where, moved)
 
 
 TECHNIQUE = OffloadOptimizer()

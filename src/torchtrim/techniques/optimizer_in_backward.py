@@ -31,7 +31,7 @@ from torchtrim.step.optimizers import (
     without,
 )
 from torchtrim.step.step import DEVICE, Span, Step
-from torchtrim.techniques.base import Handle, Handles, Option
+from torchtrim.techniques.base import Handle, Option, all_or_none
 from torchtrim.techniques.places import optimizer_at
 
 _SECONDS_A_HOOK = 1e-4
@@ -71,20 +71,17 @@ class OptimizerInBackward:
         """Hook the parameters of the named optimizers, and have `step` pass over those updated."""
         from torchtrim.techniques.early_update import EarlyUpdates
 
-        handles = Handles()
         backwards = technique.options.get("backwards")
-        try:
-            for where in technique.where:
-                if not isinstance(backwards, int) or backwards < 1:
-                    raise ApplyFailed(
-                        f"`{where}`: optimizer_in_backward needs `backwards`, the number of backwards "
-                        f"a step has, and the plan has {backwards!r}. Plan again."
-                    )
-                handles.add(EarlyUpdates(where, optimizer_at(roots, where), backwards))
-        except BaseException:
-            handles.revert()
-            raise
-        return handles
+
+        def hooked(where: str) -> EarlyUpdates:
+            if not isinstance(backwards, int) or backwards < 1:
+                raise ApplyFailed(
+                    f"`{where}`: optimizer_in_backward needs `backwards`, the number of backwards "
+                    f"a step has, and the plan has {backwards!r}. Plan again."
+                )
+            return EarlyUpdates(where, optimizer_at(roots, where), backwards)
+
+        return all_or_none(technique.where, hooked)
 
 
 TECHNIQUE = OptimizerInBackward()

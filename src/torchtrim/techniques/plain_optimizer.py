@@ -31,7 +31,7 @@ from torchtrim.step.optimizers import (
     seen_of,
 )
 from torchtrim.step.step import Step
-from torchtrim.techniques.base import Handle, Handles, Option
+from torchtrim.techniques.base import Handle, Option, all_or_none
 from torchtrim.techniques.places import optimizer_at
 
 _PARTS = (2, 4, 8, 16, 64)
@@ -71,25 +71,21 @@ class PlainOptimizer:
         """Give the optimizers a `step` that runs so."""
         from torchtrim.techniques.stepping import Stepping, run_fused, run_in_chunks
 
-        handles = Handles()
         style = technique.options.get("style")
         most = int(technique.options.get("chunk_bytes", 1))
-        try:
-            for where in technique.where:
-                optimizer = optimizer_at(roots, where)
-                if style == "chunks":
-                    handles.add(Stepping(where, optimizer, run_in_chunks(most)))
-                elif style == "fused":
-                    handles.add(Stepping(where, optimizer, run_fused(where, optimizer)))
-                else:
-                    raise ApplyFailed(
-                        f"`{where}`: the plan has the style {style!r}, and plain_optimizer knows "
-                        "`chunks` and `fused`. Plan again, or write one of these."
-                    )
-        except BaseException:
-            handles.revert()
-            raise
-        return handles
+
+        def plain(where: str) -> Stepping:
+            optimizer = optimizer_at(roots, where)
+            if style == "chunks":
+                return Stepping(where, optimizer, run_in_chunks(most))
+            if style == "fused":
+                return Stepping(where, optimizer, run_fused(where, optimizer))
+            raise ApplyFailed(
+                f"`{where}`: the plan has the style {style!r}, and plain_optimizer knows "
+                "`chunks` and `fused`. Plan again, or write one of these."
+            )
+
+        return all_or_none(technique.where, plain)
 
 
 TECHNIQUE = PlainOptimizer()
