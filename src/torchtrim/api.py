@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from torchtrim.rules.registry import explain as explain
     from torchtrim.rules.registry import rule as rule
     from torchtrim.rules.source import Source as Source
+    from torchtrim.run.launch import launch as launch
     from torchtrim.run.planned_script import run_planned as run_planned
     from torchtrim.run.script import Script as Script
     from torchtrim.run.trials import Model, Workload
@@ -105,6 +106,7 @@ _HOMES = {
     "torchtrim.rules.allow": ("Site", "hold", "near", "sites", "updated"),
     "torchtrim.rules.registry": ("all_rules", "explain", "rule"),
     "torchtrim.rules.source": ("Source",),
+    "torchtrim.run.launch": ("launch",),
     "torchtrim.run.planned_script": ("run_planned",),
     "torchtrim.run.script": ("Script",),
     "torchtrim.run.warm": ("warm_up",),

@@ -34,6 +34,11 @@ _NO_FIXES = (
     "model. Run torchtrim twice."
 )
 
+_NO_FIXES_OF_RANKS = (
+    "--processes fits ranks into a budget: give --memory, on what is allocated. Host-device syncs are fixed in "
+    "one process: run torchtrim optimize --fix on the script without --processes."
+)
+
 _NO_PINS = (
     "{} has [pins], which are about training, and --mode inference would write over it. Give --out another "
     "folder."
@@ -83,6 +88,8 @@ def _optimized(
     script, request = script_of(options), request_of(options)
     write, unsafe = options["fix"], options["unsafe_fixes"]
     kind = options["memory_kind"]
+    if script.processes > 1 and (write or unsafe or kind == "rss" or options["memory"] is None):
+        raise UsageError(_NO_FIXES_OF_RANKS)
     if options["mode"] == "inference":
         if write or unsafe:
             raise UsageError(_NO_FIXES)
@@ -129,7 +136,7 @@ def _trained(
         memory_kind=options["memory_kind"],
         allow=options["allow"],
         pins=pins_in(plan),
-        fixes=fixed is None,
+        fixes=fixed is None and script.processes == 1,
         progress=tell,
     )
     if fixed is None or fixed.report.fixes is None:

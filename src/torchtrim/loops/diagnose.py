@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from torchtrim.errors import NothingTrains
-from torchtrim.loops.findings import report_of
+from torchtrim.loops.findings import ranks_of, report_of
 from torchtrim.loops.optimize import Fitting
 from torchtrim.loops.settings import with_settings
 from torchtrim.records.finding import Finding
@@ -56,7 +56,7 @@ def diagnose_report(
         report = msgspec.structs.replace(
             report, findings=(*report.findings, *found), notes=(said, *report.notes)
         )
-    return Result(report, trial.profile)
+    return Result(report, trial.profile, ranks=ranks_of(trial))
 
 
 def _observed(workload: Workload, request: Request, progress: Progress) -> Trial:

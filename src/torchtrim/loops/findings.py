@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -12,9 +13,9 @@ from torchtrim.observe.versions import untested
 from torchtrim.records.profile import Profile
 from torchtrim.records.report import Report
 from torchtrim.records.trial import Trial
-from torchtrim.report.assemble import Found, Subject, original_report
+from torchtrim.report.assemble import Found, Subject, original_report, with_ranks
 from torchtrim.rules.prices import priced
-from torchtrim.rules.registry import diagnose
+from torchtrim.rules.registry import diagnose, diagnose_ranks, in_order
 from torchtrim.rules.waits import unknown_note
 from torchtrim.run.machine import machine
 from torchtrim.run.script import Script
@@ -23,18 +24,32 @@ from torchtrim.run.trials import Workload
 
 def report_of(verb: str, workload: Workload, trial: Trial) -> Report:
     """The report of an original that ran."""
-    found = found_in(trial.profile) if trial.profile is not None else Found()
-    report = original_report(verb, subject_of(workload, trial.device), trial, found)
+    found = found_in(trial.profile, ranks_of(trial)) if trial.profile is not None else Found()
+    report = with_ranks(
+        original_report(verb, subject_of(workload, trial.device), trial, found), trial
+    )
     warning = untested(str(torch.__version__))
     unread = unknown_note(trial.profile) if trial.profile is not None else ""
     notes = (*report.notes, *filter(None, (warning, unread)))
     return msgspec.structs.replace(report, notes=notes)
 
 
-def found_in(profile: Profile) -> Found:
-    """The findings, priced, with the settings that end some of them."""
-    findings, waiting = priced(profile, diagnose(profile))
+def found_in(profile: Profile, ranks: Sequence[Profile] = ()) -> Found:
+    """The findings, priced, with the settings that end some of them.
+
+    `ranks`: the profiles of all of a job, whose largest the first one is.
+    """
+    findings, waiting = priced(profile, diagnose(profile, alone=not ranks))
+    if ranks:
+        others = [one for one in ranks if one.rank != profile.rank]
+        every = (*findings, *diagnose_ranks((profile, *others)))
+        findings = in_order(profile, every) if waiting is None else every
     return Found(with_settings(findings, profile.project), waiting)
+
+
+def ranks_of(trial: Trial) -> tuple[Profile, ...]:
+    """The profiles of all ranks; none where there was one process."""
+    return tuple(one.profile for one in trial.ranks if one.profile is not None)
 
 
 def subject_of(workload: Workload, device: str) -> Subject:

@@ -22,6 +22,7 @@ from torch._C._profiler import _RecordFunctionFast
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchtrim.observe.collectives import Collectives, is_collective
 from torchtrim.observe.dry.mode import Dry
 from torchtrim.observe.dry.run import current as current_dry
 from torchtrim.observe.emulated.device import current
@@ -103,6 +104,7 @@ class _Known(NamedTuple):
     lifts: bool
     asking: Asking
     parts: Any
+    exchanges: bool
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -147,6 +149,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known: dict[int, _Known] = {}
         self._undo = contextlib.ExitStack()
         self.waits: list[RawWait] = []
+        self.collectives = Collectives()
         self.look: Callable[[Any, Any], None] | None = None
         self.workspaces: list[int] = []
         self._dry = current_dry()
@@ -297,6 +300,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
             )
             self._own_nodes(index)
+            if known.exchanges:
+                self.collectives.ran(index, func, args, result, (begin, end))
             if self.look is not None:
                 self.look(func, (result, args, kwargs) if known.written else result)
             if node is not None:
@@ -404,6 +409,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             func is torch.ops.aten.lift_fresh.default,
             self._waiting.asking(func) if self._waiting is not None else NOTHING,
             self._parts_of(func),
+            is_collective(func),
         )
         return known
 

@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from torchtrim.records.allow import Allowed
 from torchtrim.records.certificate import Certificate
 from torchtrim.records.estimate import Estimated
+from torchtrim.records.figures import Bytes as Bytes
+from torchtrim.records.figures import Figures as Figures
 from torchtrim.records.finding import Finding, Source
 from torchtrim.records.fix import Fixes
+from torchtrim.records.job import ExchangeRow, RankFigures
 from torchtrim.records.lever import Lever, Part
 from torchtrim.records.plan import MemoryKind, Plan, Prediction, Status, Technique
 from torchtrim.records.profile import Profile
 
 if TYPE_CHECKING:
     from torchtrim.records.kept_certificate import KeptCertificate
-
-Bytes = Annotated[int, Meta(ge=0)]
-
-
-class Figures(Struct, frozen=True, kw_only=True):
-    """What a step measures. `step_seconds` is the median of the timed steps, `spread_seconds` their range."""
-
-    peak_bytes: Bytes
-    tracked_peak_bytes: Bytes
-    reserved_bytes: Bytes | None
-    rss_bytes: Bytes | None
-    step_seconds: float
-    spread_seconds: float
-    by_kind: dict[str, Bytes]
 
 
 class PlanSummary(Struct, frozen=True, kw_only=True):
@@ -125,7 +114,8 @@ class Report(Struct, frozen=True, kw_only=True):
     its threads. `allowed` is what the
     allow-list covers of the findings. `waiting` is null where nothing waits or no device is known.
     `stream` is null but for verbs that watch a stream, `fixes` but for those that write source,
-    `estimated` but for an estimate.
+    `estimated` but for an estimate. `ranks` are the ranks of a job, whose largest the other figures are of, and
+    `exchanges` what they exchanged.
     """
 
     schema_version: Literal[2] = 2
@@ -156,6 +146,8 @@ class Report(Struct, frozen=True, kw_only=True):
     fixes: Fixes | None = None
     estimated: Estimated | None = None
     next: str = ""
+    ranks: tuple[RankFigures, ...] = ()
+    exchanges: tuple[ExchangeRow, ...] = ()
 
 
 def schema() -> dict[str, object]:
@@ -165,7 +157,7 @@ def schema() -> dict[str, object]:
 
 class Result(NamedTuple):
     """What a verb gives: the report, and what was too large for it. `exported`: the plan as plain PyTorch.
-    `certificate`: the report's, as a file that can be repeated."""
+    `certificate`: the report's, as a file that can be repeated. `ranks`: the profiles of all of a job."""
 
     report: Report
     before: Profile | None = None
@@ -173,3 +165,4 @@ class Result(NamedTuple):
     plan: Plan | None = None
     exported: str = ""
     certificate: KeptCertificate | None = None
+    ranks: tuple[Profile, ...] = ()

@@ -100,7 +100,8 @@ class Trial(Struct, kw_only=True):
     the plans of the models' calls say that a call needs, None where a part has none. `processes`: how many
     the script started by itself, loaders' workers not counted. `digests`: of what each operator of the
     profile gave, in a step that was traced; `lines`: the user's own that led to each, and whether it asked
-    itself, not through `backward`.
+    itself, not through `backward`. `ranks`: the trial of each rank, where several ran; this one then is of
+    the rank with the highest peak.
     """
 
     request: Request
@@ -122,6 +123,7 @@ class Trial(Struct, kw_only=True):
     digests: tuple[str, ...] = ()
     lines: tuple[tuple[str, int, bool], ...] = ()
     crash: Crash | None = None
+    ranks: tuple[Trial, ...] = ()
 
     @property
     def timed(self) -> list[Step]:

@@ -13,6 +13,7 @@ from rich.text import Text
 from torchtrim.records import Report
 from torchtrim.report import estimates, facts, sections
 from torchtrim.report.headline import headline
+from torchtrim.report.ranks import rank_lines
 from torchtrim.report.safe import keep_left, keep_right, sentence, wrap
 from torchtrim.report.sections import NARROW, Page, Room
 
@@ -121,6 +122,7 @@ def _tail(page: Page, room: Room) -> list[Text]:
     report = page.report
     proof = _proof(report, room)
     return [
+        *_labelled(page, "ranks", rank_lines(report), min(4, room.findings), room),
         *_labelled(page, "plan", facts.plan_lines(report), room.findings, room),
         *_labelled(page, "certificate", proof, len(proof), room),
         *_labelled(page, "estimate", estimates.estimate_lines(report), min(4, room.findings), room),

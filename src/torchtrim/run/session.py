@@ -20,6 +20,7 @@ from torchtrim.observe.modules import Modules
 from torchtrim.observe.optimizers import names_of
 from torchtrim.observe.places import Places
 from torchtrim.observe.recording import Recording, counted_device, tensors_in
+from torchtrim.observe.replicas import Replicas
 from torchtrim.observe.storages import reachable_tensors, storage_bytes
 from torchtrim.observe.stream_frames import StreamFrames
 from torchtrim.observe.times import Times, with_times
@@ -89,6 +90,7 @@ class Session(Listener):
         self._times: Times | None = None
         self._digests: list[str] = []
         self._lines: list[tuple[str, int, bool]] = []
+        self._replicas = Replicas()
 
     def root_appears(self, root: nn.Module) -> None:
         if self.trial.request.double:
@@ -127,6 +129,7 @@ class Session(Listener):
         if self._watched is None:
             self._seconds = time.perf_counter() - self._began - self._own
             self._stop_measuring()
+        self._replicas.look(self.modules)
         self._close()
         if not self.trial.request.dry:
             with torch.no_grad():
@@ -170,6 +173,8 @@ class Session(Listener):
             self._note_plans()
             if self.trial.profile is None:
                 self.trial.profile = self._fallback
+            if self.trial.profile is not None:
+                self.trial.profile = self._replicas.put_into(self.trial.profile, self.modules)
             if not self.complete:
                 self._note_counts()
         return self.trial
