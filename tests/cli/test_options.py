@@ -5,7 +5,17 @@ import pytest
 
 from torchtrim.cli import main
 
-RUNS = ("--module", "-m", "--steps", "--warmup", "--timeout", "--device", "--json", "--format")
+RUNS = (
+    "--module",
+    "-m",
+    "--steps",
+    "--warmup",
+    "--processes",
+    "--timeout",
+    "--device",
+    "--json",
+    "--format",
+)
 FITS = ("--memory", "--memory-kind", "--host-memory", "--allow")
 PLANS = (*FITS, "--plan")
 OPTIONS = {
@@ -33,7 +43,7 @@ OPTIONS = {
     "optimize": (*RUNS, *PLANS, "--out", "--no-source", "--mode", "--fix", "--unsafe-fixes"),
     "pack": ("--capacity", "--out", "--svg", "--alignment", "--seconds", "--json"),
     "plan": (*RUNS, *PLANS, "--out", "--no-source", "--frontier", "--export", "--find-batch"),
-    "run": ("--module", "-m", "--plan"),
+    "run": ("--module", "-m", "--plan", "--processes"),
     "stream-check": (
         *RUNS[:2],
         *("--timeout", "--json", "--format", "--frames", "--frames-of"),
@@ -64,7 +74,7 @@ ARGUMENTS = {
     "undo": ("path",),
     "verify": ("script", "args"),
 }
-MOST_OPTIONS = 17
+MOST_OPTIONS = 18
 
 
 def verb(name: str) -> click.Command:

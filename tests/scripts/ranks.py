@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import os
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -63,6 +64,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--raises", type=int, default=-1)
     parser.add_argument("--stalls", type=int, default=-1)
     parser.add_argument("--dies", type=int, default=-1)
+    parser.add_argument("--pids")
     parser.add_argument("--at", type=int, default=2)
     return parser.parse_args()
 
@@ -86,6 +88,8 @@ def main() -> None:
     device = torch.device("cuda", local) if args.cuda else torch.device("cpu")
     if args.cuda:
         torch.cuda.set_device(local)
+    if args.pids:
+        Path(args.pids, str(rank)).write_text(str(os.getpid()))
     torch.manual_seed(1)
     model = DistributedDataParallel(
         Net(args.width, args.blocks).to(device),

@@ -35,8 +35,8 @@ _NO_FIXES = (
 )
 
 _NO_FIXES_OF_RANKS = (
-    "--processes fits ranks into a budget: give --memory, on what is allocated. Host-device syncs are fixed in "
-    "one process: run torchtrim optimize --fix on the script without --processes."
+    "--processes fits ranks into a budget: give --memory, and leave --fix out. Host-device syncs are fixed "
+    "in one process: torchtrim optimize SCRIPT --fix, without --processes."
 )
 
 _NO_PINS = (
@@ -88,7 +88,7 @@ def _optimized(
     script, request = script_of(options), request_of(options)
     write, unsafe = options["fix"], options["unsafe_fixes"]
     kind = options["memory_kind"]
-    if script.processes > 1 and (write or unsafe or kind == "rss" or options["memory"] is None):
+    if script.processes > 1 and (write or unsafe or options["memory"] is None):
         raise UsageError(_NO_FIXES_OF_RANKS)
     if options["mode"] == "inference":
         if write or unsafe:

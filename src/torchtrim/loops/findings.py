@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -21,30 +20,45 @@ from torchtrim.run.machine import machine
 from torchtrim.run.script import Script
 from torchtrim.run.trials import Workload
 
+_OF_TIME = ("TT601", "TT602", "TT606")
+_STILL = 1.2
+
 
 def report_of(verb: str, workload: Workload, trial: Trial) -> Report:
     """The report of an original that ran."""
-    found = found_in(trial.profile, ranks_of(trial)) if trial.profile is not None else Found()
-    report = with_ranks(
-        original_report(verb, subject_of(workload, trial.device), trial, found), trial
-    )
+    found = found_in(trial.profile) if trial.profile is not None else Found()
+    if trial.ranks and trial.profile is not None:
+        found = found_on_ranks(trial, trial.profile)
+    subject = subject_of(workload, trial.device)
+    report = with_ranks(original_report(verb, subject, trial, found), trial)
     warning = untested(str(torch.__version__))
     unread = unknown_note(trial.profile) if trial.profile is not None else ""
     notes = (*report.notes, *filter(None, (warning, unread)))
     return msgspec.structs.replace(report, notes=notes)
 
 
-def found_in(profile: Profile, ranks: Sequence[Profile] = ()) -> Found:
-    """The findings, priced, with the settings that end some of them.
-
-    `ranks`: the profiles of all of a job, whose largest the first one is.
-    """
-    findings, waiting = priced(profile, diagnose(profile, alone=not ranks))
-    if ranks:
-        others = [one for one in ranks if one.rank != profile.rank]
-        every = (*findings, *diagnose_ranks((profile, *others)))
-        findings = in_order(profile, every) if waiting is None else every
+def found_in(profile: Profile) -> Found:
+    """The findings, priced, with the settings that end some of them."""
+    findings, waiting = priced(profile, diagnose(profile))
     return Found(with_settings(findings, profile.project), waiting)
+
+
+def found_on_ranks(trial: Trial, lead: Profile) -> Found:
+    """Those of the largest rank, what other ranks have besides, and what all of them show together.
+
+    A wait that is longer than a whole step without the recorder was of the recorded step alone.
+    """
+    findings, waiting = priced(lead, diagnose(lead, alone=False))
+    others = [one for one in ranks_of(trial) if one.rank != lead.rank]
+    longest = _STILL * max(min(step.seconds for step in one.timed) for one in trial.ranks)
+    together = [
+        one
+        for one in diagnose_ranks((lead, *others))
+        if one.code not in _OF_TIME or (one.price_ms or 0) <= longest * 1e3
+    ]
+    every = (*findings, *together)
+    ordered = in_order(lead, every) if waiting is None else every
+    return Found(with_settings(ordered, lead.project), waiting)
 
 
 def ranks_of(trial: Trial) -> tuple[Profile, ...]:

@@ -118,4 +118,4 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 
 def _key(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)

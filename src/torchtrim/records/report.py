@@ -114,8 +114,8 @@ class Report(Struct, frozen=True, kw_only=True):
     its threads. `allowed` is what the
     allow-list covers of the findings. `waiting` is null where nothing waits or no device is known.
     `stream` is null but for verbs that watch a stream, `fixes` but for those that write source,
-    `estimated` but for an estimate. `ranks` are the ranks of a job, whose largest the other figures are of, and
-    `exchanges` what they exchanged.
+    `estimated` but for an estimate. `ranks` are the ranks of a job, whose largest the other figures are
+    of, and `exchanges` what they exchanged.
     """
 
     schema_version: Literal[2] = 2

@@ -11,8 +11,8 @@ from torchtrim.records.profile import Profile
 from torchtrim.rules.places import Line, line_of
 from torchtrim.step.job import Job
 
-SHARE = 0.1
-"""A tenth of the step is worth a finding."""
+SHARE = 0.2
+"""A fifth of the step is worth a finding."""
 _MOST_BYTES = 2**20
 
 
@@ -29,7 +29,7 @@ class Lag(NamedTuple):
 
 
 def lags(job: Job) -> list[Lag]:
-    """The ranks that others wait for a tenth of the step or more."""
+    """The ranks that others wait for a fifth of the step or more."""
     waited: Counter[tuple[int, int]] = Counter()
     times: Counter[int] = Counter()
     for exchange in job.exchanges:

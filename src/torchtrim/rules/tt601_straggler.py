@@ -3,7 +3,7 @@
 ## What it does
 
 Puts the steps of all ranks on one clock and looks at who comes last to each collective, and at how
-long the others had nothing else to do until then. It reports a rank for which another waits a tenth of
+long the others had nothing else to do until then. It reports a rank for which another waits a fifth of
 the step or more. The price is that wait, of the rank that waits most.
 
 Where the late rank was late since it waited for its data, that is TT606.

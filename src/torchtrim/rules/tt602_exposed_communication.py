@@ -1,9 +1,9 @@
-"""A tenth of the step or more goes to collectives that nothing hides.
+"""A fifth of the step or more goes to collectives that nothing hides.
 
 ## What it does
 
 Adds up the time in which a rank did nothing but wait for a collective, after the last rank had come to
-it, and reports it from a tenth of the step. The price is that time, of the rank that waits most.
+it, and reports it from a fifth of the step. The price is that time, of the rank that waits most.
 
 Not on an emulated device, whose ranks exchange over the host.
 

@@ -65,8 +65,7 @@ def check(profile: Profile) -> Iterator[Finding]:
         return
     blocked = blocked_seconds(profile)
     needless = [*_without_last(exchanged, gradients)]
-    first = profile.calls and next((c for c in profile.calls if c.depth == 0), None)
-    path, line = line_of(profile, first.first if first else -1)
+    path, line = line_of(profile, min((call.first for call in profile.calls), default=-1))
     yield Finding(
         code=RULE.code,
         path=path,

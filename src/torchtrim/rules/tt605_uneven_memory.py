@@ -45,11 +45,11 @@ from torchtrim.memory.peak import holders
 from torchtrim.records.finding import Finding, Suggestion
 from torchtrim.records.profile import Profile
 from torchtrim.records.report import Holder
-from torchtrim.rules.across import SHARE
 from torchtrim.rules.base import Rule
 from torchtrim.units import format_bytes
 
 _LEAST = 2**20
+_SHARE = 0.1
 _MANY = 1000
 
 
@@ -63,7 +63,7 @@ def across(profiles: Sequence[Profile]) -> Iterator[Finding]:
     usual = median_low(profile.peak_bytes for profile in profiles)
     largest = max(profiles, key=lambda profile: profile.peak_bytes)
     more = largest.peak_bytes - usual
-    if more < max(_LEAST, SHARE * usual):
+    if more < max(_LEAST, _SHARE * usual):
         return
     middle = next(profile for profile in profiles if profile.peak_bytes == usual)
     held = _held_more(largest, middle)

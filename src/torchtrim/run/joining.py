@@ -13,6 +13,7 @@ import torch
 
 from torchtrim.observe.emulated.device import current
 from torchtrim.observe.emulated.moves import emulate_devices
+from torchtrim.records.profile import is_emulated
 
 _GLOO = (
     "the ranks exchange over gloo, on the host: the script asks for NCCL, which needs a GPU for each rank. "
@@ -31,9 +32,9 @@ class Joining:
         self._world = world
         self._groups = 0
 
-    def notes(self) -> tuple[str, ...]:
-        """What is not as the script asks."""
-        several = self._world > 1 and current() is not None
+    def notes(self, device: str) -> tuple[str, ...]:
+        """What is not as the script asks. `device`: the one that the rank ran on."""
+        several = self._world > 1 and is_emulated(device)
         return (*self._notes, *((_ONE_DEVICE,) if several else ()))
 
     def install(self) -> None:
@@ -64,9 +65,10 @@ class Joining:
     def _store(self) -> Any:
         """A connection to the parent's store, where each group of all ranks has keys of its own."""
         host, port = os.environ["MASTER_ADDR"], int(os.environ["TORCHTRIM_PORT"])
-        store = torch.distributed.TCPStore(host, port, is_master=False, timeout=_WAIT)
+        distributed: Any = torch.distributed
+        store = distributed.TCPStore(host, port, is_master=False, timeout=_WAIT)
         self._groups += 1
-        return torch.distributed.PrefixStore(f"torchtrim/{self._groups}", store)
+        return distributed.PrefixStore(f"torchtrim/{self._groups}", store)
 
     def _new_group(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import torch
@@ -126,11 +126,12 @@ def _of(rank: _Rank) -> tuple[int, Path]:
     return rank.process.pid, rank.folder / STACK
 
 
-def meeting_place() -> torch.distributed.TCPStore:
+def meeting_place() -> Any:
     """Where the ranks meet: at a free port, which is ours from the beginning."""
-    if not torch.distributed.is_available():
+    distributed: Any = torch.distributed
+    if not distributed.is_available():
         raise Unsupported("this build of torch has no torch.distributed, so there are no ranks.")
-    return torch.distributed.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+    return distributed.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
 
 
 def _started(script: Script, number: int, task: bytes, folder: Path, port: int) -> _Rank:

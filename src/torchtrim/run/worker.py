@@ -206,7 +206,7 @@ class Runner:
         session.finish()
         trial.notes += tuple(sorted(self._emulation.notes))
         trial.notes += (NOTE,) if self._eagerly.asked else ()
-        trial.notes += self._joining.notes()
+        trial.notes += self._joining.notes(trial.device)
         if (dry := current_dry()) is not None:
             trial.notes += dry.guesses.notes()
             trial.batch_size = dry.batch_size
