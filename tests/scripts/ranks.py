@@ -64,6 +64,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--raises", type=int, default=-1)
     parser.add_argument("--stalls", type=int, default=-1)
     parser.add_argument("--dies", type=int, default=-1)
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--seed-of", type=int, default=-1)
     parser.add_argument("--pids")
     parser.add_argument("--at", type=int, default=2)
     return parser.parse_args()
@@ -98,7 +100,9 @@ def main() -> None:
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     kept = torch.ones(2**20 if rank == args.keeps else 1, device=device)
-    data: Dataset = TensorDataset(torch.randn(64, 32), torch.randint(0, 4, (64,)))
+    if rank == args.seed_of:
+        torch.manual_seed(2)
+    data: Dataset = TensorDataset(torch.randn(args.rows, 32), torch.randint(0, 4, (args.rows,)))
     if rank == args.slow_loader:
         data = Slow(data, args.seconds / args.batch)
     sampler = DistributedSampler(data)

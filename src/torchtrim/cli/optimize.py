@@ -93,6 +93,8 @@ def _optimized(
     if options["mode"] == "inference":
         if write or unsafe:
             raise UsageError(_NO_FIXES)
+        if script.processes > 1:
+            raise UsageError("--mode inference is of one process: leave --processes out.")
         if pins_in(plan):
             raise UsageError(_NO_PINS.format(plan))
         return optimize_calls_report(
@@ -101,7 +103,8 @@ def _optimized(
     try:
         return _trained(options, folder, plan, tell)
     except NothingTrains:
-        if options["mode"] == "training" or write or unsafe or pins_in(plan):
+        alone = script.processes == 1
+        if options["mode"] == "training" or write or unsafe or pins_in(plan) or not alone:
             raise
         return optimize_calls_instead(
             script, options["memory"], request, memory_kind=kind, progress=tell

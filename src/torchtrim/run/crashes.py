@@ -56,8 +56,8 @@ def _no_step(trial: Trial) -> str:
     if trial.processes:
         return (
             f"the script started {trial.processes} process(es) of its own and trained nothing in the one "
-            "that torchtrim runs, so there is no step to record. Have it train in a single process: most "
-            "scripts have an option for that."
+            "that torchtrim runs, so there is no step to record. Give --processes with the number of ranks "
+            "that it spawns, or have it train in a single process: most scripts have an option for that."
         )
     if trial.request.infers:
         return (

@@ -19,6 +19,7 @@ _GLOO = (
     "the ranks exchange over gloo, on the host: the script asks for NCCL, which needs a GPU for each rank. "
     "What is exchanged, and in which order, is the same; times are not"
 )
+_SPAWNED = "what the script would spawn runs in the ranks that torchtrim started"
 _ONE_DEVICE = "each rank has an emulated device of its own, and calls it cuda:0"
 _WAIT = timedelta(minutes=5)
 _NAMES = ("init_process_group", "new_group", "barrier", "all_reduce")
@@ -43,8 +44,24 @@ class Joining:
             torch.set_num_threads(max((os.cpu_count() or 1) // self._world, 1))
         emulate_devices(self._world)
         for name in _NAMES:
-            original = getattr(torch.distributed, name)
-            _replace(name, original, getattr(self, f"_{name}")(original))
+            wrap = getattr(self, f"_{name}")
+            _replace("torch.distributed", name, wrap(getattr(torch.distributed, name)))
+        multiprocessing: Any = torch.multiprocessing
+        _replace("torch.multiprocessing", "spawn", self._spawn(multiprocessing.spawn))
+
+    def _spawn(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """What a script would spawn as many processes for runs in the ranks that are there."""
+
+        @functools.wraps(original)
+        def spawn(
+            function: Any, args: Any = (), nprocs: int = 1, *more: Any, **options: Any
+        ) -> Any:
+            if nprocs != self._world:
+                return original(function, args, nprocs, *more, **options)
+            self._notes += [] if _SPAWNED in self._notes else [_SPAWNED]
+            return function(int(os.environ["RANK"]), *args)
+
+        return spawn
 
     def _init_process_group(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -128,8 +145,9 @@ def _has_nccl(world: int) -> bool:
     )
 
 
-def _replace(name: str, original: Any, ours: Any) -> None:
-    """Replace a function wherever torch.distributed has it by that name."""
+def _replace(package: str, name: str, ours: Any) -> None:
+    """Replace a function of a package wherever its modules have it by that name."""
+    original = getattr(sys.modules[package], name)
     for where, module in list(sys.modules.items()):
-        if where.startswith("torch.distributed") and vars(module).get(name) is original:
+        if where.startswith(package) and vars(module).get(name) is original:
             setattr(module, name, ours)

@@ -148,13 +148,19 @@ def rank_environment(number: int, world: int, port: int) -> dict[str, str]:
     return {
         "RANK": str(number),
         "LOCAL_RANK": str(number),
+        "ROLE_RANK": str(number),
+        "ROLE_WORLD_SIZE": str(world),
         "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
         "MASTER_ADDR": _HOST,
         "MASTER_PORT": str(port),
         "TORCHTRIM_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": "torchtrim",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
     }
 
 
