@@ -21,7 +21,7 @@ def test_what_nothing_hides_is_found() -> None:
     assert (finding.code, finding.line, finding.count_per_step) == ("TT602", 4, 1)
     assert finding.price_ms == pytest.approx(300)
     assert finding.message == (
-        "rank 1 waits 300 ms of 1.30 s (23%) for 1 collectives of 2.00 KiB when it has nothing else to do"
+        "rank 1 waits 300 ms of 1.30 s (23%) for 1 collective of 2.00 KiB when it has nothing else to do"
     )
 
 

@@ -79,7 +79,7 @@ def across(profiles: Sequence[Profile]) -> Iterator[Finding]:
         line=line,
         end_line=line,
         message=f"rank {rank} waits {format_seconds(seconds)} of {format_seconds(job.seconds)} "
-        f"({seconds / job.seconds:.0%}) for {len(job.exchanges)} collectives of "
+        f"({seconds / job.seconds:.0%}) for {_counted(len(job.exchanges))} of "
         f"{format_bytes(total)} when it has nothing else to do",
         count_per_step=len(job.exchanges),
         price_ms=seconds * 1e3,
@@ -89,6 +89,10 @@ def across(profiles: Sequence[Profile]) -> Iterator[Finding]:
             "and once a step",
         ),
     )
+
+
+def _counted(number: int) -> str:
+    return f"{number} collective{'s' * (number != 1)}"
 
 
 def _exposed(job: Job, rank: int) -> float:
