@@ -363,6 +363,10 @@ def check(profile: Profile) -> str | None:
     for i, module in enumerate(profile.modules):
         if not -1 <= module.parent < i:
             return f"`modules[{i}].parent` is {module.parent}; a parent comes before its children"
+    return _wrong_elsewhere(profile)
+
+
+def _wrong_elsewhere(profile: Profile) -> str | None:
     return (
         _wrong_saved(profile)
         or _wrong_growth(profile)

@@ -37,13 +37,15 @@ _POLL_SECONDS = 0.05
 class RankEnded(NamedTuple):
     """How a rank ended. `failed_ns`: when it failed, None where it did not or was stopped by us.
 
-    `stopped`: it still ran when it was. `stack`: where its main thread was then, innermost line first.
+    `stopped`: it still ran when it was, after so many `seconds`. `stack`: where its main thread was then,
+    innermost line first.
     """
 
     number: int
     ended: Ended
     failed_ns: int | None
     stopped: bool
+    seconds: float
     stack: tuple[str, ...]
 
 
@@ -100,10 +102,12 @@ def run_ranks(
     """
     store = meeting_place()
     ranks: list[_Rank] = []
+    began = time.monotonic()
     try:
         for number, task in enumerate(tasks):
             ranks.append(_started(script, number, task, folder, store.port))
         timed_out = _wait(ranks, script.timeout, progress)
+        seconds = min(time.monotonic() - began, script.timeout)
         running = [rank for rank in ranks if rank.state == "runs"]
         for rank, stack in zip(running, asked_where([_of(r) for r in running]), strict=True):
             rank.stack = stack
@@ -116,6 +120,7 @@ def run_ranks(
             what_ended(rank.folder, rank.process, timed_out and rank.state == "runs"),
             rank.failed_ns,
             rank.state == "runs",
+            seconds,
             rank.stack,
         )
         for rank in ranks

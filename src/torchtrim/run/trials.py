@@ -103,7 +103,7 @@ def _run_ranks(script: Script, request: Request, folder: Path, progress: Progres
     culprit = first_failed(ranks)
     if culprit is not None:
         try:
-            _trial_of(script, request, culprit.ended)
+            _trial_of(script._replace(timeout=culprit.seconds), request, culprit.ended)
         except Exception as error:
             on_rank(error, culprit, ranks, script.project)
             raise
