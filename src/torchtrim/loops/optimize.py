@@ -43,6 +43,8 @@ from torchtrim.verifier.ranks import certify_ranks
 _ROUNDS = 3
 _WELL_USED = 0.9
 _TIMES = 2
+_ALONE = ("micro_batch", "optimizer_in_backward")
+"""Not for a job of several ranks, which exchange gradients once, when backward has made them."""
 _RANK = EQUIVALENCES.index
 NOTHING = "nothing that is allowed lowers the peak, so the plan changes nothing"
 
@@ -150,7 +152,7 @@ class Fitting:
             step_seconds=original.seconds,
             fingerprint=original.fingerprint,
             script_sha256=sha256_of(path) if path else "",
-            exclude=(*self._exclude, *self._dropped, *others),
+            exclude=(*self._exclude, *self._dropped, *others, *(_ALONE if original.ranks else ())),
             allow=allow,
             host_bytes=self._request.host_memory,
             pins={
