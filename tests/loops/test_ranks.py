@@ -40,6 +40,7 @@ def test_one_plan_fits_every_rank_and_is_certified_on_each() -> None:
     assert all("->" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_a_rank_that_computes_something_else_is_named() -> None:
     found = verify_pair(script(), script("--seed-of", "1"), REQUEST)
     certificate = found.report.certificate

@@ -76,7 +76,8 @@ def account(rank: RankEnded, project: Path) -> str:
     crash = crash_in(rank)
     who = f"rank {rank.number}"
     if crash is not None:
-        return f"{who} then failed: {crash.message.partition("\n")[0][:200]}"
+        first = crash.message.partition("\n")[0]
+        return f"{who} then failed: {first[:200]}"
     if rank.failed_ns is not None:
         return f"{who} died with exit status {rank.ended.returncode} at {rank.ended.status or 'its start'}"
     if not rank.stopped:
