@@ -74,6 +74,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_run_runs_each_rank_to_its_end() -> None:
     ended = run("--epochs", "1")
     assert ended.returncode == 0, ended.stderr
