@@ -5,17 +5,9 @@ import pytest
 
 from torchtrim.cli import main
 
-RUNS = (
-    "--module",
-    "-m",
-    "--steps",
-    "--warmup",
-    "--processes",
-    "--timeout",
-    "--device",
-    "--json",
-    "--format",
-)
+SHOWN = ("--json", "--format", "--verbose", "-v", "--quiet", "-q")
+WHICH = ("--module", "-m", "--steps", "--warmup", "--processes", "--timeout", "--device")
+RUNS = (*WHICH, *SHOWN)
 FITS = ("--memory", "--memory-kind", "--host-memory", "--allow")
 PLANS = (*FITS, "--plan")
 OPTIONS = {
@@ -34,7 +26,7 @@ OPTIONS = {
     ),
     "doctor": ("--json",),
     "estimate": (
-        *("--module", "-m", "--timeout", "--device", "--json", "--format"),
+        *("--module", "-m", "--timeout", "--device", *SHOWN),
         *("--fits", "--max-batch", "--out", "--no-source"),
     ),
     "explain": ("--json",),
@@ -46,7 +38,7 @@ OPTIONS = {
     "run": ("--module", "-m", "--plan", "--processes"),
     "stream-check": (
         *RUNS[:2],
-        *("--timeout", "--json", "--format", "--frames", "--frames-of"),
+        *("--timeout", *SHOWN, "--frames", "--frames-of"),
         *("--out", "--no-source", "--max-growth"),
     ),
     "trace": ("--json", "--max-syncs", "--source", "--top"),
@@ -74,7 +66,7 @@ ARGUMENTS = {
     "undo": ("path",),
     "verify": ("script", "args"),
 }
-MOST_OPTIONS = 18
+MOST_OPTIONS = 21
 
 
 def verb(name: str) -> click.Command:
