@@ -163,8 +163,10 @@ class Started:
 
     def _kill(self, seconds: float, victim: int) -> None:
         self._over.wait(seconds)
-        if not self._over.is_set():
-            os.kill(self.pids[victim], signal.SIGKILL)
+        pid = self.pids[victim]
+        if not self._over.is_set() and pid in sessions_left([pid]):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def end(self) -> None:
         """No kill any more."""
