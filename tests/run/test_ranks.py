@@ -55,7 +55,7 @@ def test_a_profile_of_each_rank() -> None:
     profiles = [one.profile for one in found.ranks]
     assert [(p.rank, p.world) for p in profiles if p is not None] == [(0, 2), (1, 2)]
     assert found.peak_bytes == max(one.peak_bytes for one in found.ranks)
-    assert found.ranks[1].peak_bytes - found.ranks[0].peak_bytes >= 4 * 2**20 - 4
+    assert found.ranks[1].peak_bytes - found.ranks[0].peak_bytes >= 2**21
 
 
 def test_collectives_have_bytes_a_group_and_a_duration() -> None:

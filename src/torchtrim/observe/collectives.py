@@ -14,11 +14,12 @@ from torchtrim.records.profile import Collective
 
 _PLAIN, _FUNCTIONAL = "c10d", "_c10d_functional"
 _WAITS = "wait_tensor"
+_PATIENCE_SECONDS = 5.0
 
 
 @dataclass
 class _Seen:
-    """One collective. `end_ns` is 0 until it is over; the thread of its backend writes it."""
+    """One collective. `end_ns` is 0 until it is over; if it `tells`, the thread of its backend writes it."""
 
     name: str
     operator: int
@@ -27,6 +28,7 @@ class _Seen:
     bytes: int
     begin_ns: int
     end_ns: int = 0
+    tells: bool = False
 
 
 def is_collective(func: Any) -> bool:
@@ -62,6 +64,7 @@ class Collectives:
 
     def records(self, start_ns: int) -> list[Collective]:
         """The records, with times from the start of the step."""
+        self._settle()
         return [
             Collective(
                 seen.name,
@@ -75,6 +78,14 @@ class Collectives:
             for seen in self._seen
         ]
 
+    def _settle(self) -> None:
+        """Wait for threads that have still to say that their work is over."""
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while time.monotonic() < deadline and any(
+            one.tells and not one.end_ns for one in self._seen
+        ):
+            time.sleep(0.001)
+
 
 def _when_over(result: Any, seen: _Seen) -> None:
     """Note when the work is over. A backend whose work has no future is not asked."""
@@ -85,6 +96,7 @@ def _when_over(result: Any, seen: _Seen) -> None:
     work = result[-1] if isinstance(result, (tuple, list)) and result else result
     with contextlib.suppress(RuntimeError, TypeError, AttributeError):
         torch._C._distributed_c10d.Work.unbox(work).get_future().add_done_callback(over)
+        seen.tells = True
 
 
 def _group_of(args: Any) -> tuple[str, int]:
