@@ -12,6 +12,7 @@ import pytest
 from torchtrim.cli.main import torchtrim
 from torchtrim.cli.options import ranks_asked
 from torchtrim.errors import UsageError
+from torchtrim.run.launch import launch
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 RANKS = str(SCRIPTS / "ranks.py")
@@ -69,19 +70,19 @@ def test_a_job_of_one_rank_is_one_process(launched) -> None:
     assert ranks_asked(launched(0, world=1, local=1), None) == 1
 
 
-def run(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torchtrim", "run", RANKS, "--processes", "2", "--", *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+def words(*more: str) -> list[str]:
+    return ["run", RANKS, "--", *more]
 
 
 @pytest.mark.slow
 def test_run_runs_each_rank_to_its_end() -> None:
-    ended = run("--epochs", "1")
+    command = [sys.executable, "-m", "torchtrim", *words("--epochs", "1")]
+    command[5:5] = ["--processes", "2"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     assert sorted(line[:6] for line in ended.stdout.splitlines()) == ["0 done", "1 done"]
 
 
-def test_run_ends_with_the_code_of_the_rank_that_failed() -> None:
-    ended = run("--dies", "0", "--at", "1")
-    assert ended.returncode == 128 + 9
-    assert "rank 0 ended with SIGKILL" in ended.stderr
+def test_run_ends_with_the_code_of_the_rank_that_failed(capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch(words("--dies", "0", "--at", "1"), 2) == 128 + 9
+    assert "rank 0 ended with SIGKILL" in capfd.readouterr().err
