@@ -40,6 +40,10 @@ OPTIONS = {
         *("--out", "--no-source", "--max-growth"),
     ),
     "trace": ("--json", "--max-syncs", "--source", "--top"),
+    "tune-loader": (
+        *("--module", "-m", "--timeout", "--device", "--json", "--format"),
+        *("--seconds", "--host-memory", "--cores"),
+    ),
     "undo": (),
     "verify": (
         *RUNS,
@@ -61,6 +65,7 @@ ARGUMENTS = {
     "run": ("script", "args"),
     "stream-check": ("script", "args"),
     "trace": ("paths",),
+    "tune-loader": ("script", "args"),
     "undo": ("path",),
     "verify": ("script", "args"),
 }

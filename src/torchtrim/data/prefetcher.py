@@ -116,7 +116,7 @@ class _Ahead(Iterator[T]):
         if self._queue:
             warnings.warn(
                 "the loader draws random numbers in this process, and did not for its first batches: "
-                "one was asked for before the step that was to draw first. From now on all are asked in turn.",
+                "one was asked for before the step that was to draw first. All others are asked in turn.",
                 stacklevel=5,
             )
 

@@ -61,6 +61,14 @@ def rebuilt(loader: Any, settings: LoaderSettings) -> DataLoader[Any]:
     return DataLoader(loader.dataset, **_batches(loader, settings), **given)
 
 
+def end_workers(loader: Any) -> None:
+    """End the workers that a loader keeps between epochs."""
+    kept = getattr(loader, "_iterator", None)
+    if kept is not None and hasattr(kept, "_shutdown_workers"):
+        kept._shutdown_workers()
+        loader._iterator = None
+
+
 def _batches(loader: Any, settings: LoaderSettings) -> dict[str, Any]:
     """What groups the samples. A batch that is asked for at once is one sample of a sampler of batches."""
     source = Source.of(loader)

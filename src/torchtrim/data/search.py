@@ -12,13 +12,15 @@ from torchtrim.records.loader import BatchParts, LoaderSettings, Tried
 from torchtrim.units import format_bytes
 
 _PREFETCHES = (1, 2, 4)
-_WINDOW = 8
+_WINDOW = 12
 _MOST_BATCHES = 48
 _CLOSE = 1.3
 _MOST_TRIED = 3
 _DONE = 1.03
 _BETTER = 0.97
+_PROMISING = 0.9
 _UNEVEN = 0.5
+_SLOWER = 1.1
 
 
 class Limits:
@@ -36,7 +38,7 @@ class Search:
     `now` is what the loader has. `ask` gives settings, and of how many batches at the end of a run of how
     many the time is wanted; `tell` takes those times. The model of a batch's parts says what is worth trying:
     what it foresees within a third of the best, at most three settings, and no workers, of which no model of
-    processes is wrong; then, where samples differ much in time, more batches ahead.
+    processes is wrong; then, where samples differ much in time or it took longer than foreseen, more batches ahead.
     """
 
     def __init__(
@@ -48,12 +50,13 @@ class Search:
         self.limits = limits
         self.tried: list[Tried] = []
         self.skipped: list[str] = []
+        self._ranked: list[LoaderSettings] = []
         self._left = self._settings()
         self._asked: LoaderSettings | None = None
 
     def ask(self) -> LoaderSettings | None:
         """The settings to try next, None where no others promise more."""
-        if self.tried and self.best.seconds <= _DONE * self._least():
+        if self.tried and self._is_done():
             return None
         self._asked = next(self._left, None)
         return self._asked
@@ -66,15 +69,18 @@ class Search:
 
     @property
     def best(self) -> Tried:
-        """The quickest; of what is as quick as the loader is now, that stays."""
-        quickest = min(self.tried, key=lambda one: one.seconds)
+        """The quickest that is allowed; of what is as quick as the loader is now, that stays."""
+        allowed = [one for one in self.tried if self._allowed(one.settings)] or self.tried
+        quickest = min(allowed, key=lambda one: one.seconds)
         kept = self.tried[0]
-        same = quickest.seconds > _BETTER * kept.seconds
-        return kept if same and self._allowed(kept.settings) else quickest
+        same = kept in allowed and quickest.seconds > _BETTER * kept.seconds
+        return kept if same else quickest
 
-    def _least(self) -> float:
-        """Seconds below which no settings lead."""
-        return self.consumer.seconds
+    def _is_done(self) -> bool:
+        """Whether the consumer has all of the time; what it took alone may have been disturbed."""
+        promised = self.foreseen(self.ranked()[0]) < _PROMISING * self.foreseen(self.now)
+        share = self.best.seconds / max(self.consumer.seconds, 1e-9)
+        return _BETTER <= share <= _DONE and (len(self.tried) > 1 or not promised)
 
     def _settings(self) -> Iterator[LoaderSettings]:
         yield self.now
@@ -88,9 +94,10 @@ class Search:
         yield from self._deeper()
 
     def _deeper(self) -> Iterator[LoaderSettings]:
-        """More batches ahead of the best number of workers, where samples differ in time."""
+        """More batches ahead of the best number of workers, where samples differ or workers stand idle."""
         best = self.best.settings
-        if best.workers and self.parts.sample_spread > _UNEVEN:
+        slow = self.best.seconds > _SLOWER * self.foreseen(best)
+        if best.workers and (slow or self.parts.sample_spread > _UNEVEN):
             for prefetch in _PREFETCHES:
                 settings = replace(best, prefetch=prefetch)
                 if prefetch > best.prefetch and self._allowed(settings):
@@ -99,6 +106,8 @@ class Search:
 
     def ranked(self) -> list[LoaderSettings]:
         """The settings that are allowed, those that the model finds quickest first."""
+        if self._ranked:
+            return self._ranked
         wholes = (False, True) if self.parts.whole is not None else (False,)
         found = [
             settings
@@ -106,7 +115,8 @@ class Search:
             for whole in wholes
             if (settings := self._fitting(workers, whole)) is not None
         ]
-        return sorted(found, key=lambda one: (self.foreseen(one), one.workers, one.whole))
+        self._ranked = sorted(found, key=lambda one: (self.foreseen(one), one.workers, one.whole))
+        return self._ranked
 
     def _fitting(self, workers: int, whole: bool) -> LoaderSettings | None:
         """That many workers with as many batches ahead as memory allows; None where one is too many."""
@@ -144,5 +154,5 @@ def _alike(one: LoaderSettings, other: LoaderSettings) -> bool:
 
 def window(settings: LoaderSettings) -> tuple[int, int]:
     """How many batches a run throws away, which were read ahead while it began, and how many it times."""
-    timed = max(_WINDOW, 2 * settings.workers)
-    return min(settings.ahead + 1, _MOST_BATCHES), timed
+    timed = max(_WINDOW, 3 * settings.workers)
+    return min(settings.ahead + settings.workers, _MOST_BATCHES) or 1, timed

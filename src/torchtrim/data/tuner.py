@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import sys
 import time
@@ -14,9 +13,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from torchtrim.data.clock import CLOCK, Clock
+from torchtrim.data.here import cores_here, has_device
 from torchtrim.data.model import Consumer
 from torchtrim.data.parts import Source, parts_of
-from torchtrim.data.rebuild import check_loader, rebuilt, settings_of, written
+from torchtrim.data.rebuild import check_loader, end_workers, rebuilt, settings_of, written
 from torchtrim.data.search import Limits, Search, window
 from torchtrim.errors import UsageError
 from torchtrim.records.loader import LoaderSettings, Tuning
@@ -77,7 +77,7 @@ def tune(
             )
         consumer = _consumer(loader, step)
         limits = Limits(
-            cores_here(), None if memory is None else parse_bytes(memory), pins=_has_device()
+            cores_here(), None if memory is None else parse_bytes(memory), pins=has_device()
         )
         search = Search(parts, settings_of(loader), consumer, limits)
         tuning = searched(search, LoaderBench(loader, step), seconds)
@@ -87,14 +87,14 @@ def tune(
 
 
 def searched(search: Search, bench: Bench, seconds: float, clock: Clock = CLOCK) -> Tuning:
-    """Try what the search asks for, at least what the loader has now, until it or the time is at an end."""
+    """Try what the search asks for, first what the loader has now, until it or the time is at an end."""
     begin = clock.now()
     skipped: list[str] = []
     while (settings := search.ask()) is not None:
         dropped, timed = window(settings)
         lasts = search.foreseen(settings) * (dropped + timed)
         if search.tried and clock.now() - begin + lasts > seconds:
-            skipped.append(f"{_said(settings)}: there was no time left to try it")
+            skipped.append(f"{said_of(settings)}: there was no time left to try it")
             continue
         search.tell(bench.run(settings, dropped, timed))
     return tuning_of(search, clock.now() - begin, skipped)
@@ -177,14 +177,6 @@ def _endless(loader: DataLoader[Any]) -> Any:
             raise UsageError("the loader has no batch: its data set is shorter than one.")
 
 
-def end_workers(loader: Any) -> None:
-    """End the workers that a loader keeps between epochs."""
-    kept = getattr(loader, "_iterator", None)
-    if kept is not None and hasattr(kept, "_shutdown_workers"):
-        kept._shutdown_workers()
-        loader._iterator = None
-
-
 def _consumer(loader: DataLoader[Any], step: Step | None) -> Consumer:
     """What the step takes with its batch there, and how many cores it keeps busy."""
     if step is None:
@@ -198,17 +190,6 @@ def _consumer(loader: DataLoader[Any], step: Step | None) -> Consumer:
     return Consumer(took / _STEPS, (CLOCK.cores() - worked) / took)
 
 
-def cores_here() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _has_device() -> bool:
-    return torch.accelerator.is_available()
-
-
 def _check_limits(seconds: float, cores: int | None) -> None:
     if not seconds > 0:
         raise UsageError(
@@ -218,7 +199,8 @@ def _check_limits(seconds: float, cores: int | None) -> None:
         raise UsageError(f"cores={cores}: a machine has at least one.")
 
 
-def _said(settings: LoaderSettings) -> str:
+def said_of(settings: LoaderSettings) -> str:
+    """Settings in words."""
     return f"{settings.workers} workers, {settings.prefetch} batches ahead of each"
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -15,9 +12,9 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torchtrim.data.clock import CLOCK, Clock
+from torchtrim.data.here import cores_here, free_bytes
 from torchtrim.data.parts import Source, parts_of
 from torchtrim.data.rebuild import settings_of
-from torchtrim.data.tuner import cores_here
 from torchtrim.records.loader import LoaderCost, LoaderSettings
 
 _LONGEST = 10.0
@@ -235,16 +232,3 @@ def _spread(steps: Sequence[StepTime]) -> float:
 def _parts(iterator: Any, clock: Clock) -> Any:
     with _disable_current_modes(), torch.no_grad():
         return parts_of(Source.of(iterator), clock)
-
-
-def free_bytes() -> int:
-    """Free bytes for batches: the machine's, or its shared memory's if that is less; 0 if unknown."""
-    found = []
-    with contextlib.suppress(OSError, ValueError):
-        text = Path("/proc/meminfo").read_text()
-        (line,) = (line for line in text.splitlines() if line.startswith("MemAvailable:"))
-        found.append(int(line.split()[1]) * 1024)
-    with contextlib.suppress(OSError):
-        shared = os.statvfs("/dev/shm")
-        found.append(shared.f_bavail * shared.f_frsize)
-    return min(found, default=0)

@@ -164,14 +164,15 @@ class Session(Listener):
         return self.trial.request.times
 
     def _time_or_finish(self, times: Times) -> None:
-        if not times.next() and not self._input.next(self._compares_input(), self.trial.seconds):
+        if not times.next() and not self._input.next(self._compares_input(), self.trial):
             self.finish()
             self._done()
 
     def _compares_input(self) -> bool:
         """Whether steps with and without their loader are worth running."""
         request = self.trial.request
-        return bool(request.times) and not (request.dry or is_emulated(self.trial.device))
+        wanted = request.times or request.tunes is not None
+        return bool(wanted) and not (request.dry or is_emulated(self.trial.device))
 
     def finish(self) -> Trial:
         """Stop whatever runs, and complete the trial."""
@@ -196,10 +197,10 @@ class Session(Listener):
     def _note_times(self) -> None:
         if self._times is not None:
             self._times.abandon()
+            self._input.end(self.trial)
             if self.trial.profile is not None:
-                cost = self._input.cost(self.trial) if self.trial.request.times else None
                 timed = with_times(self.trial.profile, self._times.steps)
-                self.trial.profile = replace(timed, loader=cost)
+                self.trial.profile = replace(timed, loader=self.trial.loader)
 
     def _note_plans(self) -> None:
         """What plans of the roots' calls say, where such are applied."""
