@@ -9,12 +9,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torchtrim.data.narrowing import narrow as narrow
     from torchtrim.data.prefetcher import Prefetcher as Prefetcher
     from torchtrim.data.tuner import Tuned as Tuned
     from torchtrim.data.tuner import tune as tune
 
-_HOMES = {"Prefetcher": "prefetcher", "Tuned": "tuner", "tune": "tuner"}
-__all__ = ["Prefetcher", "Tuned", "tune"]
+_HOMES = {
+    "Prefetcher": "prefetcher",
+    "Tuned": "tuner",
+    "narrow": "narrowing",
+    "tune": "tuner",
+}
+__all__ = ["Prefetcher", "Tuned", "narrow", "tune"]
 
 
 def __getattr__(name: str) -> Any:

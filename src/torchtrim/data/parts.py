@@ -12,7 +12,7 @@ from torch.utils.data import _utils
 from torch.utils.data.dataloader import _DatasetKind
 
 from torchtrim.data.clock import CLOCK, Clock
-from torchtrim.data.narrow import narrowed, tensors_in
+from torchtrim.data.packing import narrowed, tensors_in
 from torchtrim.records.loader import BatchParts
 
 _MOST_SECONDS = 2.0

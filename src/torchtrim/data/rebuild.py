@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -47,10 +48,13 @@ def keywords_of(settings: LoaderSettings) -> dict[str, Any]:
 
 
 def rebuilt(loader: Any, settings: LoaderSettings) -> DataLoader[Any]:
-    """A `DataLoader` over the same data set and sampler with these settings. Raises `UsageError`."""
+    """A `DataLoader` over the same data set and sampler with these settings. Raises `UsageError`.
+
+    What torch warns of, such as more workers than cores, it has warned of before.
+    """
     check_loader(loader)
     given: dict[str, Any] = {
-        "collate_fn": loader.collate_fn,
+        "collate_fn": None if settings.whole else loader.collate_fn,
         "generator": loader.generator,
         "worker_init_fn": loader.worker_init_fn if settings.workers else None,
         **keywords_of(settings),
@@ -58,7 +62,9 @@ def rebuilt(loader: Any, settings: LoaderSettings) -> DataLoader[Any]:
     if settings.workers and loader.num_workers:
         given["timeout"] = loader.timeout
         given["multiprocessing_context"] = loader.multiprocessing_context
-    return DataLoader(loader.dataset, **_batches(loader, settings), **given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return DataLoader(loader.dataset, **_batches(loader, settings), **given)
 
 
 def end_workers(loader: Any) -> None:

@@ -38,7 +38,7 @@ class Search:
     `now` is what the loader has. `ask` gives settings, and of how many batches at the end of a run of how
     many the time is wanted; `tell` takes those times. The model of a batch's parts says what is worth trying:
     what it foresees within a third of the best, at most three settings, and no workers, of which no model of
-    processes is wrong; then, where samples differ much in time or it took longer than foreseen, more batches ahead.
+    processes is wrong; then, where samples differ or it took longer than foreseen, more batches ahead.
     """
 
     def __init__(

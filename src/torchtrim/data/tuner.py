@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
@@ -149,7 +150,11 @@ class LoaderBench:
 
     def run(self, settings: LoaderSettings, dropped: int, timed: int) -> list[float]:
         """Seconds from batch to batch. Epochs that end begin again, and count."""
-        loader = rebuilt(self._loader, settings)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
+            return self._run(rebuilt(self._loader, settings), dropped, timed)
+
+    def _run(self, loader: DataLoader[Any], dropped: int, timed: int) -> list[float]:
         batches = _endless(loader)
         taken: list[float] = []
         try:

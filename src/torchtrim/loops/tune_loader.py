@@ -19,6 +19,7 @@ from torchtrim.records.loader import LoaderSettings, Tuning
 from torchtrim.records.profile import is_emulated
 from torchtrim.records.report import Result, TunedLoader
 from torchtrim.records.trial import Request, Trial, Tunes
+from torchtrim.rules.tt301_loader_wait import compared
 from torchtrim.run.script import Script, working_folder
 from torchtrim.run.trials import Progress, run_trial
 
@@ -38,6 +39,7 @@ def tune_loader_report(
     assert tuning is not None
     report = msgspec.structs.replace(
         report_of("tune-loader", script, trial),
+        findings=tuple(compared(script.target, trial.loader)) if trial.loader else (),
         tuned=TunedLoader(
             tuning=tuning,
             step_seconds=trial.loader.step_seconds if trial.loader else 0.0,

@@ -39,7 +39,7 @@ class Loaders:
     def __init__(self, line: Callable[[], tuple[str, int]]) -> None:
         self._line = line
         self._made: WeakKeyDictionary[Any, tuple[str, int]] = WeakKeyDictionary()
-        self._of: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()
+        self._of: WeakKeyDictionary[Any, tuple[ref[Any], tuple[str, int]]] = WeakKeyDictionary()
 
     def appears(self, loader: Any) -> None:
         """A loader was made, by the line that runs now."""
@@ -47,17 +47,17 @@ class Loaders:
 
     def begins(self, iterator: Any, loader: Any) -> None:
         """A loop over a loader has begun."""
-        self._of[iterator] = ref(loader)
+        self._of[iterator] = ref(loader), self._made.get(loader, ("", 0))
 
     def loader(self, iterator: Any) -> Any:
         """The loader of a loop, None where it is gone or unknown."""
         known = self._of.get(iterator)
-        return known() if known is not None else None
+        return known[0]() if known is not None else None
 
     def place(self, iterator: Any) -> tuple[str, int]:
         """Where the loader of a loop was made; `("", 0)` for unknown."""
-        loader = self.loader(iterator)
-        return self._made.get(loader, ("", 0)) if loader is not None else ("", 0)
+        known = self._of.get(iterator)
+        return known[1] if known is not None else ("", 0)
 
 
 class InputSteps:

@@ -57,7 +57,7 @@ from torchtrim.records.finding import Finding, Suggestion
 from torchtrim.records.loader import LoaderCost
 from torchtrim.records.profile import Profile
 from torchtrim.rules.base import Rule
-from torchtrim.rules.loaders import Verdict, verdict
+from torchtrim.rules.loaders import verdict
 from torchtrim.units import format_seconds
 
 _WAITED = 0.2
@@ -67,8 +67,7 @@ def check(profile: Profile) -> Iterator[Finding]:
     """One finding where the loader takes a large part of the step."""
     cost = profile.loader
     if cost is not None and cost.ready_seconds is not None:
-        if (found := verdict(cost)) is not None:
-            yield _compared(profile, cost, found)
+        yield from compared(profile.script, cost)
         return
     waited = sum(wait.seconds for wait in profile.waits)
     step = profile.step_seconds
@@ -78,12 +77,15 @@ def check(profile: Profile) -> Iterator[Finding]:
         yield _waited(profile, waited, max(step, waited))
 
 
-def _compared(profile: Profile, cost: LoaderCost, found: Verdict) -> Finding:
+def compared(script: str, cost: LoaderCost) -> Iterator[Finding]:
+    """One finding where a step with its batch already there is that much quicker."""
+    if (found := verdict(cost)) is None:
+        return
     ready = format_seconds(cost.ready_seconds or 0.0)
     because = f": {found.because}" if found.because else ""
-    return Finding(
+    yield Finding(
         code=RULE.code,
-        path=cost.path or profile.script,
+        path=cost.path or script,
         line=cost.line,
         end_line=cost.line,
         message=f"the step takes {format_seconds(cost.step_seconds)}, and {ready} with its batch already "
