@@ -73,8 +73,8 @@ PARTS = BatchParts(samples=1, bytes=1, reading=0.1, decoding=0.0, collating=0.0)
     [
         (trial(device="emulated a100"), "--device cpu"),
         (trial(), "no batch from a torch.utils.data.DataLoader"),
-        (trial(loader=COST), "could not be read apart"),
-        (trial(loader=replace(COST, parts=PARTS)), "ended before"),
+        (trial(loader=COST), "cannot be read apart"),
+        (trial(loader=replace(COST, parts=PARTS)), "ended before a setting"),
     ],
 )
 def test_what_cannot_be_tuned_says_why(

@@ -62,14 +62,14 @@ def _check(trial: Trial) -> None:
             "the script's steps took no batch from a torch.utils.data.DataLoader: there is nothing to "
             "tune."
         )
-    if trial.tuning is None:
-        why = (
-            "its data set could not be read apart from it"
-            if trial.loader.parts is None
-            else "the script ended before a setting was tried"
-        )
+    if trial.tuning is None and trial.loader.parts is None:
         raise Unsupported(
-            f"the loader could not be tuned: {why}. Let the script run for more steps."
+            "the loader could not be tuned: its data set cannot be read apart from it."
+        )
+    if trial.tuning is None:
+        raise Unsupported(
+            "the loader could not be tuned: the script ended before a setting was tried, or it keeps no "
+            "reference to its loader. Let it run for more steps, and give the loader a name."
         )
 
 
