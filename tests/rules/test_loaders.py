@@ -21,7 +21,6 @@ from torchtrim.records.loader import BatchParts, LoaderCost, LoaderSettings
 from torchtrim.rules.loaders import verdict
 from torchtrim.rules.registry import diagnose
 from torchtrim.rules.tt301_loader_wait import check
-from torchtrim.rules.tt302_wide_inputs import check as check_wide
 
 SAMPLES = 8
 
@@ -246,35 +245,6 @@ def test_a_price_is_no_noise(gap: float, waited: float, workers: int, price: flo
         settings=LoaderSettings(workers=workers),
     )
     assert cost.price == pytest.approx(price)
-
-
-WIDE = replace(
-    parts_in(Case(None)),
-    bytes=64 << 20,
-    narrow_bytes=16 << 20,
-    narrow=("float32 -> uint8",),
-)
-
-
-@pytest.mark.parametrize(
-    ("device", "parts", "count"),
-    [
-        ("emulated a100", WIDE, 1),
-        ("cuda:0", WIDE, 1),
-        ("cpu", WIDE, 0),
-        ("emulated a100", replace(WIDE, narrow_bytes=40 << 20), 0),
-        ("emulated a100", replace(WIDE, bytes=4000, narrow_bytes=1000), 0),
-        ("emulated a100", None, 0),
-    ],
-)
-def test_wide_types(device: str, parts: BatchParts | None, count: int) -> None:
-    cost = LoaderCost(step_seconds=1.0, ready_seconds=None, waited_seconds=0.0, parts=parts)
-    found = list(check_wide(profile_with(cost, device)))
-    assert len(found) == count
-    for finding in found:
-        assert finding.price_ms == pytest.approx((48 << 20) / 31.5e9 * 1e3)
-        assert finding.source == "modelled"
-        assert "float32 -> uint8" in finding.message
 
 
 def test_settings_are_read_off_a_loader_and_its_loop() -> None:
