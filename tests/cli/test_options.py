@@ -42,7 +42,7 @@ OPTIONS = {
     ),
     "trace": ("--json", "--max-syncs", "--source", "--top"),
     "tune-loader": (
-        *("--module", "-m", "--timeout", "--device", "--json", "--format"),
+        *("--module", "-m", "--timeout", "--device", *SHOWN),
         *("--seconds", "--host-memory", "--cores"),
     ),
     "undo": (),

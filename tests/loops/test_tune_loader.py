@@ -37,7 +37,7 @@ def test_the_steps_of_a_script_try_its_loader() -> None:
     assert report.tuned is not None
     tuning = report.tuned.tuning
     assert tuning.before == NONE == tuning.tried[0].settings
-    assert tuning.tried[0].seconds > 8 * 0.005
+    assert tuning.tried[0].seconds >= 8 * 0.015
     assert tuning.chosen in [one.settings for one in tuning.tried]
     assert tuning.chosen.workers <= cores_here()
     assert (tuning.path, tuning.line) == (str(SCRIPT), LINE)

@@ -12,7 +12,7 @@ class Slow(Dataset):
         return 4000
 
     def __getitem__(self, index):
-        time.sleep(0.005)
+        time.sleep(0.015)
         return torch.full((4,), index / 4000), index % 2
 
 
