@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from bench import machine
 from torchtrim.data import tune
 from torchtrim.data.here import cores_here
+from torchtrim.data.parts import Source, parts_of
 from torchtrim.data.rebuild import end_workers, rebuilt
 from torchtrim.records.loader import LoaderSettings
 
@@ -61,6 +62,7 @@ def step_of(seconds: float) -> Step:
 def loaders() -> dict[str, tuple[DataLoader[Any], Step]]:
     """The loaders and what is done with their batches."""
     rows = TensorDataset(torch.rand(BATCH * BATCHES, 64), torch.arange(BATCH * BATCHES))
+    many = TensorDataset(torch.rand(1 << 16, 16), torch.arange(1 << 16))
     return {
         "slow read": (DataLoader(Made(read=0.002), BATCH), step_of(0.01)),
         "slow decode": (DataLoader(Made(decode=0.002), BATCH), step_of(0.01)),
@@ -69,14 +71,19 @@ def loaders() -> dict[str, tuple[DataLoader[Any], Step]]:
         "huge samples": (DataLoader(Made(values=1 << 20), BATCH), step_of(0.01)),
         "rows": (DataLoader(rows, BATCH), step_of(0.001)),
         "hidden": (DataLoader(Made(decode=0.0005), BATCH, num_workers=1), step_of(0.03)),
-        "mis-set": (DataLoader(Made(read=0.004), BATCH), step_of(0.005)),
+        "mis-set read": (DataLoader(Made(read=0.004), BATCH), step_of(0.005)),
+        "mis-set rows": (DataLoader(many, 4096, num_workers=4), step_of(0.0005)),
     }
 
 
 def grid(loader: DataLoader[Any], step: Step) -> list[tuple[LoaderSettings, float]]:
     """Seconds of a batch at each point: epochs from their beginning, workers started and all."""
     found = []
+    parts = parts_of(Source.of(loader))
     points = itertools.product(range(cores_here() + 1), (1, 2, 4), (False, True))
+    if parts is not None and parts.whole is not None:
+        whole = LoaderSettings(whole=True)
+        found.append((whole, epochs(rebuilt(loader, whole), step)))
     for workers, prefetch, persistent in points:
         if not workers and (prefetch > 1 or persistent):
             continue
