@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from torchtrim.loops.stream import StreamRequest as StreamRequest
     from torchtrim.loops.stream_report import check_report as check_report
     from torchtrim.loops.stream_report import compared_report as compared_report
+    from torchtrim.loops.tune_loader import tune_loader_report as tune_loader_report
     from torchtrim.loops.undo import Watch as Watch
     from torchtrim.loops.undo import settle as settle
     from torchtrim.loops.undo import undo as undo
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from torchtrim.records.report import Figures
     from torchtrim.records.report import Result as Result
     from torchtrim.records.trial import Request as Request
+    from torchtrim.records.trial import Tunes as Tunes
     from torchtrim.report.changes import compare as compare
     from torchtrim.report.network_graph import NetworkPicture
     from torchtrim.report.saving import SavingPicture
@@ -91,6 +93,7 @@ _HOMES = {
     "torchtrim.loops.serve": ("optimize_calls_instead", "optimize_calls_report"),
     "torchtrim.loops.stream": ("StreamRequest",),
     "torchtrim.loops.stream_report": ("check_report", "compared_report"),
+    "torchtrim.loops.tune_loader": ("tune_loader_report",),
     "torchtrim.loops.undo": ("Watch", "settle", "undo"),
     "torchtrim.loops.verify": ("check_certificate", "check_script", "verify_report", "verify_pair"),
     "torchtrim.memory.packing": ("Packing", "pack", "why_invalid"),
@@ -101,7 +104,7 @@ _HOMES = {
     "torchtrim.observe.trace": ("diagnose_traces",),
     "torchtrim.observe.versions": ("untested_torch",),
     "torchtrim.records.report": ("Result",),
-    "torchtrim.records.trial": ("Request",),
+    "torchtrim.records.trial": ("Request", "Tunes"),
     "torchtrim.report.changes": ("compare",),
     "torchtrim.rules.allow": ("Site", "hold", "near", "sites", "updated"),
     "torchtrim.rules.registry": ("all_rules", "explain", "rule"),

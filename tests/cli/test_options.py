@@ -42,6 +42,10 @@ OPTIONS = {
         *("--out", "--no-source", "--max-growth"),
     ),
     "trace": ("--json", "--max-syncs", "--source", "--top"),
+    "tune-loader": (
+        *("--module", "-m", "--timeout", "--device", *SHOWN),
+        *("--seconds", "--host-memory", "--cores"),
+    ),
     "undo": (),
     "verify": (
         *RUNS,
@@ -63,6 +67,7 @@ ARGUMENTS = {
     "run": ("script", "args"),
     "stream-check": ("script", "args"),
     "trace": ("paths",),
+    "tune-loader": ("script", "args"),
     "undo": ("path",),
     "verify": ("script", "args"),
 }

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from torchtrim.records.loader import LoaderCost
+
 Count = Annotated[int, Meta(ge=0, le=2**62)]
 Index = Annotated[int, Meta(ge=-1, le=2**31)]
 Seconds = Annotated[float, Meta(ge=0)]
@@ -255,7 +257,8 @@ class Profile(Struct, frozen=True, kw_only=True, weakref=True):
 
     `saved` is what autograd saved in the step, complete where it is `saved_known`. `rank` is this
     process's of `world`; `clock` is when the step began, in seconds on the clock that the ranks of one
-    machine share. Times are of `recorded_steps` steps with the same operators, all else of one.
+    machine share. Times are of `recorded_steps` steps with the same operators, all else of one. `loader` is
+    what the step's loader costs where nothing is recorded, None where that was not measured.
     """
 
     schema_version: Literal[2] = 2
@@ -287,6 +290,7 @@ class Profile(Struct, frozen=True, kw_only=True, weakref=True):
     clock: Seconds = 0.0
     collectives: list[Collective] = []
     replicas: list[Replica] = []
+    loader: LoaderCost | None = None
 
     def place_of(self, operator: int) -> Place | None:
         """Where the operator was asked for, in the user's own source if it was, else in the library's."""

@@ -16,6 +16,7 @@ from torchtrim.records.finding import Finding, Source
 from torchtrim.records.fix import Fixes
 from torchtrim.records.job import ExchangeRow, RankFigures
 from torchtrim.records.lever import Lever, Part
+from torchtrim.records.loader import Tuning
 from torchtrim.records.plan import MemoryKind, Plan, Prediction, Status, Technique
 from torchtrim.records.profile import Profile
 
@@ -84,6 +85,19 @@ class Waiting(Struct, frozen=True, kw_only=True):
     sets: tuple[WaitSet, ...] = ()
 
 
+class TunedLoader(Struct, frozen=True, kw_only=True):
+    """The settings found for a script's loader. `ready_seconds` is of its step with the batch already there.
+
+    `change` has the arguments that change, `diff` the line that makes the loader, where it can be written.
+    """
+
+    tuning: Tuning
+    step_seconds: float
+    ready_seconds: float | None
+    change: str
+    diff: str = ""
+
+
 class Stream(Struct, frozen=True, kw_only=True):
     """What the frames of a stream need. `growth_bytes` is what a frame adds to what containers hold.
 
@@ -114,8 +128,8 @@ class Report(Struct, frozen=True, kw_only=True):
     its threads. `allowed` is what the
     allow-list covers of the findings. `waiting` is null where nothing waits or no device is known.
     `stream` is null but for verbs that watch a stream, `fixes` but for those that write source,
-    `estimated` but for an estimate. `ranks` are the ranks of a job, whose largest the other figures are
-    of, and `exchanges` what they exchanged.
+    `estimated` but for an estimate, `tuned` but where a loader was tuned. `ranks` are the ranks of a job,
+    whose largest the other figures are of, and `exchanges` what they exchanged.
     """
 
     schema_version: Literal[2] = 2
@@ -145,6 +159,7 @@ class Report(Struct, frozen=True, kw_only=True):
     stream: Stream | None = None
     fixes: Fixes | None = None
     estimated: Estimated | None = None
+    tuned: TunedLoader | None = None
     next: str = ""
     ranks: tuple[RankFigures, ...] = ()
     exchanges: tuple[ExchangeRow, ...] = ()

@@ -7,9 +7,18 @@ from typing import Literal
 
 from msgspec import Struct
 
+from torchtrim.records.loader import LoaderCost, Tuning
 from torchtrim.records.plan import Plan
 from torchtrim.records.profile import Profile
 from torchtrim.records.seen import Observed, Probe
+
+
+class Tunes(Struct, frozen=True, kw_only=True):
+    """How a script's loader is to be tuned: within these seconds, bytes of batches ahead and cores."""
+
+    seconds: float = 60.0
+    memory: int | None = None
+    cores: int | None = None
 
 
 class Request(Struct, frozen=True, kw_only=True):
@@ -24,7 +33,8 @@ class Request(Struct, frozen=True, kw_only=True):
     `measured`: figures are wanted, not only evidence. `exported`: the file of a module whose `apply`
     replaces the plan's. `traced`: the number of a step of which every operator is recorded with a digest of
     what it gave, -1 for none. `streams`: the order of an emulated device's streams; at once where it is
-    empty. `host_memory`: bytes that a plan may take of the host's, None for no limit.
+    empty. `host_memory`: bytes that a plan may take of the host's, None for no limit. `tunes`: the loader is
+    to be tuned after the compared steps.
     """
 
     plan: Plan | None = None
@@ -44,6 +54,7 @@ class Request(Struct, frozen=True, kw_only=True):
     traced: int = -1
     streams: str = ""
     host_memory: int | None = None
+    tunes: Tunes | None = None
 
     @property
     def total(self) -> int:
@@ -101,7 +112,7 @@ class Trial(Struct, kw_only=True):
     the script started by itself, loaders' workers not counted. `digests`: of what each operator of the
     profile gave, in a step that was traced; `lines`: the user's own that led to each, and whether it asked
     itself, not through `backward`. `ranks`: the trial of each rank, where several ran; this one then is of
-    the rank with the highest peak.
+    the rank with the highest peak. `loader`: what it costs; `tuning`: what was found for it.
     """
 
     request: Request
@@ -124,6 +135,8 @@ class Trial(Struct, kw_only=True):
     lines: tuple[tuple[str, int, bool], ...] = ()
     crash: Crash | None = None
     ranks: tuple[Trial, ...] = ()
+    loader: LoaderCost | None = None
+    tuning: Tuning | None = None
 
     @property
     def timed(self) -> list[Step]:

@@ -18,6 +18,7 @@ from torchtrim.records.finding import Finding
 from torchtrim.records.profile import Profile
 from torchtrim.rules.base import Rule
 from torchtrim.rules.ignores import Ignores
+from torchtrim.rules.shares import memory_share, time_share
 
 _STEM = re.compile(r"tt\d{3}_\w+")
 
@@ -117,7 +118,5 @@ def _nearest(code: str) -> str:
 
 
 def _order(profile: Profile, finding: Finding) -> tuple[float, int, str, str, int]:
-    time = (finding.price_ms or 0) / 1e3 / max(profile.step_seconds, 1e-9)
-    memory = (finding.price_bytes or 0) / max(profile.peak_bytes, 1)
-    dearest = -max(time, memory)
+    dearest = -max(time_share(profile, finding), memory_share(profile, finding))
     return dearest, -finding.count_per_step, finding.code, finding.path, finding.line

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import nn
+from torch.utils.data import DataLoader
 
 from torchtrim.errors import ApplyFailed
 from torchtrim.observe.allocator import NOTHING, Allocator, Watched, allocator_for, own, rss_bytes
@@ -31,6 +33,7 @@ from torchtrim.records.profile import Profile, is_emulated
 from torchtrim.records.trial import Request, Trial
 from torchtrim.run.evidence import Evidence, bytes_of, digest_of, has_bits, kind_of
 from torchtrim.run.exported import apply_exported
+from torchtrim.run.input_phase import InputPhase
 from torchtrim.techniques.apply import apply_plan
 from torchtrim.techniques.base import Handle
 from torchtrim.techniques.fingerprint import fingerprint_of
@@ -88,6 +91,7 @@ class Session(Listener):
         self._idled = False
         self._over = False
         self._times: Times | None = None
+        self._input = InputPhase(lambda: self._places.users_line(sys._getframe(3))[:2])
         self._digests: list[str] = []
         self._lines: list[tuple[str, int, bool]] = []
         self._replicas = Replicas()
@@ -113,7 +117,9 @@ class Session(Listener):
 
     def step_idles(self) -> None:
         """Stop measuring: what comes until the next step is evaluation."""
-        if self._times is not None:
+        if self._input.runs:
+            self._input.idles()
+        elif self._times is not None:
             self.finish()
         elif self._watched is None:
             self._seconds = time.perf_counter() - self._began - self._own
@@ -123,7 +129,7 @@ class Session(Listener):
     def step_ends(self) -> None:
         """Close the step, and begin the next or call `done`."""
         if self._times is not None:
-            self._times.step_ends()
+            (self._input if self._input.runs else self._times).step_ends()
             self._time_or_finish(self._times)
             return
         if self._watched is None:
@@ -136,6 +142,7 @@ class Session(Listener):
                 self._evidence.state(self.watcher.optimizers)
         self._evidence.step.seconds = self._seconds
         self.trial.steps.append(self._evidence.next_step())
+        self._input.step_is_timed()
         if self.complete:
             self._note_counts()
             self._times = Times(self._more_times(), self.trial.seconds, self._places)
@@ -160,9 +167,15 @@ class Session(Listener):
         return self.trial.request.times
 
     def _time_or_finish(self, times: Times) -> None:
-        if not times.next():
+        if not times.next() and not self._input.next(self._compares_input(), self.trial):
             self.finish()
             self._done()
+
+    def _compares_input(self) -> bool:
+        """Whether steps with and without their loader are worth running."""
+        request = self.trial.request
+        wanted = request.times or request.tunes is not None
+        return bool(wanted) and not (request.dry or is_emulated(self.trial.device))
 
     def finish(self) -> Trial:
         """Stop whatever runs, and complete the trial."""
@@ -189,8 +202,10 @@ class Session(Listener):
     def _note_times(self) -> None:
         if self._times is not None:
             self._times.abandon()
+            self._input.end(self.trial)
             if self.trial.profile is not None:
-                self.trial.profile = with_times(self.trial.profile, self._times.steps)
+                timed = with_times(self.trial.profile, self._times.steps)
+                self.trial.profile = replace(timed, loader=self.trial.loader)
 
     def _note_plans(self) -> None:
         """What plans of the roots' calls say, where such are applied."""
@@ -363,7 +378,7 @@ class Session(Listener):
         if self._frame_over and depth == 0:
             self._frame_over = False
             self.step_ends()
-        if self._times is not None and depth == 0 and self._times.late():
+        if self._times is not None and depth == 0 and (self._times.late() or self._input.late()):
             self.finish()
         if self._over:
             self._done()
@@ -412,8 +427,18 @@ class Session(Listener):
             recording.update_ends(optimizer, parameter)
 
     def loader_waited(self, start_ns: int, end_ns: int, workers: int) -> None:
+        self._input.waited((end_ns - start_ns) / 1e9)
         if (recording := self._recorded_or_none()) is not None:
             recording.loader_waited(start_ns, end_ns, workers)
+
+    def loader_appears(self, loader: DataLoader[Any]) -> None:
+        self._input.loaders.appears(loader)
+
+    def loader_begins(self, iterator: Any, loader: DataLoader[Any]) -> None:
+        self._input.loaders.begins(iterator, loader)
+
+    def batch(self, iterator: Any, following: Callable[[Any], Any]) -> Any:
+        return self._input.batch(iterator, following)
 
     def _timed(self, function: Callable[..., None], *args: Any) -> None:
         """Call it as torchtrim's own doing: unrecorded, and not part of the step's time."""
