@@ -24,7 +24,8 @@ class Request(Struct, frozen=True, kw_only=True):
     `measured`: figures are wanted, not only evidence. `exported`: the file of a module whose `apply`
     replaces the plan's. `traced`: the number of a step of which every operator is recorded with a digest of
     what it gave, -1 for none. `streams`: the order of an emulated device's streams; at once where it is
-    empty. `host_memory`: bytes that a plan may take of the host's, None for no limit.
+    empty. `host_memory`: bytes that a plan may take of the host's, None for no limit. `by_hand`: the plan's
+    SEMANTIC techniques are applied as a person would write them.
     """
 
     plan: Plan | None = None
@@ -44,6 +45,7 @@ class Request(Struct, frozen=True, kw_only=True):
     traced: int = -1
     streams: str = ""
     host_memory: int | None = None
+    by_hand: bool = False
 
     @property
     def total(self) -> int:

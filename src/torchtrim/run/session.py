@@ -267,7 +267,7 @@ class Session(Listener):
         request = self.trial.request
         if request.exported and name in plan.fingerprint and isinstance(root, nn.Module):
             return apply_exported(request.exported, root, name, check=not request.double)
-        return apply_plan(plan, {name: root})
+        return apply_plan(plan, {name: root}, by_hand=request.by_hand)
 
     def _next(self) -> None:
         number = len(self.trial.steps)
