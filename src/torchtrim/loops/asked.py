@@ -8,9 +8,8 @@ from typing import NamedTuple
 from torchtrim.errors import ApplyFailed, PlannedStepFailed, ScriptFailed, UsageError
 from torchtrim.planner.pins import Patterns, compiled
 from torchtrim.planner.planner import techniques_of
-from torchtrim.planner.plans import made_plan
 from torchtrim.records.allowance import Allowance
-from torchtrim.records.plan import Plan, Prediction, Technique
+from torchtrim.records.plan import Technique
 from torchtrim.records.trial import Trial
 from torchtrim.step.from_profile import step_of
 from torchtrim.techniques.base import Option, Replaces, names, technique
@@ -92,7 +91,7 @@ def pinned_choice(original: Trial, pins: Patterns, allowed: Allowance) -> Choice
 
 def choices(original: Trial, names: Collection[str], dropped: Collection[str]) -> list[Choice]:
     """The ways of each technique that are tried by themselves: others are for a person to pin."""
-    found = []
+    found: list[Choice] = []
     for name in names:
         options = [one for one in _options(original, name) if not _is_dropped(one, dropped)]
         found += [(one,) for one in techniques_of(options)[: unit_of(name).ways]]
@@ -102,14 +101,14 @@ def choices(original: Trial, names: Collection[str], dropped: Collection[str]) -
 def recorded(
     original: Trial,
     wanted: Collection[Choice],
-    run: Callable[[Plan], Trial],
+    run: Callable[[Choice], Trial],
     failed: Callable[[str], None],
 ) -> Iterator[Recorded]:
     """The trials of what is wanted, and of the lowest of each technique together. `failed` is told of
     others."""
     lowest: dict[str, Recorded] = {}
     for choice in wanted:
-        found = _recorded(original, choice, run, failed)
+        found = _recorded(choice, run, failed)
         if found is None:
             continue
         yield found
@@ -121,33 +120,21 @@ def recorded(
     together = tuple(one for found in saving for one in found.techniques)
     barred = {name for one in saving for name in one.barred}
     if len(together) > 1 and barred.isdisjoint(one.name for one in together):
-        several = _recorded(original, together, run, failed)
+        several = _recorded(together, run, failed)
         if several is not None:
             yield several
 
 
 def _recorded(
-    original: Trial, choice: Choice, run: Callable[[Plan], Trial], failed: Callable[[str], None]
+    choice: Choice, run: Callable[[Choice], Trial], failed: Callable[[str], None]
 ) -> Recorded | None:
     try:
-        trial = run(plan_of(original, choice))
+        trial = run(choice)
     except (ApplyFailed, PlannedStepFailed, ScriptFailed) as error:
         said = " and ".join(one.name for one in choice)
         failed(f"{said} cannot be used here: {str(error).splitlines()[0]}")
         return None
     return Recorded(choice, trial) if trial.profile is not None else None
-
-
-def plan_of(original: Trial, choice: Choice) -> Plan:
-    """A plan of these techniques alone."""
-    assert original.profile is not None
-    return made_plan(
-        original.profile,
-        fingerprint=original.fingerprint,
-        techniques=choice,
-        predicted=Prediction(peak_bytes=original.peak_bytes, step_seconds=original.seconds),
-        budget_bytes=original.peak_bytes,
-    )
 
 
 def _options(original: Trial, name: str) -> list[Option]:

@@ -49,7 +49,8 @@ def levers_of(
         planner = planner_of(name)
         bias = whole - planner.simulated_original
         plan = planner.floor_plan(0, bias=bias, memory_kind=kind)
-        if plan.techniques and plan.predicted.peak_bytes < (1 - _LEAST_SAVING) * whole:
+        used = name in {one.name for one in plan.techniques}
+        if used and plan.predicted.peak_bytes < (1 - _LEAST_SAVING) * whole:
             found.append(_simulated(name, plan, allow))
     return tuple(sorted(found, key=lambda lever: lever.step_seconds))
 
@@ -63,7 +64,7 @@ def _simulated(name: str, plan: Plan, allow: Allowance) -> Lever:
         needs="" if allow.holds(equivalence, name) else f"--allow {_word(equivalence, name)}",
         peak_bytes=plan.predicted.peak_bytes,
         step_seconds=plan.predicted.step_seconds,
-        source="measured" if equivalence == "SEMANTIC" else "simulated",
+        source="measured" if equivalence == "SEMANTIC" and not several else "simulated",
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -167,15 +168,17 @@ class Fitting:
         """The step as it was recorded with each of them applied."""
         wanted = [pinned] if pinned else choices(original, self._semantic(only), self._dropped)
         whole = original.peak_bytes - first.simulated_original
-        for one in recorded(original, wanted, self._with_semantic, self._note):
+        plain = first.unchanged(original.peak_bytes)
+        for one in recorded(original, wanted, partial(self._with, plain), self._note):
             planner = self._new_planner(one.trial, only, (*one.barred,))
             over = one.trial.peak_bytes - planner.simulated_original
             yield Variant(one.techniques, planner, over - whole)
 
-    def _with_semantic(self, plan: Plan) -> Trial:
-        """The trial of the original with a plan that makes another function, run once."""
-        key = id(self.original), repr(plan.techniques)
+    def _with(self, plain: Plan, choice: Choice) -> Trial:
+        """The trial of the original with techniques that make another function, run once."""
+        key = id(self.original), repr(choice)
         if key not in self._recorded:
+            plan = msgspec.structs.replace(plain, techniques=choice)
             self._recorded[key] = self.run_planned(plan)
         return self._recorded[key]
 

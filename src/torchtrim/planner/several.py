@@ -11,6 +11,7 @@ from torchtrim.errors import InfeasibleBudget
 from torchtrim.planner.pins import Pinned
 from torchtrim.planner.planner import Planner
 from torchtrim.records.plan import MemoryKind, Plan, Technique
+from torchtrim.records.profile import Profile
 from torchtrim.records.report import FrontierPoint
 
 WORTH = 0.95
@@ -42,6 +43,11 @@ class Planners:
     def pinned(self) -> Pinned:
         """The pins of the step as it is."""
         return self._first.pinned
+
+    @property
+    def profile(self) -> Profile:
+        """The profile of the step as it is."""
+        return self._first.profile
 
     @property
     def forced(self) -> bool:

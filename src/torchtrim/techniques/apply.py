@@ -60,8 +60,10 @@ def apply_plan(plan: Plan, roots: Mapping[str, Root], *, by_hand: bool = False) 
                     equivalence=chosen.equivalence,
                 )
                 unit = technique(chosen.name)
-                written = by_hand and isinstance(unit, Replaces)
-                applied.add(unit.by_hand(roots, part) if written else unit.apply(roots, part))
+                if by_hand and isinstance(unit, Replaces):
+                    applied.add(unit.by_hand(roots, part))
+                else:
+                    applied.add(unit.apply(roots, part))
     except TorchtrimError:
         applied.revert()
         raise

@@ -91,12 +91,21 @@ class _Kept:
     def widened(self) -> torch.UntypedStorage:
         """The storage in float32."""
         there = None
-        if self.wide is not None and not self.wide.expired():
-            there = torch.UntypedStorage._new_with_weak_ptr(self.wide.cdata)  # type: ignore[attr-defined]
+        if self.wide is not None and not _is_gone(self.wide):
+            there = torch.UntypedStorage._new_with_weak_ptr(self.wide.cdata)
         if there is None:
             there = self.narrow.float().untyped_storage()
-            self.wide = StorageWeakRef(there)
+            self.wide = _weak(there)
         return there
+
+
+def _weak(storage: torch.UntypedStorage) -> StorageWeakRef:
+    """A reference that does not keep a storage, while its address is not given to another."""
+    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+
+def _is_gone(storage: StorageWeakRef) -> bool:
+    return bool(storage.expired())  # type: ignore[no-untyped-call]
 
 
 class _Saved:
@@ -110,7 +119,7 @@ class _Saved:
     def tensor(self) -> torch.Tensor:
         """The view, in float32."""
         empty = torch.empty(0, dtype=torch.float32, device=self.device)
-        return empty.set_(self.kept.widened(), *self.view)  # type: ignore[call-overload,no-any-return]
+        return empty.set_(self.kept.widened(), *self.view)
 
 
 class _Call:
@@ -127,8 +136,8 @@ class _Call:
             return tensor
         storage = tensor.untyped_storage()
         known = self._known.get(storage._cdata)
-        if known is None or known.of.expired() or known.version != tensor._version:
-            known = _Kept(self._narrowed(storage, tensor), StorageWeakRef(storage), tensor._version)
+        if known is None or _is_gone(known.of) or known.version != tensor._version:
+            known = _Kept(self._narrowed(storage, tensor), _weak(storage), tensor._version)
             self._known[storage._cdata] = known
         return _Saved(known, tensor)
 
