@@ -20,6 +20,7 @@ from torchtrim.observe.modules import Modules
 from torchtrim.observe.optimizers import names_of
 from torchtrim.observe.places import Places
 from torchtrim.observe.recording import Recording, counted_device, tensors_in
+from torchtrim.observe.step_growth import StepGrowth
 from torchtrim.observe.storages import reachable_tensors, storage_bytes
 from torchtrim.observe.stream_frames import StreamFrames
 from torchtrim.observe.times import Times, with_times
@@ -89,6 +90,9 @@ class Session(Listener):
         self._times: Times | None = None
         self._digests: list[str] = []
         self._lines: list[tuple[str, int, bool]] = []
+        self._growth: StepGrowth | None = None
+        if request.grows and trains:
+            self._growth = StepGrowth(request.total, self._places, lambda: self.watcher.roots)
 
     def root_appears(self, root: nn.Module) -> None:
         if self.trial.request.double:
@@ -133,6 +137,7 @@ class Session(Listener):
                 self._evidence.state(self.watcher.optimizers)
         self._evidence.step.seconds = self._seconds
         self.trial.steps.append(self._evidence.next_step())
+        self._look_for_growth()
         if self.complete:
             self._note_counts()
             self._times = Times(self._more_times(), self.trial.seconds, self._places)
@@ -170,9 +175,18 @@ class Session(Listener):
             self._note_plans()
             if self.trial.profile is None:
                 self.trial.profile = self._fallback
+            if self._growth is not None:
+                self._growth.stop()
+                if self.trial.profile is not None:
+                    self.trial.profile = self._growth.into(self.trial.profile)
             if not self.complete:
                 self._note_counts()
         return self.trial
+
+    def _look_for_growth(self) -> None:
+        if self._growth is not None:
+            with torch.utils._python_dispatch._disable_current_modes():
+                self._growth.step_ended(self.trial.steps[-1].peak_bytes)
 
     def _note_counts(self) -> None:
         if self.watcher.steps_by_hand and not self.watcher.optimizers:
