@@ -30,45 +30,40 @@ for step in range(12):
     optimizer.step()
     optimizer.zero_grad()
 """
-SCRIPTS = {
-    "graphs": "    losses.append(loss)\n",
-    "cache": "    cache[step] = x.detach().clone()\n",
-    "sum": "    total = total + loss\n",
-    "none": "    numbers.append(loss.item())\n    losses = [loss.detach()]\n",
-}
+GROWS = """    losses.append(loss)
+    cache[step] = x.detach().clone()
+    total = total + loss
+"""
+STAYS = """    numbers.append(loss.item())
+    losses = [loss.detach()]
+"""
 
 
-def found(kind: str, folder: Path) -> list[Finding]:
+def found(body: str, folder: Path) -> list[Finding]:
     path = folder / "train.py"
-    path.write_text(HEAD + SCRIPTS[kind])
+    path.write_text(HEAD + body)
     report = diagnose_report(Script(str(path), device="cpu"), Request()).report
     return [one for one in report.findings if one.code == "TT210"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        ("graphs", "list losses grows by 1 entry"),
-        ("cache", "dict cache grows by 1 entry"),
-        ("sum", "the graph that total hangs on grows"),
-    ],
-)
 @pytest.mark.usefixtures("processes_are_not_traced")
-def test_it_is_found_in_a_script_that_has_it(kind: str, said: str, tmp_path: Path) -> None:
-    (finding,) = found(kind, tmp_path)
-    assert finding.message.startswith(said)
-    assert finding.price_bytes is not None
-    assert finding.price_bytes > 0
-    if kind != "sum":
-        assert (Path(finding.path).name, finding.line) == ("train.py", HEAD.count("\n") + 1)
-    if kind == "cache":
-        assert 32 * 16 * 4 <= finding.price_bytes <= 2 * 32 * 16 * 4
-    assert ("graph" in finding.message) is (kind != "cache")
+def test_each_kind_is_found_with_its_line_and_price(tmp_path: Path) -> None:
+    findings = {one.message.partition(" grows")[0]: one for one in found(GROWS, tmp_path)}
+    assert findings.keys() == {
+        *("list losses", "dict cache", "the graph that total hangs on"),
+    }
+    first = HEAD.count("\n") + 1
+    for name, line in (("list losses", first), ("dict cache", first + 1)):
+        assert (Path(findings[name].path).name, findings[name].line) == ("train.py", line)
+    assert "hold their graphs" in findings["list losses"].message
+    assert "hold their graphs" not in findings["dict cache"].message
+    assert 32 * 16 * 4 <= (findings["dict cache"].price_bytes or 0) <= 2 * 32 * 16 * 4
+    assert all((one.price_bytes or 0) > 0 for one in findings.values())
 
 
 @pytest.mark.usefixtures("processes_are_not_traced")
 def test_it_is_silent_where_only_numbers_are_kept(tmp_path: Path) -> None:
-    assert found("none", tmp_path) == []
+    assert found(STAYS, tmp_path) == []
 
 
 def profile(**given: object) -> Profile:

@@ -114,6 +114,7 @@ def test_no_plan_for_a_budget_has_it() -> None:
     assert plan.techniques == ()
 
 
+@pytest.mark.slow
 def test_find_batch_writes_it_where_it_is_allowed(tmp_path: Path) -> None:
     from torchtrim.api import find_batch_report
 
