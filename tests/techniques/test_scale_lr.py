@@ -18,7 +18,7 @@ from torchtrim.planner.rates import rates_plan
 from torchtrim.records.estimate import Growth
 from torchtrim.records.plan import Technique
 from torchtrim.records.trial import Request
-from torchtrim.techniques.scale_lr import TECHNIQUE, settings_of
+from torchtrim.techniques.scale_lr import TECHNIQUE, scaled_for, settings_of
 from torchtrim.techniques.stepping import factor_at
 
 
@@ -98,7 +98,7 @@ def test_the_plan_of_a_batch_that_was_found_is_certified_as_asked() -> None:
     growth = Growth(
         what="batch", now=4, largest=16, budget_bytes=10_000, peak_bytes=9_000, next_bytes=None
     )
-    plan = rates_plan(original.profile, growth, 10_000)
+    plan = rates_plan(original.profile, scaled_for(original.profile, 4, 16), growth, 10_000)
     assert plan is not None
     (part,) = plan.techniques
     assert (part.where, part.options["rule"]) == (("AdamW",), "sqrt")

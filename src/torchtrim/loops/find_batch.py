@@ -18,6 +18,7 @@ from torchtrim.records.report import Result
 from torchtrim.records.trial import Request
 from torchtrim.run.script import Script, working_folder
 from torchtrim.run.trials import Model, Progress, Workload, run_trial
+from torchtrim.techniques.scale_lr import scaled_for
 from torchtrim.units import format_bytes, parse_bytes
 
 PROBES = 4
@@ -69,7 +70,8 @@ def find_batch_report(
     wanted = allowed.holds("SEMANTIC", "scale_lr") and growth.largest not in (0, growth.now)
     if not wanted or result.before is None:
         return result
-    return result._replace(plan=rates_plan(result.before, growth, growth.budget_bytes))
+    rates = scaled_for(result.before, growth.now, growth.largest)
+    return result._replace(plan=rates_plan(result.before, rates, growth, growth.budget_bytes))
 
 
 class Search:

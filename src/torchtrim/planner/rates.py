@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from torchtrim.planner.plans import made_plan
 from torchtrim.records.estimate import Growth
-from torchtrim.records.plan import Plan, Prediction
+from torchtrim.records.plan import Plan, Prediction, Technique
 from torchtrim.records.profile import Profile
-from torchtrim.techniques.scale_lr import scaled_for
 
 
-def rates_plan(profile: Profile, growth: Growth, budget: int) -> Plan | None:
-    """A plan of `scale_lr` alone; None where no optimizer was seen. The script's batch is changed by hand, so
+def rates_plan(
+    profile: Profile, techniques: tuple[Technique, ...], growth: Growth, budget: int
+) -> Plan | None:
+    """A plan of these techniques alone; None where there are none. The script's batch is changed by hand, so
     that the plan names neither its text nor its shapes."""
-    techniques = scaled_for(profile, growth.now, growth.largest)
     if not techniques:
         return None
     return made_plan(
