@@ -12,7 +12,8 @@ from torchtrim.records.lever import Lever
 from torchtrim.records.plan import MemoryKind, Plan, Technique
 from torchtrim.techniques.base import names
 
-_LEAST_SAVING = 0.005
+# A plan or a lever that saves less of the peak is none.
+LEAST_SAVING = 0.005
 _RANK = EQUIVALENCES.index
 
 
@@ -50,7 +51,7 @@ def levers_of(
         bias = whole - planner.simulated_original
         plan = planner.floor_plan(0, bias=bias, memory_kind=kind)
         used = name in {one.name for one in plan.techniques}
-        if used and plan.predicted.peak_bytes < (1 - _LEAST_SAVING) * whole:
+        if used and plan.predicted.peak_bytes < (1 - LEAST_SAVING) * whole:
             found.append(_simulated(name, plan, allow))
     return tuple(sorted(found, key=lambda lever: lever.step_seconds))
 
