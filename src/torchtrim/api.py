@@ -221,13 +221,14 @@ def plan(
     workload: Workload,
     memory: str | int,
     *,
-    allow: Equivalence = "BITWISE",
+    allow: str = "BITWISE",
     pins: Mapping[str, Sequence[str]] | None = None,
     progress: Progress = _silent,
 ) -> Plan:
     """A plan for a peak of `memory` (`"8GiB"`, `"60%"`, bytes), not yet tried.
 
-    `allow="ROUNDING"`: sums may be added up in another order. `pins`: patterns of places by what holds
+    `allow="ROUNDING"`: sums may be added up in another order; `"semantic=precision"`: that technique may make
+    another function. `pins`: patterns of places by what holds
     there: `{"keep": ["*.attn"], "recompute": ["*.mlp"]}`. Raises `InfeasibleBudget`.
     """
     from torchtrim.loops.plan import plan_report
@@ -246,13 +247,14 @@ def fit(
     *,
     steps: int = 3,
     memory_kind: MemoryKind = "allocated",
-    allow: Equivalence = "BITWISE",
+    allow: str = "BITWISE",
     pins: Mapping[str, Sequence[str]] | None = None,
     progress: Progress = _silent,
 ) -> Fitted:
     """Plan, measure, correct and verify; then leave the plan applied to the live model.
 
-    `allow="ROUNDING"`: sums may be added up in another order. `pins`: patterns of places by what holds
+    `allow="ROUNDING"`: sums may be added up in another order; `"semantic=precision"`: that technique may make
+    another function. `pins`: patterns of places by what holds
     there: `{"keep": ["*.attn"], "recompute": ["*.mlp"]}`. Raises `InfeasibleBudget`, and
     `ApplyFailed` if the planned step does not equal the original.
     """

@@ -111,7 +111,7 @@ def mixed() -> TrainStep:
 @pytest.mark.parametrize("make", [mixed, lambda: step_of(*(Block(8) for _ in range(3)))])
 def test_what_a_lever_would_reach_is_what_it_reaches(make: Callable[[], TrainStep]) -> None:
     step = make()
-    levers = missed(step).levers
+    levers = [one for one in missed(step).levers if one.equivalence != "SEMANTIC"]
     assert [lever.source for lever in levers].count("measured") == 1
     assert "recompute" in {name for lever in levers for name in lever.technique.split(" + ")}
     runs = fitting(step, 1)

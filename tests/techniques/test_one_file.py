@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,6 +78,16 @@ def test_it_is_drawn_and_explained() -> None:
     explained = CliRunner().invoke(command_line, ["explain", "swish_again"])
     assert explained.exit_code == 0
     assert "takes the sigmoid again in backward" in explained.output
+
+
+def test_a_folder_of_ones_own_is_named_by_the_environment(tmp_path: Path) -> None:
+    shutil.copy(Path(__file__).with_name("swish_again.py"), tmp_path)
+    environment = {**os.environ, "TORCHTRIM_TECHNIQUES": str(tmp_path)}
+    words = [sys.executable, "-m", "torchtrim", "explain", "swish_again"]
+    said = subprocess.run(
+        words, env=environment, capture_output=True, text=True, timeout=300, check=True
+    )
+    assert "takes the sigmoid again in backward" in said.stdout
 
 
 def test_what_is_not_there_is_not_known() -> None:

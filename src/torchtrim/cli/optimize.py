@@ -160,7 +160,7 @@ def _next_of_missed(options: dict[str, Any], report: Report, run: str) -> str:
         return command_for(options, "diagnose")
     if not is_emulated(report.device):
         return run
-    allow = () if options["allow"] == "BITWISE" else ("--allow", options["allow"].lower())
+    allow = () if options["allow"].lower() == "bitwise" else ("--allow", options["allow"])
     return command_for(options, "optimize", *allow, "--memory", str(report.floor_bytes))
 
 

@@ -13,6 +13,7 @@ import click
 from torchtrim.api import DEVICES
 from torchtrim.cli.sources import put_right
 from torchtrim.errors import UsageError
+from torchtrim.records.allowance import allowance
 from torchtrim.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -184,13 +185,9 @@ def counts_frames(function: F) -> F:
 
 
 def _allowed(_: click.Context, __: click.Parameter, value: str) -> str:
-    """The equivalence that a plan must have. Raises `UsageError` for an unknown word."""
-    if value not in ("bitwise", "rounding"):
-        raise UsageError(
-            f"--allow {value}: it is bitwise, where every bit stays, or rounding, where sums may be added up "
-            "in another order. No technique of this torchtrim makes another function of a step."
-        )
-    return value.upper()
+    """What a plan may change. Raises `UsageError` for an unknown word."""
+    allowance(value)
+    return value
 
 
 def fits(*, required: bool = True) -> Callable[[F], F]:
@@ -208,7 +205,8 @@ def fits(*, required: bool = True) -> Callable[[F], F]:
             default="bitwise",
             callback=_allowed,
             metavar="WHAT",
-            help="What a plan may change: bitwise, nothing at all; rounding, the order of additions.",
+            help="What a plan may change: bitwise, nothing at all; rounding, the order of additions; "
+            "semantic=NAME,..., the function, by the techniques named, such as precision.",
         )(function)
         function = click.option(
             "--host-memory",

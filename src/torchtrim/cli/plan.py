@@ -69,7 +69,9 @@ def _find_batch(options: dict[str, Any], folder: Path) -> None:
             "--find-batch makes no plan, so it goes with neither --frontier nor --export."
         )
     with progress() as tell:
-        result = find_batch_report(script_of(options), options["memory"], progress=tell)
+        result = find_batch_report(
+            script_of(options), options["memory"], allow=options["allow"], progress=tell
+        )
     paths = write_files(result, folder)
     following = command_for(options, "plan", "--memory", options["memory"])
     show(result, form=options["form"], next_command=following, paths=paths)

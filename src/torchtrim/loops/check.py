@@ -23,7 +23,10 @@ from torchtrim.run.script import Script
 from torchtrim.run.trials import Workload
 from torchtrim.techniques.fingerprint import sha256_of
 
-_ORDER: tuple[Verdict, ...] = ("BITWISE", "ROUNDING", "UNDECIDED", "NOT EQUAL")
+_ORDER: tuple[Verdict, ...] = (
+    *("BITWISE", "ROUNDING", "AS ASKED"),
+    *("UNDECIDED", "NOT EQUAL"),
+)
 
 
 class Compared(NamedTuple):

@@ -54,7 +54,7 @@ def diagnose_report(
 
     `capture`: also what keeps it from being captured in a CUDA graph (TT402), and whether anything does.
     """
-    trial = _observed(workload, request, progress)
+    trial = _observed(workload, msgspec.structs.replace(request, grows=True), progress)
     report = report_of("diagnose", workload, trial)
     if capture and trial.profile is not None:
         found = diagnose(trial.profile, (CAPTURE,))

@@ -8,13 +8,17 @@ from collections.abc import Callable
 import msgspec
 
 from torchtrim.errors import ScriptFailed, UsageError
+from torchtrim.loops.asked import check_named
 from torchtrim.loops.estimate import Estimate, estimate_report
 from torchtrim.loops.optimize import measured
+from torchtrim.planner.rates import rates_plan
+from torchtrim.records.allowance import allowance
 from torchtrim.records.estimate import Growth, Probed
 from torchtrim.records.report import Result
 from torchtrim.records.trial import Request
 from torchtrim.run.script import Script, working_folder
 from torchtrim.run.trials import Model, Progress, Workload, run_trial
+from torchtrim.techniques.scale_lr import scaled_for
 from torchtrim.units import format_bytes, parse_bytes
 
 PROBES = 4
@@ -39,9 +43,19 @@ def find_batch(
 
 
 def find_batch_report(
-    script: Script, memory: str, request: Request = _REQUEST, progress: Progress = lambda _: None
+    script: Script,
+    memory: str,
+    request: Request = _REQUEST,
+    *,
+    allow: str = "BITWISE",
+    progress: Progress = lambda _: None,
 ) -> Result:
-    """The estimate of a script, and the largest batch of its loaders that was run in that memory."""
+    """The estimate of a script, and the largest batch of its loaders that was run in that memory.
+
+    Where `scale_lr` is allowed, a plan with the learning rates for that batch too.
+    """
+    allowed = allowance(allow)
+    check_named(allowed)
 
     def grown(found: Estimate) -> Growth:
         return Search(found, memory, request, progress).run(PROBES)
@@ -52,7 +66,12 @@ def find_batch_report(
     (growth,) = result.report.estimated.growth
     said = tuple(note for note in (probe_note(growth), advice(growth)) if note)
     report = msgspec.structs.replace(result.report, notes=(*result.report.notes, *said))
-    return result._replace(report=report)
+    result = result._replace(report=report)
+    wanted = allowed.holds("SEMANTIC", "scale_lr") and growth.largest not in (0, growth.now)
+    if not wanted or result.before is None:
+        return result
+    rates = scaled_for(result.before, growth.now, growth.largest)
+    return result._replace(plan=rates_plan(result.before, rates, growth, growth.budget_bytes))
 
 
 class Search:
@@ -165,7 +184,9 @@ def advice(growth: Growth) -> str:
     times = growth.largest / growth.now
     return (
         f"the batch is {times:.3g} times what it was: with SGD scale the learning rate by {times:.3g}, with "
-        f"Adam by {times**0.5:.3g}, or accumulate so that the effective batch stays {growth.now}"
+        f"Adam by {times**0.5:.3g}, each over a warm-up of some hundred steps (--allow "
+        f"semantic=scale_lr writes a plan that does), or accumulate so that the effective batch stays "
+        f"{growth.now}"
     )
 
 

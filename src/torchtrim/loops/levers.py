@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 from torchtrim.planner.planner import Planner
+from torchtrim.planner.several import Planners
+from torchtrim.records.allowance import Allowance
 from torchtrim.records.finding import EQUIVALENCES, Equivalence
 from torchtrim.records.lever import Lever
 from torchtrim.records.plan import MemoryKind, Plan, Technique
@@ -30,12 +32,12 @@ class Reached:
 
 
 def levers_of(
-    planner_of: Callable[[str], Planner],
+    planner_of: Callable[[str], Planner | Planners],
     whole: int,
     kind: MemoryKind,
     reached: Reached,
     exclude: Collection[str],
-    allow: Equivalence,
+    allow: Allowance,
 ) -> tuple[Lever, ...]:
     """The smallest peak of each technique that lowers it, and of those of the plan together: quickest first.
 
@@ -48,21 +50,27 @@ def levers_of(
         planner = planner_of(name)
         bias = whole - planner.simulated_original
         plan = planner.floor_plan(0, bias=bias, memory_kind=kind)
-        if plan.techniques and plan.predicted.peak_bytes < (1 - LEAST_SAVING) * whole:
+        used = name in {one.name for one in plan.techniques}
+        if used and plan.predicted.peak_bytes < (1 - LEAST_SAVING) * whole:
             found.append(_simulated(name, plan, allow))
     return tuple(sorted(found, key=lambda lever: lever.step_seconds))
 
 
-def _simulated(name: str, plan: Plan, allow: Equivalence) -> Lever:
+def _simulated(name: str, plan: Plan, allow: Allowance) -> Lever:
     equivalence = _least([one.equivalence for one in plan.techniques])
+    several = len({one.name for one in plan.techniques}) > 1
     return Lever(
-        technique=name,
+        technique=" + ".join(one.name for one in plan.techniques) if several else name,
         equivalence=equivalence,
-        needs="" if _RANK(equivalence) <= _RANK(allow) else f"--allow {equivalence.lower()}",
+        needs="" if allow.holds(equivalence, name) else f"--allow {_word(equivalence, name)}",
         peak_bytes=plan.predicted.peak_bytes,
         step_seconds=plan.predicted.step_seconds,
-        source="simulated",
+        source="measured" if equivalence == "SEMANTIC" and not several else "simulated",
     )
+
+
+def _word(equivalence: Equivalence, name: str) -> str:
+    return f"semantic={name}" if equivalence == "SEMANTIC" else equivalence.lower()
 
 
 def _least(equivalences: Sequence[Equivalence]) -> Equivalence:

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from torchtrim.errors import ApplyFailed, InfeasibleBudget, PlannedStepFailed, Unsupported
+from torchtrim.loops.asked import (
+    Choice,
+    check_named,
+    choices,
+    helped_by,
+    pinned_choice,
+    recorded,
+    semantic_names,
+    split_pins,
+)
 from torchtrim.loops.findings import ranks_of, report_of
 from torchtrim.loops.fix import Fixing
 from torchtrim.loops.fixed import fixes_of, with_fixes
@@ -23,8 +34,10 @@ from torchtrim.loops.surviving import (
 )
 from torchtrim.planner.pins import KEEP, Patterns
 from torchtrim.planner.planner import Planner
+from torchtrim.planner.several import Planners, Variant
+from torchtrim.records.allowance import allowance
 from torchtrim.records.certificate import Certificate
-from torchtrim.records.finding import EQUIVALENCES, Equivalence
+from torchtrim.records.finding import EQUIVALENCES
 from torchtrim.records.lever import Lever
 from torchtrim.records.plan import MemoryKind, Plan
 from torchtrim.records.report import Result
@@ -37,6 +50,7 @@ from torchtrim.techniques.base import exportable, names, technique
 from torchtrim.techniques.export import exported
 from torchtrim.techniques.fingerprint import sha256_of
 from torchtrim.units import format_bytes, parse_bytes
+from torchtrim.verifier.as_asked import COARSE_LIMIT, as_asked, asked_of, by_hand
 from torchtrim.verifier.certify import Contest
 from torchtrim.verifier.ranks import certify_ranks
 
@@ -94,21 +108,23 @@ class Fitting:
         request: Request,
         progress: Progress,
         exclude: Collection[str] = (),
-        allow: Equivalence = "BITWISE",
+        allow: str = "BITWISE",
         pins: Patterns | None = None,
         exports: bool = False,
     ) -> None:
         self.workload = workload
-        self._pins = pins or {}
+        self._allowed = allowance(allow)
+        check_named(self._allowed)
+        self._pins, self._semantic_pins = split_pins(pins or {})
         self._exports = exports
         unwritable = {*names()} - {*exportable(), *self._pins} if exports else set()
         self._exclude = (*exclude, *sorted(unwritable))
-        self._allow = allow
         self._request = request
         self._progress = progress
         self.original: Trial | None = None
         self._dropped: set[str] = set()
-        self._planners: dict[tuple[int, str, frozenset[str]], Planner] = {}
+        self._planners: dict[tuple[int, str, frozenset[str]], Planner | Planners] = {}
+        self._recorded: dict[tuple[int, str], Trial] = {}
         self.notes: list[str] = []
 
     def observe(self) -> Trial:
@@ -128,31 +144,68 @@ class Fitting:
             self.original = original = self._run(self._request, "original, its longest step")
         return original
 
-    def planner(self, original: Trial, only: str = "") -> Planner:
+    def planner(self, original: Trial, only: str = "") -> Planner | Planners:
         """A planner for the observed step, without the places that were dropped.
 
         `only`: for one technique, which need not be allowed.
         """
         key = id(original), only, frozenset(self._dropped)
         if key not in self._planners:
-            self._planners[key] = self._new_planner(original, only)
+            first = self._new_planner(original, only)
+            pinned = () if only else pinned_choice(original, self._semantic_pins, self._allowed)
+            named = self._semantic(only)
+            several = Planners(
+                first, list(self._variants(original, first, pinned, only)), forced=bool(pinned)
+            )
+            self._planners[key] = several if pinned or named else first
         return self._planners[key]
 
-    def _new_planner(self, original: Trial, only: str) -> Planner:
+    def _semantic(self, only: str) -> list[str]:
+        """The techniques to try that make another function."""
+        wanted = [only] if only else self._allowed.semantic_of(semantic_names())
+        return [one for one in semantic_names() if one in wanted and one not in self._exclude]
+
+    def _variants(
+        self, original: Trial, first: Planner, pinned: Choice, only: str
+    ) -> Iterator[Variant]:
+        """The step as it was recorded with each of them applied."""
+        wanted = [pinned] if pinned else choices(original, self._semantic(only), self._dropped)
+        whole = original.peak_bytes - first.simulated_original
+        plain = first.unchanged(original.peak_bytes)
+        for one in recorded(original, wanted, partial(self._with, plain), self._note):
+            planner = self._new_planner(one.trial, only, (*one.barred,))
+            over = one.trial.peak_bytes - planner.simulated_original
+            yield Variant(one.techniques, planner, over - whole)
+
+    def _with(self, plain: Plan, choice: Choice) -> Trial:
+        """The trial of the original with techniques that make another function, run once."""
+        key = id(self.original), repr(choice)
+        if key not in self._recorded:
+            plan = msgspec.structs.replace(plain, techniques=choice)
+            self._recorded[key] = self.run_planned(plan)
+        return self._recorded[key]
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def _new_planner(self, original: Trial, only: str, barred: Collection[str] = ()) -> Planner:
         if original.profile is None:
             raise Unsupported(
                 f"the script did only {len(original.steps)} steps, and the planner needs one after "
                 f"{self._request.warmup} of warm-up. Let it run for more, or give --warmup 0."
             )
         path = self.workload.path if isinstance(self.workload, Script) else None
-        others = [name for name in names() if only and name != only]
-        allow = max(self._allow, technique(only).equivalence if only else "BITWISE", key=_RANK)
+        used = (only, *helped_by(only)) if only else ()
+        others = {*names()} - {*used} if only else set()
+        allow = max((self._allowed.least, *(technique(one).equivalence for one in used)), key=_RANK)
+        alone = _ALONE if original.ranks else ()
         return Planner(
             without_places(original.profile, self._dropped),
             step_seconds=original.seconds,
             fingerprint=original.fingerprint,
             script_sha256=sha256_of(path) if path else "",
-            exclude=(*self._exclude, *self._dropped, *others, *(_ALONE if original.ranks else ())),
+            exclude=(*self._exclude, *self._dropped, *others, *barred, *alone),
             allow=allow,
             host_bytes=self._request.host_memory,
             pins={
@@ -174,7 +227,7 @@ class Fitting:
         budget = parse_bytes(memory, whole=whole)
         planner = self.planner(original)
         self.notes += {planner.pinned.note()} - {"", *self.notes}
-        if whole <= budget and not planner.pinned.forced:
+        if whole <= budget and not planner.forced:
             plan = self._unchanged(original, budget, memory_kind)
             notes = (*self.notes, "the original fits the budget as it is")
             return Fit(original, budget, plan, None, None, notes)
@@ -197,7 +250,7 @@ class Fitting:
         plan = planner.floor_plan(original.peak_bytes, bias=bias)
         planned = self.run_planned(plan)
         tried = Tried(plan, planned, planned.peak_bytes)
-        if tried.used <= (1 - LEAST_SAVING) * original.peak_bytes or planner.pinned.forced:
+        if tried.used <= (1 - LEAST_SAVING) * original.peak_bytes or planner.forced:
             return self._verified(original, original.peak_bytes, tried)
         unchanged = Tried.unchanged(original.peak_bytes)
         return self._verified(original, original.peak_bytes, unchanged)._replace(notes=(NOTHING,))
@@ -207,8 +260,20 @@ class Fitting:
         with self._requested(plan) as request:
             if planned is None:
                 planned = self._run(request, "planned")
+            if asked_of(plan):
+                return self._verify_asked(original, plan, planned, request)
             contest = Contest(self.workload, self.workload, self._request, request)
             return certify_ranks(contest, original, planned, self._progress)
+
+    def _verify_asked(
+        self, original: Trial, plan: Plan, planned: Trial, request: Request
+    ) -> Certificate:
+        """Against the original in which a person made the same replacement."""
+        replaced = by_hand(self._request, plan)
+        reference = self._run(replaced, "original, with what was asked for made by hand")
+        contest = Contest(self.workload, self.workload, replaced, request, COARSE_LIMIT)
+        found = certify_ranks(contest, reference, planned, self._progress)
+        return as_asked(found, plan, original, planned)
 
     def run_planned(self, plan: Plan) -> Trial:
         """Run it planned. Raises `PlannedStepFailed`, which has the plan."""
@@ -264,7 +329,7 @@ class Fitting:
         planner = self.planner(original)
         whole = measured(original, kind)
         bias = whole - planner.simulated_original
-        tried = [] if planner.pinned.forced else [Tried.unchanged(whole)]
+        tried = [] if planner.forced else [Tried.unchanged(whole)]
         notes: list[str] = []
         for number in range(_ROUNDS + 1):
             try:
@@ -306,7 +371,7 @@ class Fitting:
     def _missed(self, original: Trial, budget: int, kind: MemoryKind, tried: Tried) -> Fit:
         """The plan that needs least, and the error that says so and has it."""
         whole = measured(original, kind)
-        if tried.used > (1 - LEAST_SAVING) * whole and not self.planner(original).pinned.forced:
+        if tried.used > (1 - LEAST_SAVING) * whole and not self.planner(original).forced:
             tried = Tried.unchanged(whole)
         found = self._verified(original, budget, tried)
         seconds = found.planned.seconds if found.planned is not None else original.seconds
@@ -316,7 +381,7 @@ class Fitting:
             kind,
             Reached(found.plan.techniques, tried.used, seconds),
             self._exclude,
-            self._allow,
+            self._allowed,
         )
         missed = self.planner(original).infeasible(budget, tried.used)
         if not found.plan.techniques:
@@ -373,7 +438,7 @@ def optimize_report(
     request: Request,
     *,
     memory_kind: MemoryKind = "allocated",
-    allow: Equivalence = "BITWISE",
+    allow: str = "BITWISE",
     pins: Patterns | None = None,
     fixes: bool = False,
     progress: Progress = lambda _: None,
@@ -416,7 +481,7 @@ def fit_model(
     memory: str | int,
     steps: int,
     memory_kind: MemoryKind,
-    allow: Equivalence,
+    allow: str,
     pins: Patterns | None,
     progress: Progress,
 ) -> tuple[Fit, Applied]:

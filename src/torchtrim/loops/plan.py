@@ -9,7 +9,6 @@ from torchtrim.errors import ExportFailed
 from torchtrim.loops.findings import report_of
 from torchtrim.loops.optimize import Fit, Fitting, fitted, measured
 from torchtrim.planner.pins import Patterns
-from torchtrim.records.finding import Equivalence
 from torchtrim.records.plan import MemoryKind
 from torchtrim.records.report import FrontierPoint, Result
 from torchtrim.records.trial import Request
@@ -25,7 +24,7 @@ def plan_report(
     request: Request,
     *,
     memory_kind: MemoryKind = "allocated",
-    allow: Equivalence = "BITWISE",
+    allow: str = "BITWISE",
     pins: Patterns | None = None,
     frontier: bool = False,
     progress: Progress = lambda _: None,
@@ -55,7 +54,7 @@ def export_report(
     request: Request,
     *,
     memory_kind: MemoryKind = "allocated",
-    allow: Equivalence = "BITWISE",
+    allow: str = "BITWISE",
     pins: Patterns | None = None,
     progress: Progress = lambda _: None,
 ) -> Result:

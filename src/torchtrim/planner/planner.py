@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import NamedTuple
 
@@ -89,6 +89,16 @@ class Planner:
     def simulated_original(self) -> int:
         """The simulated peak of the step as it is, in bytes."""
         return self._original.outcome.peak_bytes
+
+    @property
+    def priced(self) -> tuple[float, float]:
+        """Seconds of the step on the device that it is for, and here."""
+        return self._priced.seconds, self._step.seconds
+
+    @property
+    def forced(self) -> bool:
+        """Whether a plan has to change something, though the original fits."""
+        return bool(self.pinned.forced)
 
     @cached_property
     def floor(self) -> Choice:
@@ -347,7 +357,7 @@ class Planner:
             script_sha256=self._sha256,
             budget_bytes=budget,
             memory_kind=memory_kind,
-            techniques=_techniques(choice.options),
+            techniques=techniques_of(choice.options),
             predicted=Prediction(
                 peak_bytes=max(choice.outcome.peak_bytes + bias, 0), step_seconds=seconds
             ),
@@ -373,7 +383,7 @@ def _equivalence(option: Option) -> Equivalence:
     return option.equivalence or technique(option.technique).equivalence
 
 
-def _techniques(options: Sequence[Option]) -> tuple[Technique, ...]:
+def techniques_of(options: Iterable[Option]) -> tuple[Technique, ...]:
     """The options of a plan: those of one technique with the same settings together."""
     places: defaultdict[tuple[str, Settings, Equivalence], list[str]] = defaultdict(list)
     for option in options:

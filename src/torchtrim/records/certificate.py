@@ -6,7 +6,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-Verdict = Literal["BITWISE", "ROUNDING", "NOT EQUAL", "UNDECIDED"]
+Verdict = Literal["BITWISE", "ROUNDING", "AS ASKED", "NOT EQUAL", "UNDECIDED"]
 
 
 class Difference(Struct, frozen=True, kw_only=True):
@@ -46,15 +46,31 @@ class Coverage(Struct, frozen=True, kw_only=True):
     processes: tuple[int, ...] = (0,)
 
 
+class Asked(Struct, frozen=True, kw_only=True):
+    """What a plan replaces because it was asked to, and what that does to the loss.
+
+    `techniques`: the SEMANTIC ones. `others`: how equal all else is to the original with that replacement
+    made by hand. `losses` and `original_losses`: of each compared step, None where one is not finite.
+    `largest_difference`: of the losses, relative to the original's largest; None where there are none.
+    """
+
+    techniques: tuple[str, ...]
+    others: Literal["BITWISE", "ROUNDING"]
+    losses: tuple[float | None, ...]
+    original_losses: tuple[float | None, ...]
+    largest_difference: float | None
+
+
 class Certificate(Struct, frozen=True, kw_only=True):
     """A verdict with its figures.
 
     `compared` counts what was compared, such as `"24 gradients x 3 steps"`. `largest_difference` is
-    relative to the largest magnitude of the quantity that differs most; None where it was not
-    measured, 0 where all bits agree. `noise` is the same figure for the original against itself,
-    0 where all bits agree.
-    `seeds` says who seeded the random numbers. `reason` is the verdict in a sentence. `coverage`: the shapes,
-    types, modes and steps that it was shown for; None in a certificate that is older than the field.
+    relative to the largest magnitude of the quantity that differs most; None where it was not measured, 0
+    where all bits agree. `noise` is the same figure for the original against itself, 0 where all bits
+    agree. `seeds` says who seeded the random numbers. `reason` is the verdict in a sentence. `coverage`:
+    the shapes, types, modes and steps that it was shown for; None in a certificate that is older than the
+    field. `asked`: of a verdict AS ASKED what was asked for; the figures are then against the original with
+    that made by hand.
     """
 
     verdict: Verdict
@@ -66,3 +82,4 @@ class Certificate(Struct, frozen=True, kw_only=True):
     steps: int
     reason: str = ""
     coverage: Coverage | None = None
+    asked: Asked | None = None

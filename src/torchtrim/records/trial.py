@@ -34,7 +34,8 @@ class Request(Struct, frozen=True, kw_only=True):
     replaces the plan's. `traced`: the number of a step of which every operator is recorded with a digest of
     what it gave, -1 for none. `streams`: the order of an emulated device's streams; at once where it is
     empty. `host_memory`: bytes that a plan may take of the host's, None for no limit. `tunes`: the loader is
-    to be tuned after the compared steps.
+    to be tuned after the compared steps. `by_hand`: the plan's SEMANTIC techniques are applied as a person
+    would write them. `grows`: what grows from step to step is looked for.
     """
 
     plan: Plan | None = None
@@ -55,6 +56,8 @@ class Request(Struct, frozen=True, kw_only=True):
     streams: str = ""
     host_memory: int | None = None
     tunes: Tunes | None = None
+    by_hand: bool = False
+    grows: bool = False
 
     @property
     def total(self) -> int:

@@ -33,12 +33,14 @@ _FAMILIES = {
 _TONES: dict[str, Tone] = {
     "BITWISE": "good",
     "ROUNDING": "good",
+    "AS ASKED": "good",
     "NOT EQUAL": "bad",
     "UNDECIDED": "unsure",
 }
 SAFETY = {
     "BITWISE": "Every compared bit is equal.",
     "ROUNDING": "The same real function: what differs shrinks with the type's epsilon.",
+    "AS ASKED": "Another function, which was asked for; all else equals the original with that made by hand.",
     "NOT EQUAL": "The compared program computes something else than the original: do not use it.",
     "UNDECIDED": "The original does not equal itself, and the difference is within that.",
 }
@@ -359,6 +361,8 @@ def certificate_lines(certificate: Certificate) -> list[str]:
     lines = [f"{certificate.verdict}: {_compared(certificate)}", _figures(certificate)]
     if certificate.coverage is not None:
         lines.append(coverage_sentence(certificate.coverage))
+    if certificate.asked is not None:
+        return [*lines, certificate.reason]
     trusted = tone_of(certificate) == "good"
     return lines if trusted or not certificate.reason else [*lines, certificate.reason]
 

@@ -32,6 +32,11 @@ SAID: dict[Equivalence, str] = {
     "ROUNDING": "equal up to rounding",
     "SEMANTIC": "those of a different function",
 }
+_EQUAL: dict[str, Equivalence] = {
+    "BITWISE": "BITWISE",
+    "ROUNDING": "ROUNDING",
+    "AS ASKED": "SEMANTIC",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,13 +141,13 @@ def _peaks(report: Report) -> str:
 
 def _results(report: Report) -> str:
     """How equal results are at most: by the certificate, and by what the plan changes."""
-    if report.certificate is None or report.certificate.verdict not in ("BITWISE", "ROUNDING"):
+    if report.certificate is None or report.certificate.verdict not in _EQUAL:
         return ""
     techniques = report.plan.techniques if report.plan else ()
     applied = [one.equivalence for one in techniques]
     if report.fixes and report.plan is None:
         applied += [one.equivalence for one in report.fixes.places if one.state == "applied"]
-    measured: Equivalence = "BITWISE" if report.certificate.verdict == "BITWISE" else "ROUNDING"
+    measured = _EQUAL[report.certificate.verdict]
     return f"results {SAID[_weakest([measured, *applied])]}"
 
 

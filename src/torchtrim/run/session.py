@@ -23,6 +23,7 @@ from torchtrim.observe.optimizers import names_of
 from torchtrim.observe.places import Places
 from torchtrim.observe.recording import Recording, counted_device, tensors_in
 from torchtrim.observe.replicas import Replicas
+from torchtrim.observe.step_growth import StepGrowth
 from torchtrim.observe.storages import reachable_tensors, storage_bytes
 from torchtrim.observe.stream_frames import StreamFrames
 from torchtrim.observe.times import Times, with_times
@@ -95,6 +96,9 @@ class Session(Listener):
         self._digests: list[str] = []
         self._lines: list[tuple[str, int, bool]] = []
         self._replicas = Replicas()
+        self._growth: StepGrowth | None = None
+        if request.grows and trains:
+            self._growth = StepGrowth(request.total, self._places, lambda: self.watcher.roots)
 
     def root_appears(self, root: nn.Module) -> None:
         if self.trial.request.double:
@@ -143,6 +147,7 @@ class Session(Listener):
         self._evidence.step.seconds = self._seconds
         self.trial.steps.append(self._evidence.next_step())
         self._input.step_is_timed()
+        self._look_for_growth()
         if self.complete:
             self._note_counts()
             self._times = Times(self._more_times(), self.trial.seconds, self._places)
@@ -188,9 +193,18 @@ class Session(Listener):
                 self.trial.profile = self._fallback
             if self.trial.profile is not None:
                 self.trial.profile = self._replicas.put_into(self.trial.profile, self.modules)
+            if self._growth is not None:
+                self._growth.stop()
+                if self.trial.profile is not None:
+                    self.trial.profile = self._growth.into(self.trial.profile)
             if not self.complete:
                 self._note_counts()
         return self.trial
+
+    def _look_for_growth(self) -> None:
+        if self._growth is not None:
+            with torch.utils._python_dispatch._disable_current_modes():
+                self._growth.step_ended(self.trial.steps[-1].peak_bytes)
 
     def _note_counts(self) -> None:
         if self.watcher.steps_by_hand and not self.watcher.optimizers:
@@ -287,7 +301,7 @@ class Session(Listener):
         request = self.trial.request
         if request.exported and name in plan.fingerprint and isinstance(root, nn.Module):
             return apply_exported(request.exported, root, name, check=not request.double)
-        return apply_plan(plan, {name: root})
+        return apply_plan(plan, {name: root}, by_hand=request.by_hand)
 
     def _next(self) -> None:
         number = len(self.trial.steps)

@@ -11,7 +11,7 @@ from torch import nn
 from torchtrim.errors import ApplyFailed, TorchtrimError
 from torchtrim.observe.optimizers import names_of
 from torchtrim.records.plan import Plan
-from torchtrim.techniques.base import Handles, technique
+from torchtrim.techniques.base import Handles, Replaces, technique
 from torchtrim.techniques.fingerprint import fingerprint_of
 from torchtrim.techniques.places import root_of
 
@@ -42,10 +42,11 @@ def named_roots(roots: Iterable[Root]) -> dict[str, Root]:
     return {**modules, **dict(zip(names_of(optimizers), optimizers, strict=True))}
 
 
-def apply_plan(plan: Plan, roots: Mapping[str, Root]) -> Applied:
+def apply_plan(plan: Plan, roots: Mapping[str, Root], *, by_hand: bool = False) -> Applied:
     """Apply every technique to these roots. Raises `ApplyFailed` with the roots as they were.
 
-    Places of roots that are not among these are left for when those appear.
+    `by_hand`: those that make another function as a person would write that, for comparison. Places of
+    roots that are not among these are left for when those appear.
     """
     applied = Applied()
     try:
@@ -58,7 +59,11 @@ def apply_plan(plan: Plan, roots: Mapping[str, Root]) -> Applied:
                     options=chosen.options,
                     equivalence=chosen.equivalence,
                 )
-                applied.add(technique(chosen.name).apply(roots, part))
+                unit = technique(chosen.name)
+                if by_hand and isinstance(unit, Replaces):
+                    applied.add(unit.by_hand(roots, part))
+                else:
+                    applied.add(unit.apply(roots, part))
     except TorchtrimError:
         applied.revert()
         raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from torchtrim.errors import UsageError
@@ -83,6 +83,32 @@ class Exportable(Protocol):
         ...
 
 
+@runtime_checkable
+class Replaces(Protocol):
+    """A SEMANTIC technique: it makes another function of the step, and what it saves is measured.
+
+    Its `edits` are None, since no edit of the recorded step says what another function needs: the planner
+    gets the step that was recorded with the technique applied. `helps`: the techniques that it makes
+    possible. `ways`: how many of the settings that it offers, the first, a plan may choose; others are for
+    a person to pin.
+    """
+
+    helps: tuple[str, ...]
+    ways: int
+
+    def by_hand(self, roots: Mapping[str, Any], technique: Technique) -> Handle:
+        """The same replacement, as a person would write it into the program; the certificate compares."""
+        ...
+
+    def bars(self, technique: Technique) -> Collection[str]:
+        """The techniques that cannot be in one plan with this one."""
+        ...
+
+    def advice(self, technique: Technique) -> str:
+        """What else a person has to do or know, as a clause; empty for nothing."""
+        ...
+
+
 def technique(name: str) -> TechniqueUnit:
     """The technique of that name: `TECHNIQUE` in the file of the same stem in this folder."""
     known = names()
@@ -130,7 +156,9 @@ _SERVING = (
     "head",
     "hooks",
     "host_state",
+    "lowered",
     "network",
+    "norms",
     "overwriting",
     "places",
     "python_state",

@@ -145,3 +145,61 @@ def refuse(where: str, optimizer: torch.optim.Optimizer) -> None:
             f"`{where}` carries step hooks of its own, which would see it in another state. Take them off, "
             "or leave this optimizer out of the plan."
         )
+
+
+def run_scaled(factor: float, warmup: int) -> Around:
+    """While `step` runs the rates are so many times what the groups say, after a warm-up."""
+    steps = 0
+
+    @contextlib.contextmanager
+    def around(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        nonlocal steps
+        steps += 1
+        times = factor_at(steps, factor, warmup)
+        groups = list(optimizer.param_groups)
+        rates = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = group["lr"] * times
+        try:
+            yield
+        finally:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+
+    return around
+
+
+def factor_at(step: int, factor: float, warmup: int) -> float:
+    """The factor in a step, the first of which is 1: a straight line from 1 over the warm-up."""
+    return factor if step > warmup else 1 + (factor - 1) * step / (warmup + 1)
+
+
+class Hooked:
+    """Hooks of an optimizer. `revert` takes them off."""
+
+    def __init__(self, *hooks: Any) -> None:
+        self._hooks = hooks
+
+    def revert(self) -> None:
+        """Make the optimizer what it was."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def scaled_by_hand(optimizer: torch.optim.Optimizer, factor: float, warmup: int) -> Hooked:
+    """Step hooks that set the rates and put them back, as a person writes them."""
+    seen: list[list[Any]] = []
+
+    def before(one: torch.optim.Optimizer, *_: Any) -> None:
+        seen.append([group["lr"] for group in one.param_groups])
+        now = factor_at(len(seen), factor, warmup)
+        for group in one.param_groups:
+            group["lr"] = now * group["lr"]
+
+    def after(one: torch.optim.Optimizer, *_: Any) -> None:
+        for group, rate in zip(one.param_groups, seen[-1], strict=True):
+            group["lr"] = rate
+
+    return Hooked(
+        optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
+    )

@@ -27,12 +27,16 @@ _MOST_KEPT = 48
 
 
 class Contest(NamedTuple):
-    """A comparison: a workload, and the workload and request that should equal it."""
+    """A comparison: a workload, and the workload and request that should equal it.
+
+    `limit`: above it no difference is taken for rounding.
+    """
 
     original: Workload
     planned: Workload
     request: Request
     planned_request: Request
+    limit: float = ROUNDING_LIMIT
 
 
 class Figures(NamedTuple):
@@ -165,7 +169,7 @@ def _judge(
         )
     if math.isinf(figures.difference):
         return "NOT EQUAL", f"what is there, a shape or a NaN differs, first in {found[0]}"
-    if figures.early > ROUNDING_LIMIT:
+    if figures.early > contest.limit:
         return "NOT EQUAL", f"the difference, {figures.early:.1e}, is too large for rounding"
     if whole := [name for name in found if not _has_values(name)]:
         return "NOT EQUAL", f"what has no rounding differs, first {whole[0].partition('/')[2]}"

@@ -81,7 +81,13 @@ class _Reader:
         return any(map(self._hooked, self._children[number]))
 
     def _mixes(self, span: Span) -> bool:
-        return any(_is_training_norm(self._profile.operators[i]) for i in range(*span))
+        return takes_statistics(self._step, span)
+
+
+def takes_statistics(step: Step, span: Span) -> bool:
+    """Whether a norm takes statistics over the batch there."""
+    operators = step.profile.operators if step.profile is not None else ()
+    return any(_is_training_norm(operators[i]) for i in range(*span) if operators)
 
 
 def _is_training_norm(op: Operator) -> bool:

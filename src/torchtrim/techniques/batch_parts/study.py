@@ -96,10 +96,11 @@ class Study:
 
     def _check_modules(self) -> None:
         for name, inner in self._modules:
-            if isinstance(inner, _BatchNorm) and (inner.training or inner.running_mean is None):
+            if _takes_statistics(inner):
                 raise self._refused(
                     f"{self._name(name)} is a {type(inner).__name__} in training mode, which takes its "
-                    "statistics over all samples. Replace it by nn.GroupNorm, or freeze it with .eval()."
+                    "statistics over all samples. `--allow semantic=replace_norm` has the plan replace it by "
+                    "GroupNorm; or freeze it with .eval()."
                 )
             if (
                 inner._forward_hooks
@@ -366,6 +367,13 @@ class Study:
             for key, value in vars(inner).items()
             if not key.startswith(("_parameters", "_buffers", "_modules"))
         }
+
+
+def _takes_statistics(module: nn.Module) -> bool:
+    """Whether it is a BatchNorm in training, and `replace_norm` has not changed it."""
+    if not isinstance(module, _BatchNorm) or getattr(module, "keeps_samples_apart", False):
+        return False
+    return module.training or module.running_mean is None
 
 
 def _has_hooks(parameter: torch.Tensor) -> bool:

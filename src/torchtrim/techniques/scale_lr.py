@@ -1,0 +1,116 @@
+"""Scale LR: an optimizer's learning rate follows the batch, when that was changed.
+
+A larger batch gives a less noisy gradient, so steps may be longer, and fewer of them have to go as far.
+With `rule = "linear"` the rate is multiplied by `to_batch / from_batch` (Goyal et al. 2017, for SGD), with
+`rule = "sqrt"` by the square root of that (Krizhevsky 2014; for Adam and its like, Malladi et al. 2022).
+Linear scaling is known to fail in the first steps, when weights change quickly, and beyond a batch that
+depends on the data: with `warmup` the factor rises from 1 over so many steps, a few hundred or up to five
+epochs.
+
+The factor is applied while `step` runs, to whatever the groups then say: schedulers of any kind go on as
+they were, and groups, `state_dict` and what is logged show the rate that the script has set. Warm-up counts
+the steps that this run makes; a run that goes on from a checkpoint warms up again, unless `warmup = 0`.
+
+It saves nothing, and no plan for a budget has it: `torchtrim plan SCRIPT --find-batch --allow
+semantic=scale_lr` writes a plan with it for the batch that was found. It is another function of the step,
+and the certificate says AS ASKED. `where` names optimizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from torchtrim.errors import ApplyFailed
+from torchtrim.records.finding import Equivalence
+from torchtrim.records.plan import Technique
+from torchtrim.records.profile import Profile
+from torchtrim.step.step import Step
+from torchtrim.techniques.base import Handle, Option, all_or_none
+from torchtrim.techniques.places import optimizer_at
+
+WARMUP = 300
+_RULES = ("linear", "sqrt")
+_LINEAR = ("SGD", "ASGD")
+
+
+class ScaleLr:
+    """`where` names optimizers (`AdamW`, a second one `AdamW#2`). `from_batch`, `to_batch`; `rule`:
+    `linear` or `sqrt`; `warmup`: steps over which the factor rises from 1, 0 for none."""
+
+    name = "scale_lr"
+    equivalence: Equivalence = "SEMANTIC"
+    helps: tuple[str, ...] = ()
+    ways = 0
+
+    def options(self, step: Step) -> Sequence[Option]:
+        """None: it saves nothing."""
+        return ()
+
+    def edits(self, step: Step, option: Option) -> None:
+        """None."""
+
+    def apply(self, roots: Mapping[str, Any], technique: Technique) -> Handle:
+        """Give the optimizers a `step` at another rate. Raises `ApplyFailed`."""
+        from torchtrim.techniques.stepping import Stepping, run_scaled
+
+        factor, warmup = settings_of(technique)
+        return all_or_none(
+            technique.where,
+            lambda where: Stepping(where, optimizer_at(roots, where), run_scaled(factor, warmup)),
+        )
+
+    def by_hand(self, roots: Mapping[str, Any], technique: Technique) -> Handle:
+        """Hooks before and after `step` that multiply the rate and put it back."""
+        from torchtrim.techniques.stepping import scaled_by_hand
+
+        factor, warmup = settings_of(technique)
+        return all_or_none(
+            technique.where,
+            lambda where: scaled_by_hand(optimizer_at(roots, where), factor, warmup),
+        )
+
+    def bars(self, technique: Technique) -> Collection[str]:
+        """What updates before `step` is called."""
+        return ("optimizer_in_backward",)
+
+    def advice(self, technique: Technique) -> str:
+        """What to look at."""
+        return "a larger batch makes fewer steps an epoch: schedules that count steps end earlier in the data"
+
+
+TECHNIQUE = ScaleLr()
+
+
+def scaled_for(profile: Profile, now: int, wanted: int) -> tuple[Technique, ...]:
+    """The techniques for a batch of another size, one for each rule that the optimizers need."""
+    kinds = {one.optimizer: one.type.rpartition(".")[2] for one in profile.optimizer_steps}
+    found = []
+    for rule in _RULES:
+        where = [name for name, kind in kinds.items() if (kind in _LINEAR) is (rule == "linear")]
+        options: dict[str, str | int | float | bool] = {
+            **{"from_batch": now, "to_batch": wanted},
+            **{"rule": rule, "warmup": WARMUP if wanted > now else 0},
+        }
+        if where:
+            one = Technique(
+                name=TECHNIQUE.name, where=tuple(where), options=options, equivalence="SEMANTIC"
+            )
+            found.append(one)
+    return tuple(found)
+
+
+def settings_of(technique: Technique) -> tuple[float, int]:
+    """The factor, and over how many steps it is reached. Raises `ApplyFailed`."""
+    given = technique.options
+    sizes = given.get("from_batch"), given.get("to_batch")
+    rule, warmup = given.get("rule"), given.get("warmup", 0)
+    whole = all(type(size) is int and size > 0 for size in sizes)
+    if not whole or rule not in _RULES or type(warmup) is not int or warmup < 0:
+        raise ApplyFailed(
+            "scale_lr has the options `from_batch` and `to_batch`, 1 or more, `rule`, one of "
+            f"{', '.join(_RULES)}, and `warmup`, 0 or more steps, and the plan has {given!r}."
+        )
+    now, wanted = (int(size or 1) for size in sizes)
+    ratio = wanted / now
+    return (ratio if rule == "linear" else ratio**0.5), warmup
