@@ -13,6 +13,19 @@ from torchtrim.cli.sources import put_right
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": True})
 @click.option("--plan", "plan_path", type=click.Path(path_type=Path), help="The plan to apply.")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as in python -m.")
+@click.option(
+    "--verify-every",
+    "every",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Compare every N-th step with the original's, in copies of the process, before it runs.",
+)
+@click.option(
+    "--on-difference",
+    type=click.Choice(["stop", "revert"]),
+    default="stop",
+    help="Before a step that differs: stop the run, its state saved, or revert the plan and go on.",
+)
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def command(**options: Any) -> None:
@@ -20,7 +33,7 @@ def command(**options: Any) -> None:
 
     The exit code is the script's own. Arguments of the script come after `--`.
     """
-    from torchtrim.api import Script, check_script, run_planned
+    from torchtrim.api import Script, check_script, run_checked, run_planned
     from torchtrim.records.files import load_plan
 
     script = Script(options["script"], tuple(options["args"]), options["module"])
@@ -29,4 +42,7 @@ def command(**options: Any) -> None:
     plan = load_plan(options["plan_path"]) if options["plan_path"] is not None else None
     if plan is not None:
         check_script(plan, script)
-    run_planned(script, plan)
+    if options["every"] is not None:
+        run_checked(script, plan, options["every"], options["on_difference"])
+    else:
+        run_planned(script, plan)

@@ -10,6 +10,7 @@ import random
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torchtrim.observe.optimizers import parameters_of
 from torchtrim.observe.recording import tensors_in
 from torchtrim.observe.spent import Spent
 from torchtrim.observe.watch import Listener
+from torchtrim.records.files import write_atomically
 from torchtrim.records.trial import Call, Step
 from torchtrim.run.attributes import attributes
 
@@ -220,6 +222,12 @@ def bytes_of(tensor: torch.Tensor) -> bytes | memoryview:
     view = memoryview((ctypes.c_ubyte * size).from_address(flat.data_ptr()))
     shared = flat.data_ptr() == tensor.data_ptr() if tensor.device.type == "cpu" else False
     return view if shared else bytes(view)
+
+
+def keep_value(file: Path, tensor: torch.Tensor) -> None:
+    """Write a value as `verifier.compare.load_kept` reads it."""
+    header = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}\n".encode()
+    write_atomically(file, header + bytes(bytes_of(tensor)))
 
 
 def random_states() -> Iterator[tuple[str, str]]:

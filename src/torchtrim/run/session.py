@@ -24,11 +24,10 @@ from torchtrim.observe.storages import reachable_tensors, storage_bytes
 from torchtrim.observe.stream_frames import StreamFrames
 from torchtrim.observe.times import Times, with_times
 from torchtrim.observe.watch import Listener, Watcher
-from torchtrim.records.files import write_atomically
 from torchtrim.records.plan import Plan
 from torchtrim.records.profile import Profile, is_emulated
 from torchtrim.records.trial import Request, Trial
-from torchtrim.run.evidence import Evidence, bytes_of, digest_of, has_bits, kind_of
+from torchtrim.run.evidence import Evidence, digest_of, has_bits, keep_value, kind_of
 from torchtrim.run.exported import apply_exported
 from torchtrim.techniques.apply import apply_plan
 from torchtrim.techniques.base import Handle
@@ -329,9 +328,7 @@ class Session(Listener):
         label = f"{len(self.trial.steps)}/{name}"
         keep = self.trial.request.keep
         if self._folder is not None and label in keep:
-            file = self._folder / f"kept-{keep.index(label)}"
-            header = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}\n".encode()
-            write_atomically(file, header + bytes(bytes_of(tensor)))
+            keep_value(self._folder / f"kept-{keep.index(label)}", tensor)
 
     def _look(self, operator: Any, given: Any) -> None:
         """Keep the user's line and a digest of what an operator gave; new memory holds anything."""

@@ -132,7 +132,7 @@ def _name(label: str) -> str:
     return label.partition("/")[2]
 
 
-def _before_update(labels: Sequence[str]) -> Iterator[str]:
+def before_update(labels: Sequence[str]) -> Iterator[str]:
     """Those of the first step among these, as far as the gradients of its first update."""
     first = labels[0].partition("/")[0] if labels else ""
     graded = False
@@ -190,17 +190,17 @@ def _measure(
     contest: Contest, original: Trial, found: list[str], progress: Progress
 ) -> tuple[list[str], Figures]:
     """Run again and keep what differs: what of the original does not repeat itself, and by how much."""
-    names = _sample(found)
+    names = sample_of(found)
     with _folders(3) as (one, two, three):
         again = _attempt(contest.original, _keeping(contest.request, names), one, progress)
         noise = differences(original, again)
         if noise:
-            names = tuple(dict.fromkeys((*names, *_sample(noise))))
+            names = tuple(dict.fromkeys((*names, *sample_of(noise))))
             _attempt(contest.original, _keeping(contest.request, names), one, progress)
             _attempt(contest.original, _keeping(contest.request, names), three, progress)
         _attempt(contest.planned, _keeping(contest.planned_request, names), two, progress)
         noise_level = largest_difference(one, three, names) if noise else 0.0
-        early = tuple(_before_update(names))
+        early = tuple(before_update(names))
         return noise, Figures(
             largest_difference(one, two, names), noise_level, largest_difference(one, two, early)
         )
@@ -208,7 +208,7 @@ def _measure(
 
 def _in_double(contest: Contest, found: list[str], progress: Progress) -> float | None:
     """The largest difference when both run in float64; None if one cannot."""
-    names = _sample(found)
+    names = sample_of(found)
     with _folders(2) as (one, two):
         doubled = [
             _keeping(r, names, double=True) for r in (contest.request, contest.planned_request)
@@ -221,7 +221,7 @@ def _in_double(contest: Contest, found: list[str], progress: Progress) -> float 
         return largest_difference(one, two, names)
 
 
-def _sample(names: list[str]) -> tuple[str, ...]:
+def sample_of(names: list[str]) -> tuple[str, ...]:
     """The first of those that have values, and others spread over the rest."""
     valued = [name for name in names if _has_values(name)]
     if len(valued) <= _MOST_KEPT:
