@@ -24,7 +24,8 @@ class Request(Struct, frozen=True, kw_only=True):
     `measured`: figures are wanted, not only evidence. `exported`: the file of a module whose `apply`
     replaces the plan's. `traced`: the number of a step of which every operator is recorded with a digest of
     what it gave, -1 for none. `streams`: the order of an emulated device's streams; at once where it is
-    empty. `host_memory`: bytes that a plan may take of the host's, None for no limit.
+    empty. `host_memory`: bytes that a plan may take of the host's, None for no limit. `round_trip`: before
+    the last step models and optimizers load what they would save.
     """
 
     plan: Plan | None = None
@@ -44,6 +45,7 @@ class Request(Struct, frozen=True, kw_only=True):
     traced: int = -1
     streams: str = ""
     host_memory: int | None = None
+    round_trip: bool = False
 
     @property
     def total(self) -> int:
@@ -63,7 +65,8 @@ class Step(Struct, kw_only=True):
     """One step: digests by `(quantity, name)` joined with a colon, in the order they were seen.
 
     `calls`: each kind of call of a root once. `inputs`: digests of what roots were called with. A loss that
-    is not finite, which JSON cannot say, is None.
+    is not finite, which JSON cannot say, is None. `left_bytes`: by how much more is alive after the step than
+    before it.
     """
 
     digests: dict[str, str] = {}
@@ -73,6 +76,7 @@ class Step(Struct, kw_only=True):
     seconds: float = 0.0
     peak_bytes: int = 0
     reserved_bytes: int | None = None
+    left_bytes: int = 0
 
 
 class Crash(Struct, frozen=True, kw_only=True):

@@ -1,8 +1,9 @@
 """Evidence of what a step computed: a digest of every loss, output, gradient, parameter, state, buffer,
-attribute and random generator, by name."""
+attribute and random generator, by name; how often modules and their hooks were called, what they raised."""
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import hashlib
 import math
@@ -29,6 +30,7 @@ from torchtrim.run.attributes import attributes
 
 QUANTITIES = (
     "initial state",
+    "checkpoint",
     "loss",
     "output",
     "gradient",
@@ -39,6 +41,8 @@ QUANTITIES = (
     "input gradient",
     "attribute",
     "random state",
+    "call",
+    "exception",
 )
 
 _PLAIN = "plain "
@@ -68,6 +72,7 @@ class Evidence(Listener):
         self._counts: dict[str, int] = {}
         self._known_names: dict[int, str] | None = None
         self._inputs: dict[str, weakref.ref[torch.Tensor]] = {}
+        self._called: dict[int, list[int]] = {}
 
     def next_step(self) -> Step:
         """The step so far; the next one begins."""
@@ -75,7 +80,19 @@ class Evidence(Listener):
         self._counts.clear()
         self._known_names = None
         self._inputs.clear()
+        self._called.clear()
         return step
+
+    def is_called(self, module: nn.Module, depth: int) -> None:
+        """Count a call of a module and of its hooks, unless it runs again in backward."""
+        if depth < 0 or (self._graded and not torch.is_grad_enabled()):
+            return
+        number = self._modules.number(module)
+        if number >= 0:
+            counts = self._called.setdefault(number, [0, 0, 0])
+            counts[0] += 1
+            counts[1] += _own_hooks(module._forward_pre_hooks)
+            counts[2] += _own_hooks(module._forward_hooks)
 
     def module_starts(self, module: nn.Module, args: Any, kwargs: Any, depth: int) -> None:
         if depth != 0 or (self._graded and not torch.is_grad_enabled()):
@@ -96,6 +113,10 @@ class Evidence(Listener):
 
     def module_ends(self, module: nn.Module, output: Any, depth: int) -> None:
         if depth != 0 or (self._graded and not torch.is_grad_enabled()):
+            return
+        if output is None and (raised := sys.exc_info()[0]) is not None:
+            name = self._count(f"exception:{self._root_name(module)}")
+            self.step.digests[name] = raised.__qualname__
             return
         name = self._count(f"output:{self._root_name(module)}")
         for number, tensor in enumerate(tensors_in(output)):
@@ -151,6 +172,22 @@ class Evidence(Listener):
                 self.step.digests[f"attribute:{name}"] = f"{_PLAIN}{value}"
         for name, value in random_states():
             self.step.digests[f"random state:{name}"] = value
+        for number, counts in self._called.items():
+            self.step.digests[f"call:{self._modules.records[number].path}"] = repr(counts)
+
+    def round_trip(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Load what models and optimizers would save into them again, and add it."""
+        holders: dict[str, Any] = {**self._modules.roots}
+        holders |= {f"optimizer{number}": one for number, one in enumerate(optimizers)}
+        for name, holder in holders.items():
+            try:
+                saved = copy.deepcopy(holder.state_dict())
+                holder.load_state_dict(saved)
+            except Exception as error:
+                self.step.digests[f"checkpoint:{name}"] = f"raises {type(error).__name__}"
+                continue
+            for key, tensor in _saved_tensors(saved):
+                self._see(f"checkpoint:{name}.{key}", tensor)
 
     def _state_of(self, state: Mapping[Any, Any], owner: str) -> None:
         for key, value in state.items():
@@ -194,6 +231,21 @@ class Evidence(Listener):
             self.step.digests[name] = digest_of(tensor)
             if self._keep is not None:
                 self._keep(name, tensor)
+
+
+def _own_hooks(hooks: Mapping[int, Any]) -> int:
+    """How many hooks are the script's."""
+    named = (getattr(hook, "__module__", None) or type(hook).__module__ for hook in hooks.values())
+    return sum(not str(name).startswith("torchtrim.") for name in named)
+
+
+def _saved_tensors(saved: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a nested state, by the names on the way there."""
+    if isinstance(saved, torch.Tensor):
+        yield name, saved
+    elif isinstance(saved, Mapping):
+        for key, value in saved.items():
+            yield from _saved_tensors(value, f"{name}.{key}" if name else str(key))
 
 
 def kind_of(tensor: torch.Tensor) -> str:

@@ -229,6 +229,8 @@ class Live(Applier):
             )
 
     def module_starts(self, module: nn.Module, args: Any, kwargs: Any, depth: int) -> None:
+        if self._evidence is not None:
+            self._evidence.is_called(module, depth)
         if depth == 0:
             self._look("module_starts", module, args, kwargs, depth)
 

@@ -132,6 +132,9 @@ class Session(Listener):
                 self._evidence.state(self.watcher.optimizers)
         self._evidence.step.seconds = self._seconds
         self.trial.steps.append(self._evidence.next_step())
+        request = self.trial.request
+        if request.round_trip and len(self.trial.steps) == request.total - 1:
+            self._timed(self._evidence.round_trip, self.watcher.optimizers)
         if self.complete:
             self._note_counts()
             self._times = Times(self._more_times(), self.trial.seconds, self._places)
@@ -305,7 +308,7 @@ class Session(Listener):
             watched = self._watched or NOTHING
             before = self._alive if watched.before is None else watched.before
             step.peak_bytes = before - self._ours_bytes + watched.peak if watched.peak else 0
-            step.reserved_bytes = watched.reserved
+            step.reserved_bytes, step.left_bytes = watched.reserved, watched.end
             self._alive += watched.end
             return
         if len(self.trial.steps) == self.trial.request.traced:
@@ -361,6 +364,8 @@ class Session(Listener):
             self._done()
         if (recording := self._recorded_or_none()) is not None:
             recording.module_starts(module, args, kwargs, depth)
+        if self._gathers():
+            self._evidence.is_called(module, depth)
         if depth == 0 and not (self.trial.request.dry or self.complete):
             self._timed(self._evidence.module_starts, module, args, kwargs, depth)
 
