@@ -83,8 +83,8 @@ def all_pairs(wanted: int, only: list[str], rows: dict[str, Counter[str]]) -> li
                         alarms.append(
                             {"model": model, "technique": name, "seed": seed, "verdict": verdict}
                         )
+            print(total, model, {name: dict(row) for name, row in rows.items()}, flush=True)
         seed += 1
-        print(total, {name: dict(row) for name, row in rows.items()}, flush=True)
     return alarms
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import copy
 import math
+import os
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -61,6 +62,7 @@ def prove(
     structures: int = 250,
     seed: int = 0,
     suggested: bool = False,
+    every_rank: bool = False,
 ) -> Proof:
     """Runs `function` of the code before and after the fix.
 
@@ -97,7 +99,8 @@ def prove(
         proof.strange += sum(agree_if_accepted(rewrite, code, after, cases[0], o) for o in others)
         others.append(cases[-1])
         written.append((rewrite, after, cases[0]))
-    _prove_foreign(fix, code, written, proof)
+    if every_rank or os.environ.get("TT_EVERY"):
+        _prove_foreign(fix, code, written, proof)
     return proof
 
 
@@ -119,11 +122,12 @@ def _prove_foreign(
 
 
 def foreign(rng: random.Random, inputs: Inputs) -> Inputs:
-    """The inputs with their ranks and types changed, all alike or one alone."""
+    """The inputs with other ranks, all alike, and other types, all alike or one alone."""
     changed = dict(inputs)
     for _ in range(rng.randint(1, 3)):
         change = rng.choice((_more_rows, _more_columns, _one_of, _first, _none, _cast, _same))
-        names = list(changed) if rng.random() < 0.7 else [rng.choice(list(changed))]
+        alone = change in (_cast, _same) and rng.random() < 0.5
+        names = [rng.choice(list(changed))] if alone else list(changed)
         seed = rng.random()
         for name in names:
             changed[name] = _on_tensors(changed[name], change, seed)

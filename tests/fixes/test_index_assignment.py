@@ -94,11 +94,11 @@ def inputs(**others: object) -> proving.Inputs:
 def test_what_is_written() -> None:
     rewrite = proving.fixed(FIX, code_of("x[i] = value  # none"), inputs())
     assert patch(rewrite.match.source, [rewrite]).text.endswith(
-        "    x[i] = x.new_full((), value)  # none\n"
+        "    x[i] = x.new_full((), value) if x.dtype == torch.float32 else value  # none\n"
     )
     rewrite = proving.fixed(FIX, code_of("x[i] = 0"), inputs(i=torch.tensor(1)))
     assert patch(rewrite.match.source, [rewrite]).text.endswith(
-        "    x[i[None]] = x.new_full((), 0)\n"
+        "    x[i[None] if i.dtype == torch.int64 else i] = x.new_full((), 0)\n"
     )
     rewrite = proving.fixed(FIX, code_of("y = [x]\ny[0][i, j] = 0"), inputs())
     assert patch(rewrite.match.source, [rewrite]).text.endswith(
