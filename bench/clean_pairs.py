@@ -3,9 +3,9 @@
 python -m bench.clean_pairs [--pairs 300] [--scripts 24] [--only TECHNIQUE] [--json]
 
 A pair is a model of `bench.clean` with an optimizer, and a plan of one technique: the smallest peak that it
-reaches, and one or two on the way there. A verdict weaker than the plan's own equivalence is a false alarm.
-Programs of `bench/faulty` stand beside copies of themselves, which save and load on the way. A plan that this
-model refuses is no pair, and is counted apart.
+reaches, and one or two on the way there; places drawn at random where it lowers no peak alone. A verdict weaker
+than the plan's own equivalence is a false alarm. Programs of `bench/faulty` stand beside copies of themselves,
+which save and load on the way. A plan that this model refuses is no pair, and is counted apart.
 
 `cost`: how much longer than the compared steps a certificate takes, its own run of them included; and the
 highest resident memory beyond that of the steps themselves, in shares of the parameters' bytes.
@@ -14,6 +14,7 @@ highest resident memory beyond that of the steps themselves, in shares of the pa
 from __future__ import annotations
 
 import argparse
+import random
 import resource
 import time
 from collections import Counter
@@ -31,9 +32,12 @@ from torchtrim.errors import ApplyFailed, InfeasibleBudget, PlannedStepFailed, U
 from torchtrim.loops.optimize import Fitting
 from torchtrim.observe.workload import TrainStep
 from torchtrim.planner.planner import Planner
-from torchtrim.records.plan import Plan
+from torchtrim.planner.plans import made_plan
+from torchtrim.records.plan import Plan, Prediction, Technique
+from torchtrim.records.profile import Profile
 from torchtrim.records.trial import Request
-from torchtrim.techniques.base import names
+from torchtrim.step.from_profile import step_of as step_at
+from torchtrim.techniques.base import names, technique
 
 _WEAKER = {
     "BITWISE": ("ROUNDING", "NOT EQUAL", "UNDECIDED"),
@@ -56,10 +60,35 @@ def plans(planner: Planner, peak: int) -> Iterator[Plan]:
             yield plan
 
 
+def drawn(profile: Profile, name: str, rng: random.Random) -> Iterator[Plan]:
+    """A plan of one place of a technique, and one of several, whether they save anything or not."""
+    options = list(technique(name).options(step_at(profile, 0.0)))
+    for size in sorted({min(1, len(options)), min(3, len(options))} - {0}):
+        techniques = tuple(
+            Technique(
+                name=name,
+                where=(one.where,),
+                options=dict(one.settings),
+                equivalence=one.equivalence or technique(name).equivalence,
+            )
+            for one in rng.sample(options, size)
+        )
+        yield made_plan(
+            "",
+            fingerprint={},
+            techniques=techniques,
+            predicted=Prediction(peak_bytes=0, step_seconds=0.0),
+            budget_bytes=1,
+        )
+
+
 def pairs(fitting: Fitting, name: str) -> Iterator[tuple[str, str]]:
     """The verdict on each plan of one technique for one model, and the equivalence that it may have."""
     original = fitting.observe()
-    for plan in plans(fitting.planner(original, name), original.peak_bytes):
+    assert original.profile is not None
+    found = list(plans(fitting.planner(original, name), original.peak_bytes))
+    rng = random.Random(f"{name}/{original.profile.peak_bytes}")
+    for plan in found or drawn(original.profile, name, rng):
         wanted = [one.equivalence for one in plan.techniques]
         try:
             verdict = fitting.verify(original, plan).verdict
