@@ -3,9 +3,9 @@
 python -m bench.clean_pairs [--pairs 300] [--scripts 24] [--only TECHNIQUE] [--json]
 
 A pair is a model of `bench.clean` with an optimizer, and a plan of one technique: the smallest peak that it
-reaches, and one or two on the way there; places drawn at random where it lowers no peak alone. A verdict weaker
-than the plan's own equivalence is a false alarm. Programs of `bench/faulty` stand beside copies of themselves,
-which save and load on the way. A plan that this model refuses is no pair, and is counted apart.
+reaches, and one or two on the way there; places drawn at random where it lowers no peak alone. A verdict
+weaker than the plan's own equivalence is a false alarm. Programs of `bench/faulty` stand beside copies of
+themselves, which save and load on the way. A plan that this model refuses is no pair, and is counted apart.
 
 `cost`: how much longer than the compared steps a certificate takes, its own run of them included; and the
 highest resident memory beyond that of the steps themselves, in shares of the parameters' bytes.
