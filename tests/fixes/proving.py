@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import copy
 import math
-import os
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -70,7 +69,8 @@ def prove(
     are compared in their gradients too. Counts each draw as a case. Raises `AssertionError` with the
     inputs where anything differs: results, gradients, what was written in place, the random stream.
     What was written by the evidence of one structure has to agree on draws of others too, of other ranks,
-    types and sizes, where the original accepts them. `suggested`: also where it is not safe. Few
+    types and sizes, where the original accepts them. `every_rank`: `make test-all` tries 2,000 more for the
+    fix, of ranks 0 to 5 and all types, from a seed that is new. `suggested`: also where it is not safe. Few
     structures are drawn, with another seed, unless all are wanted, or all of the few are refused.
     """
     few = draws.count(structures)
@@ -99,7 +99,7 @@ def prove(
         proof.strange += sum(agree_if_accepted(rewrite, code, after, cases[0], o) for o in others)
         others.append(cases[-1])
         written.append((rewrite, after, cases[0]))
-    if every_rank or os.environ.get("TT_EVERY"):
+    if every_rank:
         _prove_foreign(fix, code, written, proof)
     return proof
 
