@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from torchtrim.errors import Unsupported
+from torchtrim.observe.watch import Listener
 from torchtrim.records.plan import Plan
 from torchtrim.records.trial import Step
 from torchtrim.run.evidence import Evidence, keep_value
@@ -63,7 +64,7 @@ class Ask(NamedTuple):
 Asked = Callable[[Ask], Shadow | None]
 
 
-class Live(Applier):
+class Live(Applier, Listener):
     """Applies the plan, and has each step whose number is a multiple of `every` judged before it runs.
 
     `judge` gets a way to ask for a copy's step, None for one that died. `differs` is called with the number
