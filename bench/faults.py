@@ -3,8 +3,9 @@
 python -m bench.faults [--only PATTERN] [--json]
 
 Each fault of `bench/faulty/faults.toml` is a small change of a program there, made after a real bug, whose
-report it links to. Both programs run three steps. A place is named rightly if it is a line that the change
-touches, or the line after it, on either side, or what `names` says: the module, buffer or setting.
+report it links to. Both programs run three steps, four where memory and checkpoints are looked at. A place is
+named rightly if it is a line that the change touches, or the line after it, on either side, or what `names`
+says: the module, buffer or setting.
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ from torchtrim.verifier.certify import Contest, certify, failed
 
 PROGRAMS = Path(__file__).parent / "faulty"
 STEPS = Request(warmup=1, steps=1, measured=False)
+MORE_STEPS = Request(warmup=1, steps=2, round_trip=True)
 EYE = 1e-4
 
 
 class Fault(NamedTuple):
-    """A change of a program, and the report of a bug like it."""
+    """A change of a program, and the report of a bug like it. `more`: what is left behind and what is saved
+    is looked at."""
 
     name: str
     program: str
@@ -44,6 +47,7 @@ class Fault(NamedTuple):
     old: str
     new: str
     names: str = ""
+    more: bool = False
 
     @property
     def texts(self) -> tuple[str, str]:
@@ -83,18 +87,18 @@ def try_fault(fault: Fault) -> Caught:
             Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="torchtrim-")))
             for _ in range(3)
         )
-        scripts = []
+        scripts, steps = [], MORE_STEPS if fault.more else STEPS
         for name, text in zip(("right", "wrong"), fault.texts, strict=True):
             path = home / f"{name}.py"
             path.write_text(text)
             scripts.append(Script(str(path), device="cpu", timeout=60.0))
-        original = run_trial(scripts[0], STEPS, one)
+        original = run_trial(scripts[0], steps, one)
         try:
-            other = run_trial(scripts[1], STEPS, two)
+            other = run_trial(scripts[1], steps, two)
         except ScriptFailed as error:
             said = "checkpoint" if "CheckpointError" in str(error) else "an exception"
             return Caught(fault, failed(original, error), (said,))
-        contest = Contest(scripts[0], scripts[1], STEPS, STEPS)
+        contest = Contest(scripts[0], scripts[1], steps, steps)
         certificate = certify(contest, original, other, lambda _: None)
     return Caught(fault, certificate, tuple(_others(original, other)))
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torchtrim.loops.fixed import with_fixes as with_fixes
     from torchtrim.loops.lint import Checked as Checked
     from torchtrim.loops.lint import lint_report as lint_report
+    from torchtrim.loops.live import run_checked as run_checked
     from torchtrim.loops.network import Optimized
     from torchtrim.loops.optimize import Fit
     from torchtrim.loops.optimize import optimize_report as optimize_report
@@ -87,6 +88,7 @@ _HOMES = {
     "torchtrim.loops.export": ("perfetto_trace",),
     "torchtrim.loops.find_batch": ("find_batch_report",),
     "torchtrim.loops.fixed": ("fix_report", "with_fixes"),
+    "torchtrim.loops.live": ("run_checked",),
     "torchtrim.loops.lint": ("Checked", "lint_report"),
     "torchtrim.loops.optimize": ("optimize_report",),
     "torchtrim.loops.plan": ("export_report", "plan_report"),

@@ -66,6 +66,12 @@ class ApplyFailed(TorchtrimError):
     """A plan could not be applied. The model is as it was."""
 
 
+class Diverged(TorchtrimError):
+    """A step of a planned run does not equal the original's. It was stopped before that step."""
+
+    exit_code = 1
+
+
 class ExportFailed(TorchtrimError):
     """A plan that cannot be written as plain PyTorch. Nothing was written."""
 

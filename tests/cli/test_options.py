@@ -35,7 +35,7 @@ OPTIONS = {
     "optimize": (*RUNS, *PLANS, "--out", "--no-source", "--mode", "--fix", "--unsafe-fixes"),
     "pack": ("--capacity", "--out", "--svg", "--alignment", "--seconds", "--json"),
     "plan": (*RUNS, *PLANS, "--out", "--no-source", "--frontier", "--export", "--find-batch"),
-    "run": ("--module", "-m", "--plan", "--processes"),
+    "run": ("--module", "-m", "--plan", "--processes", "--verify-every", "--on-difference"),
     "stream-check": (
         *RUNS[:2],
         *("--timeout", *SHOWN, "--frames", "--frames-of"),

@@ -11,7 +11,7 @@ import ast
 import copy
 import math
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -29,6 +29,8 @@ from torchtrim.observe.probes import Probes
 
 DRAWS = 4
 STRANGERS = 3
+FOREIGN, FEW_FOREIGN, PATIENCE = 2000, 6, 8
+"""Cases of every rank and type for each fix, or for each proof of few draws; how many are tried for one."""
 Inputs = dict[str, Any]
 Make = Callable[[random.Random], Iterator[Inputs]]
 _EPSILON = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -36,10 +38,12 @@ _EPSILON = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2e-2, tor
 
 @dataclass
 class Proof:
-    """What became of the cases. `strange`: those of another structure than the evidence, which agreed."""
+    """What became of the cases. `strange`: those of another structure than the evidence, which agreed;
+    `foreign`: those of any rank or type that the original accepts."""
 
     agreed: int = 0
     strange: int = 0
+    foreign: int = 0
     all_drawn: bool = True
     refused: dict[str, int] = field(default_factory=dict)
     unsafe: dict[str, int] = field(default_factory=dict)
@@ -57,6 +61,7 @@ def prove(
     structures: int = 250,
     seed: int = 0,
     suggested: bool = False,
+    every_rank: bool = False,
 ) -> Proof:
     """Runs `function` of the code before and after the fix.
 
@@ -64,12 +69,14 @@ def prove(
     are compared in their gradients too. Counts each draw as a case. Raises `AssertionError` with the
     inputs where anything differs: results, gradients, what was written in place, the random stream.
     What was written by the evidence of one structure has to agree on draws of others too, of other ranks,
-    types and sizes, where the original accepts them. `suggested`: also where it is not safe. Few
+    types and sizes, where the original accepts them. `every_rank`: `make test-all` tries 2,000 more for the
+    fix, of ranks 0 to 5 and all types, from a seed that is new. `suggested`: also where it is not safe. Few
     structures are drawn, with another seed, unless all are wanted, or all of the few are refused.
     """
     few = draws.count(structures)
     proof = Proof(all_drawn=few == structures)
     others: deque[Inputs] = deque(maxlen=STRANGERS)
+    written: list[tuple[Rewrite, str, Inputs]] = []
     start = f"{seed}" if proof.all_drawn else f"{seed}/{draws.seed()}"
     for number in range(structures):
         if number >= few and (proof.all_drawn or proof.agreed):
@@ -91,7 +98,93 @@ def prove(
             proof.agreed += 1
         proof.strange += sum(agree_if_accepted(rewrite, code, after, cases[0], o) for o in others)
         others.append(cases[-1])
+        written.append((rewrite, after, cases[0]))
+    if every_rank:
+        _prove_foreign(fix, code, written, proof)
     return proof
+
+
+_foreign_of: Counter[str] = Counter()
+
+
+def _prove_foreign(
+    fix: Fix, code: str, written: list[tuple[Rewrite, str, Inputs]], proof: Proof
+) -> None:
+    """Try what was written on inputs of ranks 0 to 5 and of all types, until there are enough for the fix."""
+    rng = random.Random(f"{draws.seed()}/{fix.name}/{code}")
+    wanted = FOREIGN - _foreign_of[fix.name] if draws.is_full() else FEW_FOREIGN
+    for _ in range(PATIENCE * wanted if written else 0):
+        if proof.foreign >= wanted:
+            break
+        rewrite, after, evidence = rng.choice(written)
+        proof.foreign += agree_if_accepted(rewrite, code, after, evidence, foreign(rng, evidence))
+    _foreign_of[fix.name] += proof.foreign
+
+
+def foreign(rng: random.Random, inputs: Inputs) -> Inputs:
+    """The inputs with other ranks, all alike, and other types, all alike or one alone."""
+    changed = dict(inputs)
+    for _ in range(rng.randint(1, 3)):
+        change = rng.choice((_more_rows, _more_columns, _one_of, _first, _none, _cast, _same))
+        alone = change in (_cast, _same) and rng.random() < 0.5
+        names = [rng.choice(list(changed))] if alone else list(changed)
+        seed = rng.random()
+        for name in names:
+            changed[name] = _on_tensors(changed[name], change, seed)
+    return changed
+
+
+def _on_tensors(
+    value: Any, change: Callable[[torch.Tensor, float], torch.Tensor], seed: float
+) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(_on_tensors(one, change, seed) for one in value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    new = change(value.detach(), seed).clone()
+    return new.requires_grad_(value.requires_grad and new.is_floating_point())
+
+
+def _more_rows(value: torch.Tensor, seed: float) -> torch.Tensor:
+    return torch.stack([value] * (1 + (seed > 0.3))) if value.dim() < 5 else value
+
+
+def _more_columns(value: torch.Tensor, seed: float) -> torch.Tensor:
+    return torch.stack([value] * (1 + (seed > 0.3)), -1) if value.dim() < 5 else value
+
+
+def _one_of(value: torch.Tensor, seed: float) -> torch.Tensor:
+    flat = value.flatten()
+    return flat[int(seed * len(flat))] if len(flat) else value.new_zeros(())
+
+
+def _first(value: torch.Tensor, _: float) -> torch.Tensor:
+    return value[0] if value.dim() and len(value) else value
+
+
+def _none(value: torch.Tensor, _: float) -> torch.Tensor:
+    return value[:0] if value.dim() else value
+
+
+def _cast(value: torch.Tensor, seed: float) -> torch.Tensor:
+    """Another type of its kind; now and then of another kind."""
+    kinds = {"float": _FLOATS, "integer": _INTEGERS, "bool": (torch.bool, torch.uint8)}
+    own = (
+        "float" if value.is_floating_point() else "bool" if value.dtype == torch.bool else "integer"
+    )
+    choices = kinds[own] if seed < 0.8 else (*_FLOATS, *_INTEGERS)
+    small = value.nan_to_num().clamp(-99, 99) if own == "float" else value
+    return small.to(choices[int(seed * 1000) % len(choices)])
+
+
+def _same(value: torch.Tensor, seed: float) -> torch.Tensor:
+    """All elements alike: a full mask or an empty one, one label."""
+    filled = torch.zeros_like(value) if seed < 0.5 else torch.ones_like(value)
+    return filled if value.dtype == torch.bool or seed < 0.1 or seed > 0.9 else value
+
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
 
 def agree_if_accepted(

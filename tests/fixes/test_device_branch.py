@@ -70,6 +70,31 @@ def test_it_keeps_comments_and_waits_no_more() -> None:
     assert proving.syncs_go(FIX, SEGMENTATION, inputs) == (1, 0)
 
 
+GUARDED = SEGMENTATION.replace(
+    """        return nn.functional.cross_entropy(
+            scores.masked_fill(~mask.unsqueeze(-1), 0),  # what is not labelled
+            torch.where(mask, labels, -100),
+        )
+""",
+    """        return (
+            nn.functional.cross_entropy(
+                scores.masked_fill(~mask.unsqueeze(-1), 0), torch.where(mask, labels, -100)
+            )
+            if (scores.dim(), mask.dim()) == (2, 1)
+            else nn.functional.cross_entropy(scores[mask], labels[mask])
+        )
+""",
+)
+
+
+def test_a_way_that_was_made_for_the_ranks_that_were_seen_is_chosen_on_the_device() -> None:
+    assert proving.prove(FIX, GUARDED, of_segmentation, structures=70).reaches(275)
+    inputs = {"scores": torch.randn(5, 3), "labels": torch.tensor([0, 1, 2, -1, 0])}
+    assert proving.syncs_go(FIX, GUARDED, inputs) == (1, 0)
+    with pytest.raises(Refused, match="ranks that were seen"):
+        proving.fixed(FIX, GUARDED.replace("== (2, 1)", "== (3, 1)"), inputs)
+
+
 def make(rng: random.Random) -> Iterator[proving.Inputs]:
     size = proving.shape(rng)
     dtype = rng.choice(FLOATS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -176,3 +177,61 @@ def test_what_is_no_certificate_is_said(tmp_path: Path) -> None:
     path.write_text('{"certificate": 3}')
     with pytest.raises(UnreadableInput, match="no readable certificate"):
         check_certificate(path)
+
+
+def test_calls_of_modules_and_of_their_hooks_are_counted() -> None:
+    def hooked(model: Net, _: torch.Tensor) -> None:
+        model.first.register_forward_hook(lambda *_: None)
+
+    def again(model: Net, batch: torch.Tensor) -> None:
+        model.first(batch)
+
+    for change in (hooked, again):
+        found = torchtrim.verify(step_of(), step_of(change), steps=1)
+        assert found.verdict == "NOT EQUAL"
+        assert found.first_difference is not None
+        assert found.first_difference.op.startswith("call in step")
+        assert found.first_difference.module == "Net.first"
+
+
+def test_an_exception_that_the_step_catches_is_compared() -> None:
+    def raises(kind: type[Exception]) -> Change:
+        def change(model: Net, batch: torch.Tensor) -> None:
+            handle = model.last.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(kind))
+            with contextlib.suppress(kind):
+                model(batch)
+            handle.remove()
+
+        return change
+
+    same = torchtrim.verify(step_of(raises(ValueError)), step_of(raises(ValueError)), steps=1)
+    assert same.verdict == "BITWISE"
+    found = torchtrim.verify(step_of(raises(ValueError)), step_of(raises(KeyError)), steps=1)
+    assert found.verdict == "NOT EQUAL"
+    assert "exception:Net" in found.reason
+
+
+def test_what_is_left_behind_after_each_step_is_compared() -> None:
+    kept: list[torch.Tensor] = []
+
+    def keeps(_: Net, batch: torch.Tensor) -> None:
+        kept.append(torch.zeros(5000))
+
+    found = torchtrim.verify(step_of(), step_of(keeps), steps=3)
+    assert found.verdict == "NOT EQUAL"
+    assert "more is alive after each step" in found.reason
+    assert len(kept) > 3
+    assert torchtrim.verify(step_of(keeps), step_of(keeps), steps=3).verdict == "BITWISE"
+
+
+def test_models_and_optimizers_save_and_load_on_the_way(tmp_path: Path) -> None:
+    one, other = tmp_path / "one.py", tmp_path / "other.py"
+    one.write_text(SCRIPT)
+    bare = "model[0].state_dict = lambda *args, **kwargs: kwargs['destination']\nfor _ in"
+    other.write_text(SCRIPT.replace("for _ in", bare))
+    scripts = [torchtrim.Script(str(path), device="cpu") for path in (one, other)]
+    found = verify_pair(scripts[0], scripts[1], Request(steps=1)).report.certificate
+    assert found is not None
+    assert found.verdict == "NOT EQUAL"
+    assert found.first_difference is not None
+    assert found.first_difference.op.startswith("checkpoint in step")

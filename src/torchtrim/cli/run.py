@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from torchtrim.cli.sources import put_right
+from torchtrim.errors import UsageError
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": True})
@@ -20,6 +21,19 @@ from torchtrim.cli.sources import put_right
     metavar="N",
     help="Run SCRIPT as N ranks, as torchrun would on one machine.",
 )
+@click.option(
+    "--verify-every",
+    "every",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Compare every N-th step with the original's, in copies of the process, before it runs.",
+)
+@click.option(
+    "--on-difference",
+    type=click.Choice(["stop", "revert"]),
+    default="stop",
+    help="Before a step that differs: stop the run, its state saved, or revert the plan and go on.",
+)
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def command(**options: Any) -> None:
@@ -28,7 +42,7 @@ def command(**options: Any) -> None:
     The exit code is the script's own, of several ranks that of the first that fails. Arguments of the script
     come after `--`.
     """
-    from torchtrim.api import Script, check_script, launch, run_planned
+    from torchtrim.api import Script, check_script, launch, run_checked, run_planned
     from torchtrim.records.files import load_plan
 
     script = Script(options["script"], tuple(options["args"]), options["module"])
@@ -38,8 +52,20 @@ def command(**options: Any) -> None:
     if plan is not None:
         check_script(plan, script)
     if options["processes"] > 1:
+        _check_alone(options)
         raise click.exceptions.Exit(launch(_of_a_rank(options), options["processes"]))
-    run_planned(script, plan)
+    if options["every"] is not None:
+        run_checked(script, plan, options["every"], options["on_difference"])
+    else:
+        run_planned(script, plan)
+
+
+def _check_alone(options: dict[str, Any]) -> None:
+    if options["every"] is not None:
+        raise UsageError(
+            "--verify-every compares the steps of one process, and --processes starts several. Give one "
+            "of them; `torchtrim verify SCRIPT --plan PLAN --processes N` compares all ranks beforehand."
+        )
 
 
 def _of_a_rank(options: dict[str, Any]) -> list[str]:

@@ -27,7 +27,7 @@ from torchtrim.fixes.reading.facts import Facts, Refused, Values, is_tensor
 from torchtrim.fixes.reading.names import is_private, only_reads, was_fresh
 from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.reading.total import is_fresh, is_total, labels_of
-from torchtrim.fixes.reading.typed import Typed, known_names, names_in, typed
+from torchtrim.fixes.reading.typed import Typed, holds, known_names, names_in, typed
 from torchtrim.fixes.reading.uses import loads
 from torchtrim.fixes.writing.guarded import guarded, is_fallback, kinds_seen
 from torchtrim.fixes.writing.replace import (
@@ -164,10 +164,18 @@ def _look(plan: _Plan, values: Values, facts: Facts) -> None:
     plan.numeric |= condition.dtype != "bool"
     then = typed(branch.then, source, known, branch.then_before)
     other = _other(branch, source, known)
+    if not all(_holds(branch, source, known, guard) for guard in branch.guards):
+        raise Refused("what it gives for the ranks that were seen is not what it gave")
     if then is None or other is None or not _seen_so(values, then, other):
         facts.leave_open(_FACT)
         return
     _compare(plan, values, then, other, condition, known)
+
+
+def _holds(branch: Branch, source: Source, known: Mapping[str, Seen], guard: ast.expr) -> bool:
+    """Whether a guard inside a way holds for what was seen, and so wherever ranks and types are these."""
+    ways = (branch.then_before, branch.other_before)
+    return any(holds(guard, source, known, before) for before in ways)
 
 
 def _no_tensor(condition: ast.expr) -> str:

@@ -3,7 +3,8 @@
 An assignment of a Python number by indices that lie on the device makes a tensor of the number on the
 host and uploads it, and the upload is a host-device sync. `new_full` makes it where the tensor is, with
 the tensor's own type. An index of no dimensions, which would be read by the host, is given one:
-`x[index.view(1)]`. The same memory is written, however often an index is repeated.
+`x[index[None]]`. Where a type decides what is right, the one that was seen is tested for. The same memory is
+written, however often an index is repeated.
 
 Refused for a boolean mask, which does not upload, and where the number would be cut to fit. From 2.15 on
 torch does so itself, and nothing is written.
@@ -19,7 +20,7 @@ from torchtrim.fixes.reading.facts import Facts, Refused, Values, is_floating, i
 from torchtrim.fixes.reading.purity import is_pure
 from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.writing.dense import hoisted
-from torchtrim.fixes.writing.replace import atom, check_comments
+from torchtrim.fixes.writing.replace import atom, check_comments, torch_of
 from torchtrim.records.seen import Seen
 from torchtrim.sync.table.lookup import is_from
 
@@ -42,6 +43,7 @@ def find(source: Source) -> Iterator[Match]:
 
 def _is_made(value: ast.expr) -> bool:
     """Whether the value is a tensor that is made there, as this fix writes it."""
+    value = value.body if isinstance(value, ast.IfExp) else value
     makes = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)
     return makes and value.func.attr.startswith("new_")  # type: ignore[attr-defined]
 
@@ -77,30 +79,51 @@ def write(match: Match, facts: Facts) -> Writing:
     if not is_pure(match.parts["X"], source) or not is_pure(node.value, source):
         raise Refused("the expression there may do more than compute a value. Give it a name first")
     target, before = hoisted(source, match.parts["X"], "target", at=node)
-    value = Edit(
-        source.start(node.value),
-        source.end(node.value),
-        f"{target}.new_full((), {match.text('V')})",
-    )
+    made, imports = _made(match, facts, target)
+    value = Edit(source.start(node.value), source.end(node.value), made)
     tensor = match.parts["X"]
     renamed = [Edit(source.start(tensor), source.end(tensor), target)] if before else []
-    edits = (*before, *renamed, *_with_dimensions(match, facts, names), value)
+    edits = (*before, *imports, *renamed, *_with_dimensions(match, facts, names), value)
     check_comments(source, edits)
     return Writing(edits)
 
 
+def _made(match: Match, facts: Facts, target: str) -> tuple[str, tuple[Edit, ...]]:
+    """The number on the device; as it is where the tensor is of another type, which might not hold it."""
+    text, value = f"{target}.new_full((), {match.text('V')})", match.parts["V"]
+    if isinstance(value, ast.Constant) and value.value in range(128):
+        return text, ()
+    torch, imports = torch_of(match.source)
+    kind = facts.only(f"the type of `{target}`", lambda v: v.X.dtype, "")
+    return (
+        f"{text} if {target}.dtype == {torch}.{kind} else {match.text('V')}" if kind else text
+    ), imports
+
+
 def _with_dimensions(match: Match, facts: Facts, names: list[str]) -> Iterator[Edit]:
     """The edits that give a dimension to each index that has none."""
-    source = match.source
     for name in names:
-        node = match.parts[name]
         if facts.holds(lambda v, name=name: _is_single(getattr(v, name))):  # type: ignore[misc]
-            yield Edit(source.start(node), source.end(node), f"{atom(source, node)}[None]")
+            yield from _with_dimension(match, facts, name)
         else:
             facts.need(
                 f"`{match.text(name)}` has dimensions",
                 lambda v, name=name: not _is_single(getattr(v, name)),  # type: ignore[misc]
             )
+
+
+def _with_dimension(match: Match, facts: Facts, name: str) -> Iterator[Edit]:
+    """The index with a dimension, for the type that was seen: of another type it may be a mask, or none."""
+    source, node = match.source, match.parts[name]
+    if not is_pure(node, source):
+        raise Refused("the index there may do more than compute a value. Give it a name first")
+    torch, imports = torch_of(source)
+    yield from imports
+    text = atom(source, node)
+    kind = facts.only(f"the type of `{text}`", lambda v: str(getattr(v, name).dtype), "int64")
+    made = text if kind in _INDICES[:2] else f"{text}.long()"
+    new = f"{made}[None] if {text}.dtype == {torch}.{kind} else {source.segment(node)}"
+    yield Edit(source.start(node), source.end(node), new)
 
 
 def _is_single(value: Seen) -> bool:

@@ -33,7 +33,8 @@ def verify_report(
     """
     check_script(plan, workload)
     infers = is_of_calls(plan) and isinstance(workload, Script)
-    fitting = Fitting(workload, msgspec.structs.replace(request, infers=infers), progress)
+    asked = _with_round_trip(request, workload)
+    fitting = Fitting(workload, msgspec.structs.replace(asked, infers=infers), progress)
     original = fitting.observe()
     planned = fitting.run_planned(plan)
     certificate = fitting.verify(original, plan, planned)
@@ -55,6 +56,7 @@ def verify_pair(
         raise UsageError("compare a script with a script, or a live step with a live step.")
     if isinstance(one, TrainStep) != isinstance(other, TrainStep):
         raise UsageError("compare a step that trains with one that trains, or a call with a call.")
+    request = _with_round_trip(request, one)
     contest = Contest(one, other, request, request)
     original = _run(contest.original, request, "original", progress)
     report = report_of("verify", one, original)
@@ -98,6 +100,11 @@ def check_certificate(
     assert result.certificate is not None
     holds, notes = judged(old, result.certificate)
     return holds, with_notes(result, notes)
+
+
+def _with_round_trip(request: Request, workload: Workload) -> Request:
+    """Scripts save and load on the way; a live model stays as it is."""
+    return msgspec.structs.replace(request, round_trip=isinstance(workload, Script))
 
 
 def _run(workload: Workload, request: Request, what: str, progress: Progress) -> Trial:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import gc
 import os
@@ -64,6 +65,9 @@ class Listener:
 
     def update_ends(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
         """The parameter was updated."""
+
+    def loader_asked(self, workers: int) -> None:
+        """The loop is about to ask for a batch, of a loader with so many processes of its own."""
 
     def loader_waited(self, start_ns: int, end_ns: int, workers: int) -> None:
         """The loop waited this long for a batch."""
@@ -145,6 +149,16 @@ class Watcher:
         """Whether an optimizer stepped since the last top-level forward."""
         self._see_updates_by_hand()
         return self._steps is not None and self._steps.dirty
+
+    def follow(self) -> None:
+        """Watch this process, a copy of the one that was watched."""
+        self._pid = os.getpid()
+
+    @property
+    def would_end(self) -> bool:
+        """Whether a top-level forward, if it came now, would begin a new step."""
+        self._see_updates_by_hand()
+        return self._steps is not None and copy.deepcopy(self._steps).forward()
 
     def step_closed(self) -> None:
         """Who drives the loop has said that the step is over: the next forward does not."""
@@ -244,6 +258,8 @@ class Watcher:
         def following(iterator: Any) -> Any:
             if not self._here() or self._loading:
                 return original(iterator)
+            workers = int(getattr(iterator, "_num_workers", 0))
+            self._listener.loader_asked(workers)
             begin = time.perf_counter_ns()
             self._loading = True
             try:

@@ -35,7 +35,8 @@ class Request(Struct, frozen=True, kw_only=True):
     what it gave, -1 for none. `streams`: the order of an emulated device's streams; at once where it is
     empty. `host_memory`: bytes that a plan may take of the host's, None for no limit. `tunes`: the loader is
     to be tuned after the compared steps. `by_hand`: the plan's SEMANTIC techniques are applied as a person
-    would write them. `grows`: what grows from step to step is looked for.
+    would write them. `grows`: what grows from step to step is looked for. `round_trip`: before the last step
+    models and optimizers load what they would save.
     """
 
     plan: Plan | None = None
@@ -58,6 +59,7 @@ class Request(Struct, frozen=True, kw_only=True):
     tunes: Tunes | None = None
     by_hand: bool = False
     grows: bool = False
+    round_trip: bool = False
 
     @property
     def total(self) -> int:
@@ -77,7 +79,8 @@ class Step(Struct, kw_only=True):
     """One step: digests by `(quantity, name)` joined with a colon, in the order they were seen.
 
     `calls`: each kind of call of a root once. `inputs`: digests of what roots were called with. A loss that
-    is not finite, which JSON cannot say, is None.
+    is not finite, which JSON cannot say, is None. `left_bytes`: by how much more is alive after the step than
+    before it.
     """
 
     digests: dict[str, str] = {}
@@ -87,6 +90,7 @@ class Step(Struct, kw_only=True):
     seconds: float = 0.0
     peak_bytes: int = 0
     reserved_bytes: int | None = None
+    left_bytes: int = 0
 
 
 class Crash(Struct, frozen=True, kw_only=True):

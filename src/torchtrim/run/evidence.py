@@ -1,8 +1,9 @@
 """Evidence of what a step computed: a digest of every loss, output, gradient, parameter, state, buffer,
-attribute and random generator, by name."""
+attribute and random generator, by name; how often modules and their hooks were called, what they raised."""
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import hashlib
 import math
@@ -10,6 +11,7 @@ import random
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,11 +24,13 @@ from torchtrim.observe.optimizers import parameters_of
 from torchtrim.observe.recording import tensors_in
 from torchtrim.observe.spent import Spent
 from torchtrim.observe.watch import Listener
+from torchtrim.records.files import write_atomically
 from torchtrim.records.trial import Call, Step
 from torchtrim.run.attributes import attributes
 
 QUANTITIES = (
     "initial state",
+    "checkpoint",
     "loss",
     "output",
     "gradient",
@@ -37,6 +41,8 @@ QUANTITIES = (
     "input gradient",
     "attribute",
     "random state",
+    "call",
+    "exception",
 )
 
 _PLAIN = "plain "
@@ -66,6 +72,7 @@ class Evidence(Listener):
         self._counts: dict[str, int] = {}
         self._known_names: dict[int, str] | None = None
         self._inputs: dict[str, weakref.ref[torch.Tensor]] = {}
+        self._called: dict[int, list[int]] = {}
 
     def next_step(self) -> Step:
         """The step so far; the next one begins."""
@@ -73,7 +80,19 @@ class Evidence(Listener):
         self._counts.clear()
         self._known_names = None
         self._inputs.clear()
+        self._called.clear()
         return step
+
+    def is_called(self, module: nn.Module, depth: int) -> None:
+        """Count a call of a module and of its hooks, unless it runs again in backward."""
+        if depth < 0 or (self._graded and not torch.is_grad_enabled()):
+            return
+        number = self._modules.number(module)
+        if number >= 0:
+            counts = self._called.setdefault(number, [0, 0, 0])
+            counts[0] += 1
+            counts[1] += _own_hooks(module._forward_pre_hooks)
+            counts[2] += _own_hooks(module._forward_hooks)
 
     def module_starts(self, module: nn.Module, args: Any, kwargs: Any, depth: int) -> None:
         if depth != 0 or (self._graded and not torch.is_grad_enabled()):
@@ -94,6 +113,10 @@ class Evidence(Listener):
 
     def module_ends(self, module: nn.Module, output: Any, depth: int) -> None:
         if depth != 0 or (self._graded and not torch.is_grad_enabled()):
+            return
+        if output is None and (raised := sys.exc_info()[0]) is not None:
+            name = self._count(f"exception:{self._root_name(module)}")
+            self.step.digests[name] = raised.__qualname__
             return
         name = self._count(f"output:{self._root_name(module)}")
         for number, tensor in enumerate(tensors_in(output)):
@@ -149,6 +172,22 @@ class Evidence(Listener):
                 self.step.digests[f"attribute:{name}"] = f"{_PLAIN}{value}"
         for name, value in random_states():
             self.step.digests[f"random state:{name}"] = value
+        for number, counts in self._called.items():
+            self.step.digests[f"call:{self._modules.records[number].path}"] = repr(counts)
+
+    def round_trip(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Load what models and optimizers would save into them again, and add it."""
+        holders: dict[str, Any] = {**self._modules.roots}
+        holders |= {f"optimizer{number}": one for number, one in enumerate(optimizers)}
+        for name, holder in holders.items():
+            try:
+                saved = copy.deepcopy(holder.state_dict())
+                holder.load_state_dict(saved)
+            except Exception as error:
+                self.step.digests[f"checkpoint:{name}"] = f"raises {type(error).__name__}"
+                continue
+            for key, tensor in _saved_tensors(saved):
+                self._see(f"checkpoint:{name}.{key}", tensor)
 
     def _state_of(self, state: Mapping[Any, Any], owner: str) -> None:
         for key, value in state.items():
@@ -194,6 +233,21 @@ class Evidence(Listener):
                 self._keep(name, tensor)
 
 
+def _own_hooks(hooks: Mapping[int, Any]) -> int:
+    """How many hooks are the script's."""
+    named = (getattr(hook, "__module__", None) or type(hook).__module__ for hook in hooks.values())
+    return sum(not str(name).startswith("torchtrim.") for name in named)
+
+
+def _saved_tensors(saved: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a nested state, by the names on the way there."""
+    if isinstance(saved, torch.Tensor):
+        yield name, saved
+    elif isinstance(saved, Mapping):
+        for key, value in saved.items():
+            yield from _saved_tensors(value, f"{name}.{key}" if name else str(key))
+
+
 def kind_of(tensor: torch.Tensor) -> str:
     """`"float32[8, 3]"`."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
@@ -220,6 +274,12 @@ def bytes_of(tensor: torch.Tensor) -> bytes | memoryview:
     view = memoryview((ctypes.c_ubyte * size).from_address(flat.data_ptr()))
     shared = flat.data_ptr() == tensor.data_ptr() if tensor.device.type == "cpu" else False
     return view if shared else bytes(view)
+
+
+def keep_value(file: Path, tensor: torch.Tensor) -> None:
+    """Write a value as `verifier.compare.load_kept` reads it."""
+    header = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}\n".encode()
+    write_atomically(file, header + bytes(bytes_of(tensor)))
 
 
 def random_states() -> Iterator[tuple[str, str]]:

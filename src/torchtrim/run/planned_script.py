@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import io
 import os
 import runpy
 import sys
+from collections.abc import Callable
 from typing import NoReturn
 
 import torch
 from torch import nn
 
-from torchtrim.errors import ApplyFailed
+from torchtrim.errors import ApplyFailed, TorchtrimError
 from torchtrim.observe.modules import Modules
 from torchtrim.observe.optimizers import names_of
 from torchtrim.observe.watch import Listener, Watcher
@@ -21,6 +25,7 @@ from torchtrim.run.processes import LIFELINE, end_with_parent
 from torchtrim.run.script import Script
 from torchtrim.run.worker import run_target
 from torchtrim.techniques.apply import apply_plan
+from torchtrim.techniques.base import Handle
 from torchtrim.techniques.fingerprint import fingerprint_of
 from torchtrim.techniques.places import root_of
 
@@ -31,24 +36,33 @@ _EAGER = (
 _OURS = (__file__, worker.__file__, runpy.__file__)
 
 
-class Refused(BaseException):
-    """Raised in the script when the plan was made for another model."""
+class Ends(BaseException):
+    """Raised in the script where it must end, with the error. No `except Exception` catches it."""
+
+    def __init__(self, error: TorchtrimError) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
-class _Applier(Listener):
-    """Applies the plan to each root that it names; when all are there, the script is let alone."""
+class Applier(Listener):
+    """Applies the plan to each root that it names; when all are there, the script is let alone, unless it
+    `stays`."""
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._waits_for = {root_of(where) for one in plan.techniques for where in one.where}
-        self._modules = Modules()
+    def __init__(self, plan: Plan, *, stays: bool = False) -> None:
+        self.modules = Modules()
         self.watcher = Watcher(self)
+        self._plan = plan
+        self._stays = stays
+        self._waits_for = {root_of(where) for one in plan.techniques for where in one.where}
+        self._applied: list[Handle] = []
 
     def root_appears(self, root: nn.Module) -> None:
-        name = self._modules.add_root(root)
+        name = self.modules.add_root(root)
         expected = self._plan.fingerprint.get(name)
         if expected not in (None, fingerprint_of(root)):
-            raise Refused(f"the plan was made for another {name}; plan again for this one.")
+            raise Ends(
+                ApplyFailed(f"the plan was made for another {name}; plan again for this one.")
+            )
         self._apply(name, root)
 
     def optimizer_appears(self, optimizer: torch.optim.Optimizer) -> None:
@@ -57,47 +71,84 @@ class _Applier(Listener):
 
     def _apply(self, name: str, root: nn.Module | torch.optim.Optimizer) -> None:
         try:
-            apply_plan(self._plan, {name: root})
+            self._applied.append(apply_plan(self._plan, {name: root}))
         except ApplyFailed as error:
-            raise Refused(str(error)) from error
+            raise Ends(error) from error
         self._waits_for.discard(name)
-        if not self._waits_for:
+        if not self._waits_for and not self._stays:
             self.watcher.remove()
 
+    def revert(self) -> None:
+        """Take the plan back."""
+        while self._applied:
+            self._applied.pop().revert()
 
-def run_planned(script: Script, plan: Plan | None) -> None:
-    """Run the script as `python` would, planned. Its exceptions and exits are its own."""
+    def ended(self, error: BaseException | None) -> None:
+        """The script has ended, so or with an error."""
+
+
+def run_planned(script: Script, plan: Plan | None, applier: Applier | None = None) -> None:
+    """Run the script as `python` would, planned. Its exceptions and exits are its own.
+
+    `applier`: who applies the plan, if it does more.
+    """
     target = script.target if script.module else str(script.path)
     if lifeline := os.environ.pop(LIFELINE, ""):
         end_with_parent(int(lifeline))
     if plan is None or not plan.techniques:
         _as_python(script, target)
         return
-    applier = _Applier(plan)
+    applier = applier or Applier(plan)
     eagerly = Eagerly(_say_eager)
     eagerly.install()
     try:
         with applier.watcher:
-            _as_python(script, target)
-    except Refused as error:
-        raise ApplyFailed(str(error)) from None
+            _as_python(script, target, applier.ended)
+    except Ends as end:
+        raise end.error from None
     finally:
         eagerly.remove()
+        flush_files()
+
+
+_BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+
+
+def flush_files() -> None:
+    """Write out what the script's open files still hold.
+
+    A graph that runs the script's modules again keeps all of the script alive to the end of the process.
+    """
+    for one in gc.get_objects():
+        if issubclass(type(one), _BUFFERED):
+            with contextlib.suppress(OSError, ValueError):
+                one.flush()
 
 
 def _say_eager() -> None:
     print(_EAGER, file=sys.stderr, flush=True)
 
 
-def _as_python(script: Script, target: str) -> None:
+def _as_python(
+    script: Script, target: str, ended: Callable[[BaseException | None], None] = lambda _: None
+) -> None:
     try:
-        run_target(target, script.module, script.args)
+        _run(script, target, ended)
     except Exception as error:
         _show(error)
         _end(1)
     except KeyboardInterrupt as error:
         _show(error)
         _end(130)
+
+
+def _run(script: Script, target: str, ended: Callable[[BaseException | None], None]) -> None:
+    try:
+        run_target(target, script.module, script.args)
+    except BaseException as error:
+        ended(error)
+        raise
+    ended(None)
 
 
 def _show(error: BaseException) -> None:

@@ -28,11 +28,10 @@ from torchtrim.observe.storages import reachable_tensors, storage_bytes
 from torchtrim.observe.stream_frames import StreamFrames
 from torchtrim.observe.times import Times, with_times
 from torchtrim.observe.watch import Listener, Watcher
-from torchtrim.records.files import write_atomically
 from torchtrim.records.plan import Plan
 from torchtrim.records.profile import Profile, is_emulated
 from torchtrim.records.trial import Request, Trial
-from torchtrim.run.evidence import Evidence, bytes_of, digest_of, has_bits, kind_of
+from torchtrim.run.evidence import Evidence, digest_of, has_bits, keep_value, kind_of
 from torchtrim.run.exported import apply_exported
 from torchtrim.run.input_phase import InputPhase
 from torchtrim.techniques.apply import apply_plan
@@ -148,6 +147,9 @@ class Session(Listener):
         self.trial.steps.append(self._evidence.next_step())
         self._input.step_is_timed()
         self._look_for_growth()
+        request = self.trial.request
+        if request.round_trip and len(self.trial.steps) == request.total - 1:
+            self._timed(self._evidence.round_trip, self.watcher.optimizers)
         if self.complete:
             self._note_counts()
             self._times = Times(self._more_times(), self.trial.seconds, self._places)
@@ -340,7 +342,7 @@ class Session(Listener):
             watched = self._watched or NOTHING
             before = self._alive if watched.before is None else watched.before
             step.peak_bytes = before - self._ours_bytes + watched.peak if watched.peak else 0
-            step.reserved_bytes = watched.reserved
+            step.reserved_bytes, step.left_bytes = watched.reserved, watched.end
             self._alive += watched.end
             return
         if len(self.trial.steps) == self.trial.request.traced:
@@ -363,9 +365,7 @@ class Session(Listener):
         label = f"{len(self.trial.steps)}/{name}"
         keep = self.trial.request.keep
         if self._folder is not None and label in keep:
-            file = self._folder / f"kept-{keep.index(label)}"
-            header = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}\n".encode()
-            write_atomically(file, header + bytes(bytes_of(tensor)))
+            keep_value(self._folder / f"kept-{keep.index(label)}", tensor)
 
     def _look(self, operator: Any, given: Any) -> None:
         """Keep the user's line and a digest of what an operator gave; new memory holds anything."""
@@ -398,6 +398,8 @@ class Session(Listener):
             self._done()
         if (recording := self._recorded_or_none()) is not None:
             recording.module_starts(module, args, kwargs, depth)
+        if self._gathers():
+            self._evidence.is_called(module, depth)
         if depth == 0 and not (self.trial.request.dry or self.complete):
             self._timed(self._evidence.module_starts, module, args, kwargs, depth)
 

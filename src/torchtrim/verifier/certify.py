@@ -16,7 +16,7 @@ from torchtrim.errors import ApplyFailed, ScriptFailed
 from torchtrim.records.certificate import Certificate, Difference, Verdict
 from torchtrim.records.trial import Request, Trial
 from torchtrim.run.trials import Progress, Workload, run_trial
-from torchtrim.verifier.compare import compared, differences, largest_difference
+from torchtrim.verifier.compare import compared, differences, largest_difference, left_behind
 from torchtrim.verifier.coverage import coverage_of
 from torchtrim.verifier.locate import Parting, parting, said_of
 
@@ -24,6 +24,12 @@ NOISE_FACTOR = 2.0
 ROUNDING_LIMIT = 1e-2
 SHRINKS_BY = 1e4
 _MOST_KEPT = 48
+_CALLS_NAMES = """
+    recompute replay overwrite plain_optimizer offload_activations offload_optimizer optimizer_in_backward
+"""
+_LEFT = "memory:left behind"
+_CALLS_AS_BEFORE = frozenset(_CALLS_NAMES.split())
+_COUNTED = ("random state:", "step:", "hyperparameter:", "call:", "exception:", "memory:")
 
 
 class Contest(NamedTuple):
@@ -58,7 +64,7 @@ def certify(contest: Contest, original: Trial, planned: Trial, progress: Progres
     the original is run again, for what it differs from itself; and where the verdict is not that it is equal,
     both once more, for the operator at which they part.
     """
-    found = differences(original, planned)
+    found = _counted(contest, differences(original, planned)) + left_behind(original, planned)
     verdict: Verdict = "BITWISE"
     figures = Figures(0.0, 0.0)
     reason = "every bit of two runs agrees"
@@ -85,6 +91,14 @@ def certify(contest: Contest, original: Trial, planned: Trial, progress: Progres
         reason=reason,
         coverage=coverage_of(original),
     )
+
+
+def _counted(contest: Contest, found: list[str]) -> list[str]:
+    """Without counts of calls where a technique calls modules otherwise, as once for each part of a batch."""
+    plan = contest.planned_request.plan
+    if plan is None or all(one.name in _CALLS_AS_BEFORE for one in plan.techniques):
+        return found
+    return [one for one in found if not _name(one).startswith("call:")]
 
 
 def failed(original: Trial, error: Exception) -> Certificate:
@@ -136,7 +150,7 @@ def _name(label: str) -> str:
     return label.partition("/")[2]
 
 
-def _before_update(labels: Sequence[str]) -> Iterator[str]:
+def before_update(labels: Sequence[str]) -> Iterator[str]:
     """Those of the first step among these, as far as the gradients of its first update."""
     first = labels[0].partition("/")[0] if labels else ""
     graded = False
@@ -171,6 +185,8 @@ def _judge(
         return "NOT EQUAL", f"what is there, a shape or a NaN differs, first in {found[0]}"
     if figures.early > contest.limit:
         return "NOT EQUAL", f"the difference, {figures.early:.1e}, is too large for rounding"
+    if _name(found[0]) == _LEFT:
+        return "NOT EQUAL", "more is alive after each step than after the original's"
     if whole := [name for name in found if not _has_values(name)]:
         return "NOT EQUAL", f"what has no rounding differs, first {whole[0].partition('/')[2]}"
     shrunk = _in_double(contest, found, progress)
@@ -194,17 +210,17 @@ def _measure(
     contest: Contest, original: Trial, found: list[str], progress: Progress
 ) -> tuple[list[str], Figures]:
     """Run again and keep what differs: what of the original does not repeat itself, and by how much."""
-    names = _sample(found)
+    names = sample_of(found)
     with _folders(3) as (one, two, three):
         again = _attempt(contest.original, _keeping(contest.request, names), one, progress)
         noise = differences(original, again)
         if noise:
-            names = tuple(dict.fromkeys((*names, *_sample(noise))))
+            names = tuple(dict.fromkeys((*names, *sample_of(noise))))
             _attempt(contest.original, _keeping(contest.request, names), one, progress)
             _attempt(contest.original, _keeping(contest.request, names), three, progress)
         _attempt(contest.planned, _keeping(contest.planned_request, names), two, progress)
         noise_level = largest_difference(one, three, names) if noise else 0.0
-        early = tuple(_before_update(names))
+        early = tuple(before_update(names))
         return noise, Figures(
             largest_difference(one, two, names), noise_level, largest_difference(one, two, early)
         )
@@ -212,7 +228,7 @@ def _measure(
 
 def _in_double(contest: Contest, found: list[str], progress: Progress) -> float | None:
     """The largest difference when both run in float64; None if one cannot."""
-    names = _sample(found)
+    names = sample_of(found)
     with _folders(2) as (one, two):
         doubled = [
             _keeping(r, names, double=True) for r in (contest.request, contest.planned_request)
@@ -225,7 +241,7 @@ def _in_double(contest: Contest, found: list[str], progress: Progress) -> float 
         return largest_difference(one, two, names)
 
 
-def _sample(names: list[str]) -> tuple[str, ...]:
+def sample_of(names: list[str]) -> tuple[str, ...]:
     """The first of those that have values, and others spread over the rest."""
     valued = [name for name in names if _has_values(name)]
     if len(valued) <= _MOST_KEPT:
@@ -239,7 +255,7 @@ def _has_values(name: str) -> bool:
     """Whether it is of tensors: the states of random generators, settings and the count of steps are not."""
     if _name(name).startswith("attribute:"):
         return name.rpartition(".")[2].isdigit()
-    return not _name(name).startswith(("random state:", "step:", "hyperparameter:"))
+    return not _name(name).startswith(_COUNTED)
 
 
 def _keeping(request: Request, names: tuple[str, ...], *, double: bool = False) -> Request:

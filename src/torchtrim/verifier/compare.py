@@ -12,8 +12,18 @@ import torch
 from torchtrim.records.trial import Trial
 from torchtrim.run.evidence import QUANTITIES
 
-_PLURAL = {"loss": "losses", "random state": "random generators"}
-_SINGULAR = {"random state": "random generator"}
+_PLURAL = {
+    "loss": "losses",
+    "random state": "random generators",
+    "call": "counts of calls",
+    "checkpoint": "tensors saved and loaded",
+}
+_SINGULAR = {
+    "random state": "random generator",
+    "call": "count of calls",
+    "checkpoint": "tensor saved and loaded",
+}
+_MOST_LEFT = 4096
 
 
 def differences(one: Trial, other: Trial) -> list[str]:
@@ -25,6 +35,18 @@ def differences(one: Trial, other: Trial) -> list[str]:
     if len(one.steps) != len(other.steps):
         found.append(f"{min(len(one.steps), len(other.steps))}/step:count")
     return found
+
+
+def left_behind(one: Trial, other: Trial) -> list[str]:
+    """Where the other keeps more alive after each of the last two measured steps; empty for nowhere.
+
+    What is alive once, such as a buffer that is made in the first step, is none of that.
+    """
+    pairs = list(zip(one.steps, other.steps, strict=False))
+    last = [(a, b) for a, b in pairs if a.peak_bytes and b.peak_bytes][-2:]
+    later = min(len(pairs) - one.request.warmup - 1, len(last))
+    grows = later == 2 and all(b.left_bytes - a.left_bytes > _MOST_LEFT for a, b in last)
+    return [f"{len(pairs) - 1}/memory:left behind"] if grows else []
 
 
 def compared(one: Trial) -> tuple[str, ...]:

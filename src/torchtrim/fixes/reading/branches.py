@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchtrim.fixes.reading.names import assignment_before
 from torchtrim.fixes.reading.source import Source
@@ -20,7 +20,8 @@ class Branch:
 
     `target` is the name that is given the value, None where it is returned or is in an expression.
     `whole` is the `if`, None for an expression; `last` the statement that gives the other value where that
-    comes after the `if`. `other` is None where the target stays what it was.
+    comes after the `if`. `other` is None where the target stays what it was. `guards`: what must hold for
+    the values to be these, where they stand in `value if (x.dim(), y.dim()) == (2, 1) else original`.
     """
 
     test: ast.expr
@@ -31,6 +32,7 @@ class Branch:
     target: str | None = None
     whole: ast.If | ast.IfExp
     last: ast.Return | None = None
+    guards: tuple[ast.expr, ...] = ()
 
     @property
     def condition(self) -> ast.expr:
@@ -52,12 +54,26 @@ class Branch:
 def branches(source: Source) -> Iterator[Branch]:
     """Each such place of a source."""
     for node in source.at({(ast.If, ""), (ast.IfExp, "")}):
-        if isinstance(node, ast.IfExp):
+        if isinstance(node, ast.IfExp) and not is_guard(node.test):
             yield Branch(test=node.test, then=node.body, other=node.orelse, whole=node)
         elif isinstance(node, ast.If) and not _is_elif(source, node):
             found = _returns(source, node) or _assigns(node)
             if found is not None:
                 yield found
+
+
+def is_guard(test: ast.expr) -> bool:
+    """Whether a condition tests for the ranks that were seen, as what a fix keeps its original with does."""
+    calls = [one for one in ast.walk(test) if isinstance(one, ast.Call)]
+    only_ranks = all(isinstance(c.func, ast.Attribute) and c.func.attr == "dim" for c in calls)
+    return bool(calls) and only_ranks and isinstance(test, ast.Compare | ast.BoolOp)
+
+
+def _for_seen(value: ast.expr) -> tuple[ast.expr, tuple[ast.expr, ...]]:
+    """The value for the ranks that were seen, and the test for these where there is one."""
+    if isinstance(value, ast.IfExp) and is_guard(value.test):
+        return value.body, (value.test,)
+    return value, ()
 
 
 def origins(source: Source, branch: Branch) -> Assigns:
@@ -97,14 +113,16 @@ def _returns(source: Source, node: ast.If) -> Branch | None:
     other = _returned(after)
     if then is None or other is None:
         return None
+    (made, guard), (kept, guards) = map(_for_seen, (then[1].value, other[1].value))  # type: ignore[arg-type]
     return Branch(
         test=node.test,
-        then=then[1].value,  # type: ignore[arg-type]
-        other=other[1].value,
+        then=made,
+        other=kept,
         then_before=then[0],
         other_before=other[0],
         whole=node,
         last=None if node.orelse else other[1],
+        guards=(*guard, *guards),
     )
 
 
@@ -125,11 +143,14 @@ def _assigns(node: ast.If) -> Branch | None:
     then, other = node.body[0], node.orelse[0] if node.orelse else None
     if not isinstance(then, ast.Assign) or (target := _name(then)) is None:
         return None
+    made, guard = _for_seen(then.value)
+    branch = Branch(test=node.test, then=made, other=None, target=target, whole=node, guards=guard)
     if other is None:
-        return Branch(test=node.test, then=then.value, other=None, target=target, whole=node)
+        return branch
     if not isinstance(other, ast.Assign) or _name(other) != target:
         return None
-    return Branch(test=node.test, then=then.value, other=other.value, target=target, whole=node)
+    kept, guards = _for_seen(other.value)
+    return replace(branch, other=kept, guards=(*guard, *guards))
 
 
 def _name(assign: ast.Assign) -> str | None:

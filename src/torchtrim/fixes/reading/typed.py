@@ -58,6 +58,12 @@ class _Unknown(Exception):
     """Something in the expression is not known."""
 
 
+_MEANS_UNKNOWN = (
+    *(_Unknown, RuntimeError, TypeError, ValueError, IndexError, AttributeError),
+    ArithmeticError,
+)
+
+
 def typed(
     node: ast.expr, source: Source, known: Mapping[str, Seen], before: Iterable[ast.Assign] = ()
 ) -> Typed | None:
@@ -79,17 +85,22 @@ def typed(
             if not isinstance(result, torch.Tensor) or result.device.type != "meta":
                 return None
             reached = frozenset(_reached(result, leaves))
-    except (
-        _Unknown,
-        RuntimeError,
-        TypeError,
-        ValueError,
-        IndexError,
-        AttributeError,
-        ArithmeticError,
-    ):
+    except _MEANS_UNKNOWN:
         return None
     return Typed(str(result.dtype).removeprefix("torch."), tuple(result.shape), reached)
+
+
+def holds(
+    test: ast.expr, source: Source, known: Mapping[str, Seen], before: Iterable[ast.Assign] = ()
+) -> bool:
+    """Whether a test of ranks and types is known to hold after the assignments."""
+    space = _Space(source, {text: _value(seen) for text, seen in known.items()})
+    try:
+        for assign in before:
+            space.values[ast.unparse(assign.targets[0])] = space.value(assign.value)
+        return all(map(space.compares, test.values if isinstance(test, ast.BoolOp) else [test]))
+    except _MEANS_UNKNOWN:
+        return False
 
 
 def names_in(node: ast.AST, source: Source) -> Iterator[ast.expr]:
@@ -151,6 +162,13 @@ class _Space:
         if isinstance(node, ast.Attribute):
             return self._attribute(node)
         raise _Unknown
+
+    def compares(self, test: ast.expr) -> bool:
+        """Whether two values of Python's are equal."""
+        if not isinstance(test, ast.Compare) or not all(isinstance(o, ast.Eq) for o in test.ops):
+            raise _Unknown
+        values = [self.value(one) for one in (test.left, *test.comparators)]
+        return all(one == values[0] for one in values)
 
     def _operated(self, function: Callable[[Any, Any], Any], left: ast.AST, right: ast.AST) -> Any:
         torch = _torch()

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterable, Mapping, Sequence
 
 from torchtrim.fixes.base import Edit, Match
+from torchtrim.fixes.reading.branches import is_guard
 from torchtrim.fixes.reading.facts import Facts, Refused, is_tensor
 from torchtrim.fixes.reading.purity import is_pure, is_simple
 from torchtrim.fixes.reading.source import Source
@@ -53,6 +54,8 @@ def for_ranks_seen(
         test = _with_types(facts, texts, test, torch)
     if not test:
         return tuple(edits)
+    if (chosen := _in_place(match, edits, test)) is not None:
+        return chosen
     span, inner = _span(source, match, edits)
     made = {
         node.id
@@ -71,6 +74,43 @@ def for_ranks_seen(
     outer = [one for one in edits if one not in inner]
     returns = isinstance(span[1], ast.Return)
     return (*outer, *guarded(source, inner, span, test, returns=returns))
+
+
+_WIDTH = 100
+
+
+def _in_place(match: Match, edits: Sequence[Edit], test: str) -> tuple[Edit, ...] | None:
+    """The match's expression as `new if test else old`, so that its statement stays one.
+
+    None where more than the expression is edited.
+    """
+    source, node = match.source, match.node
+    if not isinstance(node, ast.expr) or any(_is_long(one) for one in ast.walk(node)):
+        return None
+    start, end = source.start(node), source.end(node)
+    inner = [one for one in edits if start <= one.start and one.end <= end]
+    block = source.block(source.statement(node))
+    first, last = source.line_start(block[0].lineno), source.end(block[-1])
+    outer = [one for one in edits if one not in inner]
+    if not inner or any(first <= one.start and one.end <= last for one in outer):
+        return None
+    new, old = _patched(source.text, inner, start, end), source.text[start:end]
+    return (*outer, Edit(start, end, _choice(source, node, new, test, old)))
+
+
+def _choice(source: Source, node: ast.expr, new: str, test: str, old: str) -> str:
+    """A conditional expression, on a line of its own for each part where it is long."""
+    outer = source.parents[node]
+    whole = isinstance(outer, ast.Return | ast.Assign)
+    text = f"{new} if {test} else {old}"
+    before = source.start(node) - source.line_start(node.lineno)
+    if "\n" not in text and before + len(text) + 2 <= _WIDTH:
+        return text if whole else f"({text})"
+    line = source.text[source.line_start(node.lineno) :].partition("\n")[0]
+    blanks = line[: len(line) - len(line.lstrip())]
+    new, old = _deeper(new, first=False), _deeper(old, first=False)
+    lines = ["(", f"{blanks}    {new}", f"{blanks}    if {test}", f"{blanks}    else {old}"]
+    return source.newline.join([*lines, f"{blanks})"])
 
 
 def _with_types(facts: Facts, texts: Mapping[str, str], test: str, torch: str) -> str:
@@ -113,6 +153,8 @@ def _span(
 _KEEPS_RANK = frozenset(
     (
         "clone",
+        "permute",
+        "transpose",
         "detach",
         "contiguous",
         "to",
@@ -222,12 +264,16 @@ def guarded(
 def _check_lines(source: Source, first: ast.stmt, last: ast.stmt) -> None:
     """Raises `Refused` for a text of several lines, which would not be the same deeper."""
     for node in ast.walk(source.tree):
-        text = isinstance(node, ast.JoinedStr) or (
-            isinstance(node, ast.Constant) and isinstance(node.value, str | bytes)
-        )
-        within = text and source.start(first) <= source.start(node) < source.end(last)
-        if within and node.lineno != node.end_lineno:  # type: ignore[attr-defined]
+        if _is_long(node) and source.start(first) <= source.start(node) < source.end(last):
             raise Refused("a text of several lines is in the statement. Give it a name first")
+
+
+def _is_long(node: ast.AST) -> bool:
+    """Whether it is a text of several lines."""
+    text = isinstance(node, ast.JoinedStr) or (
+        isinstance(node, ast.Constant) and isinstance(node.value, str | bytes)
+    )
+    return text and node.lineno != node.end_lineno  # type: ignore[attr-defined]
 
 
 def _patched(text: str, edits: Iterable[Edit], start: int, end: int) -> str:
@@ -238,8 +284,10 @@ def _patched(text: str, edits: Iterable[Edit], start: int, end: int) -> str:
     return "".join([*parts, text[at:end]])
 
 
-def _deeper(text: str) -> str:
-    return "\n".join(f"    {line}" if line.strip() else line for line in text.split("\n"))
+def _deeper(text: str, *, first: bool = True) -> str:
+    """The text four blanks to the right; its first line too, unless that stands behind something."""
+    deeper = [f"    {line}" if line.strip() else line for line in text.split("\n")]
+    return "\n".join(deeper if first else [text.partition("\n")[0], *deeper[1:]])
 
 
 def is_fallback(source: Source, node: ast.AST) -> bool:
@@ -248,9 +296,10 @@ def is_fallback(source: Source, node: ast.AST) -> bool:
     for outer in (*source.around(node), None):
         if isinstance(inner, ast.stmt) and _follows_guard(source, inner):
             return True
-        guarded_by = isinstance(outer, ast.If) and _is_guard(outer.test)
-        if guarded_by and any(one is inner for one in outer.orelse):  # type: ignore[union-attr]
-            return True
+        if isinstance(outer, ast.If | ast.IfExp) and is_guard(outer.test):
+            others = outer.orelse if isinstance(outer, ast.If) else [outer.orelse]
+            if any(one is inner for one in others):
+                return True
         inner = outer if outer is not None else inner
     return False
 
@@ -262,12 +311,6 @@ def _follows_guard(source: Source, statement: ast.stmt) -> bool:
     for one in source.block(statement):
         if one is statement:
             return False
-        if isinstance(one, ast.If) and _is_guard(one.test) and isinstance(one.body[-1], ast.Return):
+        if isinstance(one, ast.If) and is_guard(one.test) and isinstance(one.body[-1], ast.Return):
             return True
     return False
-
-
-def _is_guard(test: ast.expr) -> bool:
-    calls = [one for one in ast.walk(test) if isinstance(one, ast.Call)]
-    only_ranks = all(isinstance(c.func, ast.Attribute) and c.func.attr == "dim" for c in calls)
-    return bool(calls) and only_ranks and isinstance(test, ast.Compare | ast.BoolOp)
