@@ -61,6 +61,7 @@ class Estimate:
     ) -> None:
         self._progress = progress
         self._request = msgspec.structs.replace(request, dry=True, steps=0)
+        self._make = _maker(workload, self._request)
         self.workload, self._made_notes = _built(workload)
         self.device = _checked(self.workload, device)
         self.trial = self._run(self.workload)
@@ -214,8 +215,14 @@ class Estimate:
                 f"the batch has no tensor with a {what} length (dimension {dimension}), so it cannot be "
                 "made longer. Hand over a batch of tensors, samples first."
             )
-        workload = self.workload
-        return now, lambda length: workload.resized(dimension, now, length)
+        return now, lambda length: self._fresh().resized(dimension, now, length)
+
+    def _fresh(self) -> Model:
+        """The live workload; one that is sharded is made anew, since that cannot be taken back."""
+        if self._make is not None:
+            return _built(self._make)[0]  # type: ignore[return-value]
+        assert not isinstance(self.workload, Script)
+        return self.workload
 
     def _lengths_of_script(
         self, script: Script, what: str
@@ -335,6 +342,23 @@ def _built(workload: Workload | Callable[[], Model]) -> tuple[Workload, tuple[st
             f"the function gave {type(built).__name__}; it is to give a TrainStep or an Inference."
         )
     return built, dry.guesses.notes()
+
+
+def _maker(
+    workload: Workload | Callable[[], Model], request: Request
+) -> Callable[[], Model] | None:
+    """The function that makes the workload, where it is wanted again.
+
+    Raises `UsageError` for a live model that would be sharded.
+    """
+    if request.sharding is None or isinstance(workload, Script):
+        return None
+    if isinstance(workload, (TrainStep, Inference)):
+        raise UsageError(
+            "fully_shard changes a model for good, so the estimate makes one of its own: hand over a "
+            "function, `estimate(lambda: TrainStep(...), ranks=8)`. Nothing in it takes memory."
+        )
+    return workload
 
 
 def _checked(workload: Workload, device: str | None) -> str | None:

@@ -10,6 +10,7 @@ from msgspec import Struct
 from torchtrim.records.plan import Plan
 from torchtrim.records.profile import Profile
 from torchtrim.records.seen import Observed, Probe
+from torchtrim.records.sharding import Sharding
 
 
 class Request(Struct, frozen=True, kw_only=True):
@@ -24,7 +25,8 @@ class Request(Struct, frozen=True, kw_only=True):
     `measured`: figures are wanted, not only evidence. `exported`: the file of a module whose `apply`
     replaces the plan's. `traced`: the number of a step of which every operator is recorded with a digest of
     what it gave, -1 for none. `streams`: the order of an emulated device's streams; at once where it is
-    empty. `host_memory`: bytes that a plan may take of the host's, None for no limit.
+    empty. `host_memory`: bytes that a plan may take of the host's, None for no limit. `ranks`: of how many
+    this is to seem the first, in a dry run; 0 for none. `sharding`: shard its models over them.
     """
 
     plan: Plan | None = None
@@ -44,6 +46,8 @@ class Request(Struct, frozen=True, kw_only=True):
     traced: int = -1
     streams: str = ""
     host_memory: int | None = None
+    ranks: int = 0
+    sharding: Sharding | None = None
 
     @property
     def total(self) -> int:
@@ -100,7 +104,7 @@ class Trial(Struct, kw_only=True):
     the plans of the models' calls say that a call needs, None where a part has none. `processes`: how many
     the script started by itself, loaders' workers not counted. `digests`: of what each operator of the
     profile gave, in a step that was traced; `lines`: the user's own that led to each, and whether it asked
-    itself, not through `backward`.
+    itself, not through `backward`. `sharded`: the modules that were sharded one by one.
     """
 
     request: Request
@@ -122,6 +126,7 @@ class Trial(Struct, kw_only=True):
     digests: tuple[str, ...] = ()
     lines: tuple[tuple[str, int, bool], ...] = ()
     crash: Crash | None = None
+    sharded: tuple[str, ...] = ()
 
     @property
     def timed(self) -> list[Step]:

@@ -30,6 +30,7 @@ from torchtrim.records.profile import Profile, is_emulated
 from torchtrim.records.trial import Request, Trial
 from torchtrim.run.evidence import Evidence, bytes_of, digest_of, has_bits, kind_of
 from torchtrim.run.exported import apply_exported
+from torchtrim.run.sharded import Sharder
 from torchtrim.techniques.apply import apply_plan
 from torchtrim.techniques.base import Handle
 from torchtrim.techniques.fingerprint import fingerprint_of
@@ -89,6 +90,7 @@ class Session(Listener):
         self._times: Times | None = None
         self._digests: list[str] = []
         self._lines: list[tuple[str, int, bool]] = []
+        self._sharder = Sharder(request.sharding) if request.sharding is not None else None
 
     def root_appears(self, root: nn.Module) -> None:
         if self.trial.request.double:
@@ -96,6 +98,9 @@ class Session(Listener):
         name = self.modules.add_root(root)
         self.trial.fingerprint[name] = fingerprint_of(root)
         self._check(name)
+        if self._sharder is not None:
+            self._sharder.shard(name, root)
+            self.trial.sharded = tuple(self._sharder.blocks)
         if not (self.trial.request.dry or self.complete):
             self._timed(self._evidence.begins, name, root)
         self._apply(name, root)
@@ -103,6 +108,8 @@ class Session(Listener):
             self._settle_device(root)
 
     def optimizer_appears(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._sharder is not None:
+            self._sharder.adopt(optimizer)
         known = self.watcher.optimizers
         self._apply(names_of(known)[known.index(optimizer)], optimizer)
 

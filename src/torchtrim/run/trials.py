@@ -25,6 +25,7 @@ from torchtrim.observe.emulated.orders import Order
 from torchtrim.observe.snapshot import Snapshot
 from torchtrim.observe.workload import Inference, TrainStep
 from torchtrim.records.trial import Crash, Request, Trial
+from torchtrim.run.ranks import seeming_ranks
 from torchtrim.run.script import Script, failure, run_script
 from torchtrim.run.session import Session
 from torchtrim.run.wide import Wide
@@ -102,7 +103,8 @@ def _run_live(
     workload: TrainStep | Inference, request: Request, folder: Path, progress: Progress
 ) -> Trial:
     dry = request.dry
-    snapshot = Snapshot([workload.model], workload.optimizers, values=not dry)
+    kept = () if request.sharding is not None else (workload.model,)
+    snapshot = Snapshot(kept, workload.optimizers if kept else (), values=not dry)
     setting = Setting(request.device or "", "", str(Path.cwd()))
     if request.total > 1 and not dry:
         workload.prepare()
@@ -122,7 +124,12 @@ def _run_live(
             _widen(workload.optimizers, dtype)
         session.watcher.optimizers.extend(workload.optimizers)
         wide = Wide() if dtype is not None else contextlib.nullcontext()
-        with session.watcher, _running_dry(dry) as notes, wide:
+        with (
+            session.watcher,
+            _running_dry(dry) as notes,
+            wide,
+            seeming_ranks(request.ranks),
+        ):
             for number in range(request.total):
                 workload.step(0 if dry else number, dtype)
                 if not dry and number < request.total - 1:

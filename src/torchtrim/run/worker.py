@@ -37,6 +37,7 @@ from torchtrim.records.files import write_atomically
 from torchtrim.records.trial import Crash, Request, Trial
 from torchtrim.run.eagerly import NOTE, Eagerly
 from torchtrim.run.own_processes import OwnProcesses
+from torchtrim.run.ranks import seeming_ranks
 from torchtrim.run.script import OUTCOME, STATUS, TASK
 from torchtrim.run.session import Session
 from torchtrim.run.wide import Wide
@@ -98,7 +99,7 @@ class Runner:
             keep_freed_memory()
         if self._task.request.double:
             torch.set_default_dtype(torch.float64)
-        with self._dry():
+        with self._dry(), seeming_ranks(self._task.request.ranks):
             self._emulate()
             self._sources.install()
             self._eagerly.install()

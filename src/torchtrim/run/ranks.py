@@ -1,0 +1,72 @@
+"""Has this process be the first of many ranks, all of which only seem to be there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from torchtrim.errors import Unsupported, UsageError
+from torchtrim.observe.emulated.patches import Patches
+
+_LAUNCHED = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
+@contextlib.contextmanager
+def seeming_ranks(ranks: int) -> Iterator[None]:
+    """A process group of so many ranks, in which nothing is sent. None where `ranks` is 0.
+
+    What torchrun would set is set, and the program's own calls that begin or end a group do nothing.
+    Raises `UsageError` where this process is in a group already.
+    """
+    if not ranks:
+        yield
+        return
+    group = _group()
+    launched = {**_LAUNCHED, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    former = {name: os.environ.get(name) for name in launched}
+    patches = Patches()
+    os.environ.update(launched)
+    group.init_process_group("fake", store=_fake_store(), rank=0, world_size=ranks)
+    try:
+        patches.replace(group, "init_process_group", _ignored)
+        patches.replace(group, "destroy_process_group", _ignored)
+        yield
+    finally:
+        patches.undo()
+        group.destroy_process_group()
+        _restore(former)
+
+
+def _group() -> Any:
+    if not torch.distributed.is_available():
+        raise Unsupported(
+            "this torch was built without torch.distributed, so nothing can be sharded."
+        )
+    if torch.distributed.is_initialized():
+        raise UsageError(
+            "this process is in a process group already, and an estimate over ranks makes one of its own. "
+            "End it with torch.distributed.destroy_process_group(), or estimate in another process."
+        )
+    return torch.distributed
+
+
+def _fake_store() -> Any:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+def _ignored(*_: Any, **__: Any) -> None:
+    """The group is there."""
+
+
+def _restore(former: dict[str, str | None]) -> None:
+    for name, value in former.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
