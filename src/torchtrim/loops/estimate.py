@@ -27,6 +27,7 @@ from torchtrim.records.estimate import Estimated, Growth
 from torchtrim.records.finding import Finding
 from torchtrim.records.profile import Profile, is_emulated
 from torchtrim.records.report import Holder, Result
+from torchtrim.records.sharding import Sharded
 from torchtrim.records.trial import Request, Trial
 from torchtrim.report.assemble import figures_of
 from torchtrim.rules.prices import priced
@@ -60,7 +61,7 @@ class Estimate:
         progress: Progress = lambda _: None,
     ) -> None:
         self._progress = progress
-        self._request = msgspec.structs.replace(request, dry=True, steps=0)
+        self._request = _asked(msgspec.structs.replace(request, dry=True, steps=0))
         self._make = _maker(workload, self._request)
         self.workload, self._made_notes = _built(workload)
         self.device = _checked(self.workload, device)
@@ -71,7 +72,13 @@ class Estimate:
     @functools.cached_property
     def facts(self) -> Estimated:
         """What else is known; what recomputation would leave is searched for when first asked."""
-        return estimated(self.profile)
+        return msgspec.structs.replace(estimated(self.profile), sharded=self._sharded())
+
+    def _sharded(self) -> Sharded | None:
+        request = self._request
+        if not request.ranks:
+            return None
+        return Sharded(ranks=request.ranks, blocks=self.trial.sharded, options=request.sharding)
 
     @functools.cached_property
     def _unused(self) -> int:
@@ -342,6 +349,17 @@ def _built(workload: Workload | Callable[[], Model]) -> tuple[Workload, tuple[st
             f"the function gave {type(built).__name__}; it is to give a TrainStep or an Inference."
         )
     return built, dry.guesses.notes()
+
+
+def _asked(request: Request) -> Request:
+    """The request. Raises `UsageError` where it speaks of ranks that cannot be."""
+    if request.ranks < 0:
+        raise UsageError(f"{request.ranks} ranks: there is at least 1.")
+    if request.sharding is not None and not request.ranks:
+        raise UsageError(
+            "a model is sharded over ranks: say how many, --ranks 8, or estimate(..., ranks=8)."
+        )
+    return request
 
 
 def _maker(

@@ -98,14 +98,14 @@ class Session(Listener):
         name = self.modules.add_root(root)
         self.trial.fingerprint[name] = fingerprint_of(root)
         self._check(name)
-        if self._sharder is not None:
-            self._sharder.shard(name, root)
-            self.trial.sharded = tuple(self._sharder.blocks)
         if not (self.trial.request.dry or self.complete):
             self._timed(self._evidence.begins, name, root)
         self._apply(name, root)
         if len(self.modules.roots) == 1:
             self._settle_device(root)
+        if self._sharder is not None:
+            self._sharder.shard(name, root)
+            self.trial.sharded = tuple(self._sharder.blocks)
 
     def optimizer_appears(self, optimizer: torch.optim.Optimizer) -> None:
         if self._sharder is not None:

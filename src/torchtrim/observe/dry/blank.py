@@ -49,12 +49,11 @@ class Blanks:
         made: torch.UntypedStorage = self.tensor((size,), (1,), torch.uint8).untyped_storage()
         return made
 
-    def resize(self, storage: Any, size: int) -> Any:
-        """Give a blank storage another size: what `resized` says from now on. The storage is given back."""
+    def resize(self, storage: Any, size: int) -> None:
+        """Give a blank storage another size: what `resized` says from now on."""
         key = storage._cdata
         gone = weakref.ref(storage, lambda _: self._sizes.pop(key, None))
         self._sizes[key] = (gone, size)
-        return storage
 
     def resized(self, storage: Any) -> int | None:
         """The bytes of a storage that was resized, None for any other."""

@@ -13,6 +13,7 @@ from torch.autograd import profiler
 
 from torchtrim.observe.dry.machine import machine
 from torchtrim.observe.dry.mode import Dry
+from torchtrim.observe.emulated.device import current as emulated
 from torchtrim.observe.emulated.patches import Patches
 from torchtrim.observe.loader_sizes import patch_loaders
 from torchtrim.observe.modes import enter_below, leave
@@ -65,7 +66,10 @@ def _patch_storages(patches: Patches, dry: Dry) -> None:
 
     def resize_(storage: Any, size: int) -> Any:
         if dry.blanks.holds(storage.data_ptr()):
-            return dry.blanks.resize(storage, size)
+            dry.blanks.resize(storage, size)
+            if (emulation := emulated()) is not None:
+                emulation.tags.resized(storage)
+            return storage
         return resize(storage, size)
 
     def size_of(storage: Any) -> int:
