@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from torchtrim.errors import Unsupported, UsageError
 from torchtrim.observe.emulated.patches import Patches
@@ -16,11 +18,11 @@ _LAUNCHED = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER
 
 
 @contextlib.contextmanager
-def seeming_ranks(ranks: int) -> Iterator[None]:
+def seeming_ranks(ranks: int, *, sharded: bool = False) -> Iterator[None]:
     """A process group of so many ranks, in which nothing is sent. None where `ranks` is 0.
 
     What torchrun would set is set, and the program's own calls that begin or end a group do nothing.
-    Raises `UsageError` where this process is in a group already.
+    `sharded`: its models are to be, so `DistributedDataParallel` only calls what it is given. Raises `UsageError` where this process is in a group already.
     """
     if not ranks:
         yield
@@ -34,11 +36,47 @@ def seeming_ranks(ranks: int) -> Iterator[None]:
     try:
         patches.replace(group, "init_process_group", _ignored)
         patches.replace(group, "destroy_process_group", _ignored)
+        if sharded:
+            patches.replace(nn.parallel, "DistributedDataParallel", Alone)
+            patches.replace(nn.parallel.distributed, "DistributedDataParallel", Alone)
         yield
     finally:
         patches.undo()
         group.destroy_process_group()
         _restore(former)
+
+
+class Alone(nn.Module):
+    """Stands for `DistributedDataParallel` around a model that is sharded instead."""
+
+    def __init__(self, module: nn.Module, *_: Any, **__: Any) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's."""
+        return self.module(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Nothing: `fully_shard` reduces in every backward unless it is told otherwise."""
+        yield
+
+
+Alone.__name__ = "DistributedDataParallel"
+
+
+def reduce_in_place(root: nn.Module) -> None:
+    """Have a `DistributedDataParallel` take a gradient as it is for the mean over the ranks."""
+    if isinstance(root, DistributedDataParallel):
+        with contextlib.suppress(RuntimeError):  # it has a hook of the script's
+            root.register_comm_hook(None, lambda _, bucket: _done(bucket.buffer()))
+
+
+def _done(result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(result)
+    return done
 
 
 def _group() -> Any:

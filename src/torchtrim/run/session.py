@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtrim.errors import ApplyFailed
+from torchtrim.errors import ApplyFailed, Unsupported, UsageError
 from torchtrim.observe.allocator import NOTHING, Allocator, Watched, allocator_for, own, rss_bytes
 from torchtrim.observe.build import Setting
 from torchtrim.observe.emulated.device import current
@@ -30,6 +30,7 @@ from torchtrim.records.profile import Profile, is_emulated
 from torchtrim.records.trial import Request, Trial
 from torchtrim.run.evidence import Evidence, bytes_of, digest_of, has_bits, kind_of
 from torchtrim.run.exported import apply_exported
+from torchtrim.run.ranks import reduce_in_place
 from torchtrim.run.sharded import Sharder
 from torchtrim.techniques.apply import apply_plan
 from torchtrim.techniques.base import Handle
@@ -103,9 +104,20 @@ class Session(Listener):
         self._apply(name, root)
         if len(self.modules.roots) == 1:
             self._settle_device(root)
-        if self._sharder is not None:
+        self._shard(name, root)
+
+    def _shard(self, name: str, root: nn.Module) -> None:
+        """Shard it over the ranks that there seem to be, if that is wanted."""
+        if self.trial.request.ranks:
+            reduce_in_place(root)
+        if self._sharder is None:
+            return
+        try:
             self._sharder.shard(name, root)
-            self.trial.sharded = tuple(self._sharder.blocks)
+        except (UsageError, Unsupported) as error:
+            self.refused = ApplyFailed(str(error))
+            raise self.refused from error
+        self.trial.sharded = tuple(self._sharder.blocks)
 
     def optimizer_appears(self, optimizer: torch.optim.Optimizer) -> None:
         if self._sharder is not None:

@@ -30,16 +30,22 @@ class Sharder:
         from torch.distributed.fsdp import FSDPModule
 
         parameters = list(root.named_parameters(remove_duplicate=False))
-        if not parameters or any(isinstance(one, FSDPModule) for one in root.modules()):
+        if any(isinstance(one, FSDPModule) for one in root.modules()):
+            raise UsageError(
+                f"{name} is sharded already, by the program itself: leave --fsdp out, and --ranks is enough."
+            )
+        if not parameters:
             return
         found = list(self._blocks(root))
+        _check_shared(name, parameters, [path for path, _ in found])
         self.blocks += [f"{name}.{path}" for path, _ in found]
         options = self._options(parameters[0][1].device)
         try:
             for _, block in (*reversed(found), (name, root)):
                 _fully_shard(block, options)
         except (AssertionError, ValueError, NotImplementedError) as error:
-            raise Unsupported(_refused(name, error)) from error
+            first = (str(error).splitlines() or [type(error).__name__])[0]
+            raise Unsupported(_refused(name, first)) from error
         after = dict(root.named_parameters(remove_duplicate=False))
         for path, one in parameters:
             self._shards[one] = after[path]
@@ -60,7 +66,7 @@ class Sharder:
         found = [
             (path, one)
             for path, one in every
-            if any(fnmatchcase(path, pattern) for pattern in patterns)
+            if any(fnmatchcase(path.removeprefix("module."), pattern) for pattern in patterns)
             and any(True for _ in one.parameters())
         ]
         if not found:
@@ -115,16 +121,27 @@ def _usual(module: nn.Module) -> type | None:
     return kind if count > 1 else None
 
 
+def _check_shared(
+    name: str, parameters: list[tuple[str, nn.Parameter]], blocks: list[str]
+) -> None:
+    """Raises `Unsupported` for a parameter of two blocks, or of one and what is outside of all."""
+    owners: dict[int, tuple[str, str]] = {}
+    for path, parameter in parameters:
+        owner = max((one for one in blocks if path.startswith(f"{one}.")), key=len, default="")
+        first, before = owners.setdefault(id(parameter), (path, owner))
+        if before != owner:
+            raise Unsupported(_refused(name, f"{first} and {path} are one parameter."))
+
+
 def _fully_shard(block: nn.Module, options: dict[str, Any]) -> None:
     from torch.distributed.fsdp import fully_shard
 
     fully_shard(block, **options)
 
 
-def _refused(name: str, error: Exception) -> str:
-    first = (str(error).splitlines() or [type(error).__name__])[0]
+def _refused(name: str, why: str) -> str:
     return (
-        f"fully_shard refuses {name}: {first} Say which modules are to be sharded one by one with "
+        f"fully_shard cannot shard {name}: {why} Say which modules are to be sharded one by one with "
         "--fsdp-blocks PATTERN: parameters that are shared have to lie in one of them, or outside of all."
     )
 

@@ -128,7 +128,7 @@ def _run_live(
             session.watcher,
             _running_dry(dry) as notes,
             wide,
-            seeming_ranks(request.ranks),
+            seeming_ranks(request.ranks, sharded=request.sharding is not None),
         ):
             for number in range(request.total):
                 workload.step(0 if dry else number, dtype)

@@ -99,7 +99,8 @@ class Runner:
             keep_freed_memory()
         if self._task.request.double:
             torch.set_default_dtype(torch.float64)
-        with self._dry(), seeming_ranks(self._task.request.ranks):
+        request = self._task.request
+        with self._dry(), seeming_ranks(request.ranks, sharded=request.sharding is not None):
             self._emulate()
             self._sources.install()
             self._eagerly.install()
