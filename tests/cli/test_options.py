@@ -25,7 +25,8 @@ OPTIONS = {
     "doctor": ("--json",),
     "estimate": (
         *("--module", "-m", "--timeout", "--device", "--json", "--format"),
-        *("--fits", "--max-batch", "--out", "--no-source"),
+        *("--fits", "--max-batch", "--out", "--no-source", "--ranks", "--fsdp", "--fsdp-blocks"),
+        *("--fsdp-dtype", "--fsdp-no-reshard", "--fsdp-offload"),
     ),
     "explain": ("--json",),
     "export": ("--perfetto", "--no-source"),

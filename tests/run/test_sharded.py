@@ -152,7 +152,9 @@ def test_ranks_are_wanted() -> None:
 
 
 def test_a_pattern_that_nothing_matches_is_refused() -> None:
-    with pytest.raises(ApplyFailed, match=r"no module with parameters matches 'blocks\.\*'.*layers"):
+    with pytest.raises(
+        ApplyFailed, match=r"no module with parameters matches 'blocks\.\*'.*layers"
+    ):
         estimated("layered", 4, Sharding(blocks=("blocks.*",)))
 
 

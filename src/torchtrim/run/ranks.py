@@ -22,7 +22,8 @@ def seeming_ranks(ranks: int, *, sharded: bool = False) -> Iterator[None]:
     """A process group of so many ranks, in which nothing is sent. None where `ranks` is 0.
 
     What torchrun would set is set, and the program's own calls that begin or end a group do nothing.
-    `sharded`: its models are to be, so `DistributedDataParallel` only calls what it is given. Raises `UsageError` where this process is in a group already.
+    `sharded`: its models are to be, so `DistributedDataParallel` only calls what it is given. Raises
+    `UsageError` where this process is in a group already.
     """
     if not ranks:
         yield

@@ -121,9 +121,7 @@ def _usual(module: nn.Module) -> type | None:
     return kind if count > 1 else None
 
 
-def _check_shared(
-    name: str, parameters: list[tuple[str, nn.Parameter]], blocks: list[str]
-) -> None:
+def _check_shared(name: str, parameters: list[tuple[str, nn.Parameter]], blocks: list[str]) -> None:
     """Raises `Unsupported` for a parameter of two blocks, or of one and what is outside of all."""
     owners: dict[int, tuple[str, str]] = {}
     for path, parameter in parameters:
