@@ -42,7 +42,7 @@ from torchtrim.run.sharded import repeated
 
 WORLDS = (2, 4)
 FAR_WORLDS = (8, 1024)
-_PAUSE = 0.03
+_PAUSE = 0.1
 MODELS = ("mlp", "gpt2", "llama", "vit", "resnet", "t5", "bert", "qwen2", "mixer", "convnext")
 CASES: dict[str, Sharding] = {
     "plain": Sharding(),

@@ -221,7 +221,8 @@ def bytes_of(tensor: torch.Tensor) -> bytes | memoryview:
 
     Of a wrapper, such as a tensor of several ranks, those of what it wraps here.
     """
-    if is_traceable_wrapper_subclass(tensor):
+    wrapper: Any = tensor
+    if is_traceable_wrapper_subclass(wrapper):
         return b"".join(bytes(bytes_of(part)) for part in parts_of(tensor))
     flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     size = flat.numel() * flat.element_size()
