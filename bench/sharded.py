@@ -1,14 +1,16 @@
 """Estimated peaks of a rank beside measured ones, for models that FSDP2 shards.
 
-    python -m bench.sharded [--part measured|oracle] [--only NAME ...] [--worlds N ...] [--cases CASE ...]
+    python -m bench.sharded [--part measured|oracle|llama] [--only NAME ...] [--worlds N ...] [--save]
 
 Measured: each of 2 and 4 processes over gloo shards the model for real and trains it for two steps; the
 second is watched by the allocator's own events, and the rank that needs most counts. Gloo's threads let go
 of a collective's buffers a moment after it, by chance before or after the next operator: each process
 pauses there, so that what is measured is the program's. Estimated: the same step from one process.
 
-The oracle is torch's `FSDPMemTracker` at 8 and 1,024 ranks, on fake tensors. It knows of no scratch of
-kernels, so it is compared with the tracked peak. `--save` keeps the results.
+The oracle is torch's `FSDPMemTracker` in a group of 8 and 1,024 ranks that only seem to be there. It knows of
+no scratch of kernels, so it is compared with the tracked peak.
+
+`llama`: Llama-3-8B, a sequence of 4,096 words on each of 8 H100s; what is answered, and in how many seconds.
 """
 
 from __future__ import annotations
@@ -26,14 +28,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.multiprocessing.spawn import spawn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from bench import machine, models, zoo
+from bench import llama, machine, models, zoo
 from bench.estimates import measured
 from torchtrim import Sharding, TrainStep, estimate
 from torchtrim.observe.recording import tensors_in
@@ -147,15 +148,13 @@ def tracked_by_torch(name: str, world: int) -> int:
     """The peak that `FSDPMemTracker` tells, of the second step."""
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
-        mesh = init_device_mesh("cpu", (world,))
-        with FakeTensorMode():
-            work = shard(name, mesh, CASES["plain"])
-            tracker = FSDPMemTracker(work.model, work.optimizers[0])
-            tracker.track_inputs(tuple(tensors_in(work.batch)))
-            for _ in range(2):
-                tracker.reset_mod_stats()
-                with tracker:
-                    work.step(0)
+        work = shard(name, init_device_mesh("cpu", (world,)), CASES["plain"])
+        tracker = FSDPMemTracker(work.model, work.optimizers[0])
+        tracker.track_inputs(tuple(tensors_in(work.batch)))
+        for _ in range(2):
+            tracker.reset_mod_stats()
+            with tracker:
+                work.step(0)
         return max(one["Total"] for one in tracker.get_tracker_snapshot("peak").values())
     finally:
         torch.distributed.destroy_process_group()
@@ -173,15 +172,48 @@ def compared(name: str, world: int, case: str) -> dict[str, Any]:
     return {**real, **guess, "error": guess["estimated"] / real["measured"] - 1}
 
 
+def eight_billion() -> TrainStep:
+    """A step of Llama-3-8B with AdamW."""
+    model = llama.Llama()
+    ids = torch.randint(128_256, (1, 4097))
+    return TrainStep(model, llama.loss, torch.optim.AdamW(model.parameters()), ids)
+
+
+def of_llama() -> dict[str, Any]:
+    """What is said of it on 8 H100s, for each case."""
+    found = {}
+    for case, sharding in CASES.items():
+        began = time.perf_counter()
+        one = estimate(eight_billion, device="h100", ranks=8, fsdp=sharding)
+        fits, kinds = one.fits("80GiB"), one.by_kind
+        seconds = time.perf_counter() - began
+        found[case] = {
+            "peak": one.peak_bytes,
+            "reserved": one.reserved_bytes,
+            "fits_80GiB": fits,
+            "by_kind": kinds,
+            "recomputed": one.facts.recomputed_bytes,
+            "seconds": round(seconds, 1),
+            "seconds_with_recomputation": round(time.perf_counter() - began, 1),
+        }
+        print(case, found[case], flush=True)
+    return found
+
+
 def main() -> None:
     """Run what was asked for, print a line for each, and save."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", default=MODELS)
     parser.add_argument("--cases", nargs="*", default=list(CASES))
     parser.add_argument("--worlds", nargs="*", type=int)
-    parser.add_argument("--part", choices=("measured", "oracle"), default="measured")
+    parser.add_argument("--part", choices=("measured", "oracle", "llama"), default="measured")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
+    if options.part == "llama":
+        sizes = of_llama()
+        if options.save:
+            machine.save("sharded_llama", {"cases": sizes})
+        return
     oracle = options.part == "oracle"
     torch.set_num_threads(1)
     zoo.import_libraries()

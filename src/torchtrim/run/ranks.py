@@ -37,6 +37,7 @@ def seeming_ranks(ranks: int, *, sharded: bool = False) -> Iterator[None]:
     try:
         patches.replace(group, "init_process_group", _ignored)
         patches.replace(group, "destroy_process_group", _ignored)
+        _patch_dtensor(patches)
         if sharded:
             patches.replace(nn.parallel, "DistributedDataParallel", Alone)
             patches.replace(nn.parallel.distributed, "DistributedDataParallel", Alone)
@@ -97,6 +98,19 @@ def _fake_store() -> Any:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
+
+
+def _patch_dtensor(patches: Patches) -> None:
+    """A shard's random numbers are drawn as they come, since ranks that are not there agree on none; and
+    results' shapes are asked of the host, since a device that is not there has no fake tensors."""
+    from torch.distributed.tensor import _dispatch, _op_schema
+
+    def like(spec: Any) -> torch.Tensor:
+        meta = spec.tensor_meta
+        return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="cpu")
+
+    patches.replace(_dispatch, "is_rng_supported_mesh", lambda _: False)
+    patches.replace(_op_schema, "_rebuild_tensor_from_dtensor_meta", like)
 
 
 def _ignored(*_: Any, **__: Any) -> None:

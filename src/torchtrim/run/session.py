@@ -39,6 +39,10 @@ from torchtrim.techniques.fingerprint import fingerprint_of
 _BY_HAND = (
     "no optimizer of torch.optim steps, so a step ends where the script changed parameters itself"
 )
+_RANKS = (
+    "of the first rank, whose shards are the largest; what the communication library keeps for itself is "
+    "not counted"
+)
 Progress = Callable[[str], None]
 
 
@@ -91,6 +95,7 @@ class Session(Listener):
         self._times: Times | None = None
         self._digests: list[str] = []
         self._lines: list[tuple[str, int, bool]] = []
+        self.trial.notes += (_RANKS,) if request.ranks else ()
         self._sharder = Sharder(request.sharding) if request.sharding is not None else None
 
     def root_appears(self, root: nn.Module) -> None:
