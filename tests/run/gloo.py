@@ -7,8 +7,8 @@ after it, by chance before or after the next operator.
 from __future__ import annotations
 
 import json
-import os
-import socket
+import multiprocessing
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -113,20 +113,13 @@ def sharded(name: str, **options: Any) -> TrainStep:
     return TrainStep(work.model, loss, optimizer, work.batch)
 
 
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return int(found.getsockname()[1])
-
-
-def measure(rank: int, world: int, port: int, folder: str) -> None:
+def measure(rank: int, world: int, folder: Path) -> None:
     """Train each for two steps, and leave what the second was measured to need."""
     torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=world)
+    meeting = (folder / "meeting").as_uri()
+    torch.distributed.init_process_group("gloo", meeting, rank=rank, world_size=world)
     found = {name: _needed(profile_of(sharded(name))) for name in WORKLOADS}
-    Path(folder, str(rank)).write_text(json.dumps(found))
+    (folder / str(rank)).write_text(json.dumps(found))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
@@ -146,3 +139,19 @@ def profile_of(work: TrainStep) -> Profile:
     profile = session.finish().profile
     assert profile is not None
     return profile
+
+
+def main() -> None:
+    """`python -m run.gloo WORLD FOLDER`: so many processes, which are forks of this one."""
+    world, folder = int(sys.argv[1]), Path(sys.argv[2])
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=measure, args=(rank, world, folder)) for rank in range(world)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    sys.exit(max(abs(rank.exitcode or 0) for rank in ranks))
+
+
+if __name__ == "__main__":
+    main()
