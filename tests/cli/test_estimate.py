@@ -82,6 +82,17 @@ def test_a_script_of_torchruns_as_it_is(tmp_path: Path) -> None:
     assert found["parameter_bytes"] == found["gradient_bytes"] == 4 * (4 * 65 * 64 + 65 * 8)
 
 
+@pytest.mark.slow
+def test_a_script_that_shards_by_itself(tmp_path: Path) -> None:
+    report = json.loads(
+        run(tmp_path, "--ranks", "8", "--device", "h100", "--json", script="sharded.py").stdout
+    )
+    weights = 4 * (64 * 64 + 64) * 4 + (64 * 8 + 8) * 4
+    assert report["estimated"]["parameter_bytes"] == report["estimated"]["gradient_bytes"]
+    assert weights / 4 <= report["estimated"]["parameter_bytes"] <= weights / 4 + 512 * 10
+    assert report["original"]["by_kind"]["gathered"] > 0
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [(("--fsdp",), "--ranks 8"), (("--ranks", "8", "--fsdp-offload"), "give --fsdp besides")],
