@@ -65,7 +65,7 @@ def test_an_amount_that_is_none(tmp_path: Path) -> None:
 
 
 def test_a_process_of_eight(tmp_path: Path) -> None:
-    result = run(tmp_path, "--ranks", "8", "--fsdp", "--fits", "1MiB", script="ranks.py")
+    result = run(tmp_path, "--ranks", "8", "--fsdp", "--fits", "1MiB", script="replicated.py")
     assert result.exit_code == 0
     said = " ".join(result.stdout.split())
     assert "Fits" in said
@@ -76,7 +76,7 @@ def test_a_process_of_eight(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_script_of_torchruns_as_it_is(tmp_path: Path) -> None:
-    result = run(tmp_path, "--ranks", "8", "--json", script="ranks.py")
+    result = run(tmp_path, "--ranks", "8", "--json", script="replicated.py")
     found = json.loads(result.stdout)["estimated"]
     assert found["sharded"] == {"ranks": 8, "blocks": [], "options": None}
     assert found["parameter_bytes"] == found["gradient_bytes"] == 4 * (4 * 65 * 64 + 65 * 8)

@@ -24,7 +24,7 @@ from torchtrim import Sharding, UsageError
 from torchtrim.errors import ApplyFailed
 from torchtrim.observe.recording import tensors_in
 from torchtrim.planner.estimate import unused_bytes
-from torchtrim.run.ranks import seeming_ranks
+from torchtrim.run.seeming import seeming_ranks
 from torchtrim.run.sharded import repeated
 
 ROOT = Path(__file__).parents[2]

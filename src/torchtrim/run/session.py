@@ -30,7 +30,7 @@ from torchtrim.records.profile import Profile, is_emulated
 from torchtrim.records.trial import Request, Trial
 from torchtrim.run.evidence import Evidence, bytes_of, digest_of, has_bits, kind_of
 from torchtrim.run.exported import apply_exported
-from torchtrim.run.ranks import reduce_in_place
+from torchtrim.run.seeming import reduce_in_place
 from torchtrim.run.sharded import Sharder
 from torchtrim.techniques.apply import apply_plan
 from torchtrim.techniques.base import Handle

@@ -25,8 +25,8 @@ from torchtrim.observe.emulated.orders import Order
 from torchtrim.observe.snapshot import Snapshot
 from torchtrim.observe.workload import Inference, TrainStep
 from torchtrim.records.trial import Crash, Request, Trial
-from torchtrim.run.ranks import seeming_ranks
 from torchtrim.run.script import Script, failure, run_script
+from torchtrim.run.seeming import seeming_ranks
 from torchtrim.run.session import Session
 from torchtrim.run.wide import Wide
 from torchtrim.run.worker import Task

@@ -37,8 +37,8 @@ from torchtrim.records.files import write_atomically
 from torchtrim.records.trial import Crash, Request, Trial
 from torchtrim.run.eagerly import NOTE, Eagerly
 from torchtrim.run.own_processes import OwnProcesses
-from torchtrim.run.ranks import seeming_ranks
 from torchtrim.run.script import OUTCOME, STATUS, TASK
+from torchtrim.run.seeming import seeming_ranks
 from torchtrim.run.session import Session
 from torchtrim.run.wide import Wide
 from torchtrim.techniques.failing import place_of
