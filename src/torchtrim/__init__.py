@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from torchtrim.records.files import load_profile as load_profile
     from torchtrim.records.files import save_plan as save_plan
     from torchtrim.records.files import save_profile as save_profile
+    from torchtrim.records.sharding import Sharding as Sharding
     from torchtrim.run.script import Script as Script
     from torchtrim.stream import StateStore as StateStore
     from torchtrim.stream import bound_caches as bound_caches
@@ -103,6 +104,7 @@ _HOMES = {
         "try_lifetimes",
     ),
     "torchtrim.records": ("Certificate", "Finding", "Plan", "Profile"),
+    "torchtrim.records.sharding": ("Sharding",),
     "torchtrim.records.files": ("load_plan", "load_profile", "save_plan", "save_profile"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from torchtrim.records.profile import Profile
     from torchtrim.records.report import Figures
     from torchtrim.records.report import Result as Result
+    from torchtrim.records.sharding import Sharding as Sharding
     from torchtrim.records.trial import Request as Request
     from torchtrim.records.trial import Tunes as Tunes
     from torchtrim.report.changes import compare as compare
@@ -106,6 +107,7 @@ _HOMES = {
     "torchtrim.observe.trace": ("diagnose_traces",),
     "torchtrim.observe.versions": ("untested_torch",),
     "torchtrim.records.report": ("Result",),
+    "torchtrim.records.sharding": ("Sharding",),
     "torchtrim.records.trial": ("Request", "Tunes"),
     "torchtrim.report.changes": ("compare",),
     "torchtrim.rules.allow": ("Site", "hold", "near", "sites", "updated"),
@@ -318,18 +320,28 @@ def estimate(
     workload: Workload | Callable[[], Model],
     *,
     device: str | None = None,
+    ranks: int = 0,
+    fsdp: bool | Sharding = False,
     progress: Progress = _silent,
 ) -> Estimate:
     """What a step would need, without running it: nothing is computed, and nothing takes memory.
 
     `workload` may be a function that makes one; then what it makes takes no memory either, so that a
     model can be estimated that does not fit here. `device`: `"cpu"`, by default; the name of a GPU to
-    estimate for, such as `"h100"`; or `"emulated"` for any. Raises `UsageError` for what is no workload,
-    and `Unsupported` for an operator of which nobody knows what it gives.
+    estimate for, such as `"h100"`; or `"emulated"` for any. `ranks`: of how many processes this is to be the
+    first, and the one whose memory is told; no other is started. `fsdp`: its model is sharded over them with
+    `fully_shard`; a `Sharding` says how. `workload` then is a function or a script.
+
+    Raises `UsageError` for what is no workload, and `Unsupported` for an operator of which nobody knows what
+    it gives and for a model that `fully_shard` refuses.
     """
     from torchtrim.loops.estimate import Estimate
+    from torchtrim.records.sharding import Sharding
+    from torchtrim.records.trial import Request
 
-    return Estimate(workload, device=device, progress=progress)
+    sharding = fsdp if isinstance(fsdp, Sharding) else Sharding() if fsdp else None
+    request = Request(steps=0, dry=True, ranks=ranks, sharding=sharding)
+    return Estimate(workload, device=device, request=request, progress=progress)
 
 
 def find_batch(

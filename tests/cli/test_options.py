@@ -27,7 +27,8 @@ OPTIONS = {
     "doctor": ("--json",),
     "estimate": (
         *("--module", "-m", "--timeout", "--device", *SHOWN),
-        *("--fits", "--max-batch", "--out", "--no-source"),
+        *("--fits", "--max-batch", "--out", "--no-source", "--ranks", "--fsdp", "--fsdp-blocks"),
+        *("--fsdp-dtype", "--fsdp-no-reshard", "--fsdp-offload"),
     ),
     "explain": ("--json",),
     "export": ("--perfetto", "--no-source"),

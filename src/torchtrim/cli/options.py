@@ -17,7 +17,7 @@ from torchtrim.records.allowance import allowance
 from torchtrim.units import parse_bytes
 
 if TYPE_CHECKING:
-    from torchtrim.api import Request, Script
+    from torchtrim.api import Request, Script, Sharding
 
 FORMATS = ("text", "json", "sarif", "github", "markdown")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -247,6 +247,65 @@ def writes(function: F) -> F:
         metavar="FOLDER",
         help="Where files go; torchtrim-out/SCRIPT by default.",
     )(function)
+
+
+_SHARDS = (
+    click.option(
+        "--ranks",
+        type=click.IntRange(1, 1_000_000),
+        metavar="N",
+        help="Estimate one process of N. None is started, and a script of torchrun's runs as its first.",
+    ),
+    click.option(
+        "--fsdp", is_flag=True, help="Shard the model over the ranks with fully_shard (FSDP2)."
+    ),
+    click.option(
+        "--fsdp-blocks",
+        multiple=True,
+        metavar="PATTERN",
+        help="The modules that are sharded one by one: layers.*; by default those that repeat. "
+        "May be given again.",
+    ),
+    click.option(
+        "--fsdp-dtype",
+        type=click.Choice(["bfloat16", "float16"]),
+        help="The type in which a sharded model computes; gradients are reduced in float32.",
+    ),
+    click.option(
+        "--fsdp-no-reshard",
+        is_flag=True,
+        help="Keep the gathered parameters of all blocks from forward to backward.",
+    ),
+    click.option(
+        "--fsdp-offload",
+        is_flag=True,
+        help="Keep shards, their gradients and optimizer state on the host.",
+    ),
+)
+
+
+def shards(function: F) -> F:
+    """Over how many ranks, and how a model is sharded over them."""
+    for decorate in reversed(_SHARDS):
+        function = decorate(function)
+    return function
+
+
+def sharding_of(options: dict[str, Any]) -> Sharding | None:
+    """How the options have a model sharded. Raises `UsageError` where they speak of it without --fsdp."""
+    from torchtrim.api import Sharding
+
+    told = Sharding(
+        blocks=tuple(options["fsdp_blocks"]),
+        reshard=not options["fsdp_no_reshard"],
+        compute=options["fsdp_dtype"] or "",
+        offload=options["fsdp_offload"],
+    )
+    if told != Sharding() and not options["fsdp"]:
+        raise UsageError("--fsdp-... says how a model is sharded: give --fsdp besides.")
+    if options["fsdp"] and not options["ranks"]:
+        raise UsageError("--fsdp shards over ranks: say how many, such as --ranks 8.")
+    return told if options["fsdp"] else None
 
 
 def script_of(options: dict[str, Any]) -> Script:

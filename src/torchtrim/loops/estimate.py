@@ -27,6 +27,7 @@ from torchtrim.records.estimate import Estimated, Growth
 from torchtrim.records.finding import Finding
 from torchtrim.records.profile import Profile, is_emulated
 from torchtrim.records.report import Holder, Result
+from torchtrim.records.sharding import Sharded
 from torchtrim.records.trial import Request, Trial
 from torchtrim.report.assemble import figures_of
 from torchtrim.rules.prices import priced
@@ -60,7 +61,8 @@ class Estimate:
         progress: Progress = lambda _: None,
     ) -> None:
         self._progress = progress
-        self._request = msgspec.structs.replace(request, dry=True, steps=0)
+        self._request = _asked(msgspec.structs.replace(request, dry=True, steps=0))
+        self._make = _maker(workload, self._request)
         self.workload, self._made_notes = _built(workload)
         self.device = _checked(self.workload, device)
         self.trial = self._run(self.workload)
@@ -70,7 +72,13 @@ class Estimate:
     @functools.cached_property
     def facts(self) -> Estimated:
         """What else is known; what recomputation would leave is searched for when first asked."""
-        return estimated(self.profile)
+        return msgspec.structs.replace(estimated(self.profile), sharded=self._sharded())
+
+    def _sharded(self) -> Sharded | None:
+        request = self._request
+        if not request.ranks:
+            return None
+        return Sharded(ranks=request.ranks, blocks=self.trial.sharded, options=request.sharding)
 
     @functools.cached_property
     def _unused(self) -> int:
@@ -214,8 +222,14 @@ class Estimate:
                 f"the batch has no tensor with a {what} length (dimension {dimension}), so it cannot be "
                 "made longer. Hand over a batch of tensors, samples first."
             )
-        workload = self.workload
-        return now, lambda length: workload.resized(dimension, now, length)
+        return now, lambda length: self._fresh().resized(dimension, now, length)
+
+    def _fresh(self) -> Model:
+        """The live workload; one that is sharded is made anew, since that cannot be taken back."""
+        if self._make is not None:
+            return _built(self._make)[0]  # type: ignore[return-value]
+        assert not isinstance(self.workload, Script)
+        return self.workload
 
     def _lengths_of_script(
         self, script: Script, what: str
@@ -335,6 +349,34 @@ def _built(workload: Workload | Callable[[], Model]) -> tuple[Workload, tuple[st
             f"the function gave {type(built).__name__}; it is to give a TrainStep or an Inference."
         )
     return built, dry.guesses.notes()
+
+
+def _asked(request: Request) -> Request:
+    """The request. Raises `UsageError` where it speaks of ranks that cannot be."""
+    if request.ranks < 0:
+        raise UsageError(f"{request.ranks} ranks: there is at least 1.")
+    if request.sharding is not None and not request.ranks:
+        raise UsageError(
+            "a model is sharded over ranks: say how many, --ranks 8, or estimate(..., ranks=8)."
+        )
+    return request
+
+
+def _maker(
+    workload: Workload | Callable[[], Model], request: Request
+) -> Callable[[], Model] | None:
+    """The function that makes the workload, where it is wanted again.
+
+    Raises `UsageError` for a live model that would be sharded.
+    """
+    if request.sharding is None or isinstance(workload, Script):
+        return None
+    if isinstance(workload, (TrainStep, Inference)):
+        raise UsageError(
+            "fully_shard changes a model for good, so the estimate makes one of its own: hand over a "
+            "function, `estimate(lambda: TrainStep(...), ranks=8)`. Nothing in it takes memory."
+        )
+    return workload
 
 
 def _checked(workload: Workload, device: str | None) -> str | None:

@@ -17,6 +17,7 @@ _WORDS: dict[Kind, str] = {
     "buffer": "state",
     "optimizer_state": "state",
     "gradient": "gradients",
+    "gathered": "parameters gathered from all ranks",
     "input": "input",
 }
 _BLOCK = re.compile(r".*?\.\d+(?=\.|$)")

@@ -12,7 +12,9 @@ from torchtrim.memory.why import why_alive
 from torchtrim.records.profile import Kind, Place, Profile
 from torchtrim.records.report import Holder
 
-_BY_MODULE: frozenset[Kind] = frozenset(("parameter", "buffer", "optimizer_state", "gradient"))
+_BY_MODULE: frozenset[Kind] = frozenset(
+    ("parameter", "buffer", "optimizer_state", "gradient", "gathered")
+)
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _NOWHERE = Place(path="", line=0, function="")
 

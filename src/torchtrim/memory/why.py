@@ -15,6 +15,7 @@ _ALWAYS: dict[Kind, str] = {
     "parameter": "parameter",
     "buffer": "buffer",
     "optimizer_state": "optimizer state",
+    "gathered": "gathered from all ranks",
 }
 
 

@@ -31,6 +31,7 @@ from torchtrim.records.profile import (
 )
 
 _BACKWARD = ("backward", "recompute")
+_OF_RANKS = ("c10d::_", "fsdp::")
 
 
 class Setting(NamedTuple):
@@ -208,6 +209,8 @@ def _transients(recorder: Recorder, watched: Watched) -> list[int]:
 
 def _storages(recorder: Recorder, operators: list[Operator]) -> list[Storage]:
     lives = recorder.storages.lives
+    for number in _of_all_ranks(operators):
+        lives[number].kind = lives[number].kind or "gathered"
     readers = _phases_of_readers(operators, len(lives))
     last = len(operators)
     return [
@@ -222,6 +225,17 @@ def _storages(recorder: Recorder, operators: list[Operator]) -> list[Storage]:
         )
         for number, life in enumerate(lives)
     ]
+
+
+def _of_all_ranks(operators: list[Operator]) -> set[int]:
+    """Storages that collectives, and FSDP2's copies before and after them, read or write: whole gradients
+    of a block, and buffers."""
+    return {
+        use.storage
+        for op in operators
+        if op.name.startswith(_OF_RANKS)
+        for use in (*op.inputs, *op.outputs)
+    }
 
 
 def _phases_of_readers(operators: list[Operator], count: int) -> list[set[str]]:

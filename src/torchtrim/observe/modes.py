@@ -20,11 +20,17 @@ from torch.utils._python_dispatch import (
 )
 
 COMPOSITE = "CompositeImplicitAutograd"
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
 _FLAGS = (
     "old_dispatch_mode_flags",
     "old_non_infra_dispatch_mode_flags",
     "old_without_ignore_compile_internals_dispatch_mode_flags",
 )
+
+
+def fake_mode() -> Any:
+    """The mode of fake tensors that runs, None for none. DTensor asks one for the shapes of results."""
+    return torch._C._get_dispatch_mode(_FAKE)
 
 
 def is_composite(func: Any) -> bool:

@@ -9,6 +9,8 @@ from msgspec.structs import replace
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from torchtrim.observe.gathered import gathered_parameters
+from torchtrim.observe.storages import parts_of
 from torchtrim.records.profile import Module
 
 
@@ -45,7 +47,8 @@ class Modules:
             yield record.path, module
 
     def named_tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """`(kind, name, tensor)` of all parameters and buffers that have a shape; a tied one comes once."""
+        """`(kind, name, tensor)` of all parameters and buffers that have a shape, and of what FSDP2
+        gathers; a tied one comes once."""
         seen: set[int] = set()
         for name, root in self.roots.items():
             for kind, path, tensor in _named_tensors(root):
@@ -96,7 +99,10 @@ def _named_tensors(root: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
         yield "parameter", path, parameter
     for path, buffer in root.named_buffers():
         yield "buffer", path, buffer
+    for path, tensor in gathered_parameters(root):
+        yield "gathered", path, tensor
 
 
 def _parameter_bytes(module: nn.Module) -> int:
-    return sum(p.nbytes for p in module.parameters(recurse=False) if not is_lazy(p))
+    parameters = module.parameters(recurse=False)
+    return sum(part.nbytes for p in parameters if not is_lazy(p) for part in parts_of(p))

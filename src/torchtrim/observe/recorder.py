@@ -28,6 +28,7 @@ from torchtrim.observe.dry.run import current as current_dry
 from torchtrim.observe.emulated.device import current
 from torchtrim.observe.modes import (
     enter_below,
+    fake_mode,
     has_own_dispatch,
     is_composite,
     leave,
@@ -125,6 +126,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._emulation = current()
+        self._fake = fake_mode()
         self.storages = Storages(device, self._is_pinned)
         self.operators: list[RawOperator] = []
         self.calls: list[RawCall] = []
@@ -260,7 +262,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if (types and any(map(has_own_dispatch, types))) or os.getpid() != self._pid:
+        if (types and any(map(has_own_dispatch, types))) or self._elsewhere():
             return self._passed_on(func, types, args, kwargs)
         known = self._known.get(id(func)) or self._know(func)
         if known.is_label:
@@ -438,9 +440,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._open_labels.pop()
         return func(*args, **kwargs)
 
+    def _elsewhere(self) -> bool:
+        """In a forked process, or under a mode of fake tensors that was not there at the start."""
+        return os.getpid() != self._pid or fake_mode() is not self._fake
+
     def _passed_on(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Not recorded: in a forked process, and a subclass, whose own operators come here in turn."""
-        if os.getpid() != self._pid or any(issubclass(kind, FakeTensor) for kind in types):
+        """Not recorded: in a forked process, where DTensor asks for shapes, and a subclass, whose own
+        operators come here in turn."""
+        if self._elsewhere() or any(issubclass(kind, FakeTensor) for kind in types):
             return func(*args, **kwargs)
         return NotImplemented
 

@@ -186,7 +186,8 @@ def parts_of(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
         wrapper: Any = tensor
         if is_traceable_wrapper_subclass(wrapper):
             names, _ = wrapper.__tensor_flatten__()
-            return [part for name in names for part in parts_of(getattr(wrapper, name))]
+            inner = (getattr(wrapper, name) for name in names)
+            return [p for one in inner if isinstance(one, torch.Tensor) for p in parts_of(one)]
         if tensor.layout is torch.sparse_coo:
             return [tensor._indices(), tensor._values()]
         if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from torchtrim.records.sharding import Sharded
+
 Bytes = Annotated[int, Meta(ge=0)]
 
 
@@ -58,7 +60,8 @@ class Estimated(Struct, frozen=True, kw_only=True):
     of the process that are not the workload's.
 
     `recomputed_bytes` is the smallest peak that recomputation is predicted to reach, `recomputed` the
-    places where it would; null and none where it would not help.
+    places where it would; null and none where it would not help. `sharded`: over how many ranks, and how;
+    null for a program that runs alone.
     """
 
     parameter_bytes: Bytes
@@ -69,3 +72,4 @@ class Estimated(Struct, frozen=True, kw_only=True):
     recomputed: tuple[str, ...] = ()
     growth: tuple[Growth, ...] = ()
     unused_bytes: Bytes = 0
+    sharded: Sharded | None = None

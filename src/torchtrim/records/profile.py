@@ -16,13 +16,21 @@ Rate = Annotated[float, Meta(ge=0)]
 Text = Annotated[str, Meta(max_length=4096)]
 Phase = Literal["forward", "backward", "recompute", "optimizer", "loader", "other"]
 Kind = Literal[
-    "parameter", "buffer", "gradient", "optimizer_state", "activation", "temporary", "input"
+    "parameter",
+    "buffer",
+    "gradient",
+    "optimizer_state",
+    "gathered",
+    "activation",
+    "temporary",
+    "input",
 ]
 KINDS: tuple[Kind, ...] = (
     "parameter",
     "buffer",
     "gradient",
     "optimizer_state",
+    "gathered",
     "activation",
     "temporary",
     "input",

@@ -11,6 +11,7 @@ from torchtrim.records.loader import LoaderCost, Tuning
 from torchtrim.records.plan import Plan
 from torchtrim.records.profile import Profile
 from torchtrim.records.seen import Observed, Probe
+from torchtrim.records.sharding import Sharding
 
 
 class Tunes(Struct, frozen=True, kw_only=True):
@@ -36,7 +37,8 @@ class Request(Struct, frozen=True, kw_only=True):
     empty. `host_memory`: bytes that a plan may take of the host's, None for no limit. `tunes`: the loader is
     to be tuned after the compared steps. `by_hand`: the plan's SEMANTIC techniques are applied as a person
     would write them. `grows`: what grows from step to step is looked for. `round_trip`: before the last step
-    models and optimizers load what they would save.
+    models and optimizers load what they would save. `ranks`: of how many this is to seem the first, in a dry
+    run; 0 for none. `sharding`: shard its models over them.
     """
 
     plan: Plan | None = None
@@ -60,6 +62,8 @@ class Request(Struct, frozen=True, kw_only=True):
     by_hand: bool = False
     grows: bool = False
     round_trip: bool = False
+    ranks: int = 0
+    sharding: Sharding | None = None
 
     @property
     def total(self) -> int:
@@ -119,7 +123,8 @@ class Trial(Struct, kw_only=True):
     the script started by itself, loaders' workers not counted. `digests`: of what each operator of the
     profile gave, in a step that was traced; `lines`: the user's own that led to each, and whether it asked
     itself, not through `backward`. `ranks`: the trial of each rank, where several ran; this one then is of
-    the rank with the highest peak. `loader`: what it costs; `tuning`: what was found for it.
+    the rank with the highest peak. `loader`: what it costs; `tuning`: what was found for it. `sharded`: the
+    modules that were sharded one by one.
     """
 
     request: Request
@@ -144,6 +149,7 @@ class Trial(Struct, kw_only=True):
     ranks: tuple[Trial, ...] = ()
     loader: LoaderCost | None = None
     tuning: Tuning | None = None
+    sharded: tuple[str, ...] = ()
 
     @property
     def timed(self) -> list[Step]:

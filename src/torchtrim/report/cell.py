@@ -27,6 +27,7 @@ _COLOURS = {
     "buffer": "#8196b5",
     "optimizer_state": "#6a9be0",
     "gradient": "#3f9d78",
+    "gathered": "#5fb0b7",
     "input": "#bfa23a",
     "activation": "#dd7638",
     "temporary": "#bd5a8c",

@@ -13,6 +13,7 @@ ORDER = (
     "buffer",
     "optimizer_state",
     "gradient",
+    "gathered",
     "input",
     "activation",
     "temporary",

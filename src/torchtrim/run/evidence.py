@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchtrim.observe.allocator import own
 from torchtrim.observe.modules import Modules
 from torchtrim.observe.optimizers import parameters_of
 from torchtrim.observe.recording import tensors_in
 from torchtrim.observe.spent import Spent
+from torchtrim.observe.storages import parts_of
 from torchtrim.observe.watch import Listener
 from torchtrim.records.files import write_atomically
 from torchtrim.records.trial import Call, Step
@@ -155,7 +157,8 @@ class Evidence(Listener):
     def state(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Add what the step left behind: parameters, buffers, optimizer states, random generators."""
         for kind, name, tensor in self._modules.named_tensors():
-            self._see(f"{kind}:{name}", tensor)
+            if kind != "gathered":
+                self._see(f"{kind}:{name}", tensor)
         names = self._names()
         for number, optimizer in enumerate(optimizers):
             for index, parameter in enumerate(parameters_of(optimizer)):
@@ -254,8 +257,10 @@ def kind_of(tensor: torch.Tensor) -> str:
 
 
 def has_bits(tensor: torch.Tensor) -> bool:
-    """Whether it is dense and has values."""
-    return tensor.layout is torch.strided and tensor.device.type != "meta"
+    """Whether it is dense and has values: not freed in the meantime, as FSDP2 does with what it gathers."""
+    if tensor.layout is not torch.strided or tensor.device.type == "meta":
+        return False
+    return all(one.untyped_storage().nbytes() or not one.numel() for one in parts_of(tensor))
 
 
 def digest_of(tensor: torch.Tensor) -> str:
@@ -266,7 +271,13 @@ def digest_of(tensor: torch.Tensor) -> str:
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes | memoryview:
-    """The elements in order, as bytes; shared with the tensor where it is contiguous and on CPU."""
+    """The elements in order, as bytes; shared with the tensor where it is contiguous and on CPU.
+
+    Of a wrapper, such as a tensor of several ranks, those of what it wraps here.
+    """
+    wrapper: Any = tensor
+    if is_traceable_wrapper_subclass(wrapper):
+        return b"".join(bytes(bytes_of(part)) for part in parts_of(tensor))
     flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     size = flat.numel() * flat.element_size()
     if not size:

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from torch import nn
 from torch.utils.data import DataLoader
 
-from torchtrim.errors import ApplyFailed
+from torchtrim.errors import ApplyFailed, Unsupported, UsageError
 from torchtrim.observe.allocator import NOTHING, Allocator, Watched, allocator_for, own, rss_bytes
 from torchtrim.observe.build import Setting
 from torchtrim.observe.emulated.device import current
@@ -34,12 +34,18 @@ from torchtrim.records.trial import Request, Trial
 from torchtrim.run.evidence import Evidence, digest_of, has_bits, keep_value, kind_of
 from torchtrim.run.exported import apply_exported
 from torchtrim.run.input_phase import InputPhase
+from torchtrim.run.seeming import reduce_in_place
+from torchtrim.run.sharded import Sharder
 from torchtrim.techniques.apply import apply_plan
 from torchtrim.techniques.base import Handle
 from torchtrim.techniques.fingerprint import fingerprint_of
 
 _BY_HAND = (
     "no optimizer of torch.optim steps, so a step ends where the script changed parameters itself"
+)
+_RANKS = (
+    "of the first rank, whose shards are the largest; what the communication library keeps for itself is "
+    "not counted"
 )
 Progress = Callable[[str], None]
 
@@ -98,6 +104,8 @@ class Session(Listener):
         self._growth: StepGrowth | None = None
         if request.grows and trains:
             self._growth = StepGrowth(request.total, self._places, lambda: self.watcher.roots)
+        self.trial.notes += (_RANKS,) if request.ranks else ()
+        self._sharder = Sharder(request.sharding) if request.sharding is not None else None
 
     def root_appears(self, root: nn.Module) -> None:
         if self.trial.request.double:
@@ -110,8 +118,24 @@ class Session(Listener):
         self._apply(name, root)
         if len(self.modules.roots) == 1:
             self._settle_device(root)
+        self._shard(name, root)
+
+    def _shard(self, name: str, root: nn.Module) -> None:
+        """Shard it over the ranks that there seem to be, if that is wanted."""
+        if self.trial.request.ranks:
+            reduce_in_place(root)
+        if self._sharder is None:
+            return
+        try:
+            self._sharder.shard(name, root)
+        except (UsageError, Unsupported) as error:
+            self.refused = ApplyFailed(str(error))
+            raise self.refused from error
+        self.trial.sharded = tuple(self._sharder.blocks)
 
     def optimizer_appears(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._sharder is not None:
+            self._sharder.adopt(optimizer)
         known = self.watcher.optimizers
         self._apply(names_of(known)[known.index(optimizer)], optimizer)
 

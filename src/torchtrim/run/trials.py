@@ -22,6 +22,7 @@ from torchtrim.run.crashes import crash_error
 from torchtrim.run.rank_trials import first_failed, merged, on_rank
 from torchtrim.run.ranks import run_ranks
 from torchtrim.run.script import Ended, Script, failure, run_script
+from torchtrim.run.seeming import seeming_ranks
 from torchtrim.run.session import Session
 from torchtrim.run.wide import Wide
 from torchtrim.run.worker import Task
@@ -134,7 +135,8 @@ def _run_live(
     workload: TrainStep | Inference, request: Request, folder: Path, progress: Progress
 ) -> Trial:
     dry = request.dry
-    snapshot = Snapshot([workload.model], workload.optimizers, values=not dry)
+    kept = () if request.sharding is not None else (workload.model,)
+    snapshot = Snapshot(kept, workload.optimizers if kept else (), values=not dry)
     setting = Setting(request.device or "", "", str(Path.cwd()))
     if request.total > 1 and not dry:
         workload.prepare()
@@ -154,7 +156,12 @@ def _run_live(
             _widen(workload.optimizers, dtype)
         session.watcher.optimizers.extend(workload.optimizers)
         wide = Wide() if dtype is not None else contextlib.nullcontext()
-        with session.watcher, _running_dry(dry) as notes, wide:
+        with (
+            session.watcher,
+            _running_dry(dry) as notes,
+            wide,
+            seeming_ranks(request.ranks, sharded=request.sharding is not None),
+        ):
             for number in range(request.total):
                 workload.step(0 if dry else number, dtype)
                 if not dry and number < request.total - 1:

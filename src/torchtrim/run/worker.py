@@ -39,6 +39,7 @@ from torchtrim.run.joining import Joining
 from torchtrim.run.own_processes import OwnProcesses
 from torchtrim.run.processes import end_with_parent
 from torchtrim.run.script import OUTCOME, STATUS, TASK
+from torchtrim.run.seeming import seeming_ranks
 from torchtrim.run.session import Session
 from torchtrim.run.stacks import tells_where
 from torchtrim.run.wide import Wide
@@ -102,7 +103,8 @@ class Runner:
             keep_freed_memory()
         if self._task.request.double:
             torch.set_default_dtype(torch.float64)
-        with self._dry():
+        request = self._task.request
+        with self._dry(), seeming_ranks(request.ranks, sharded=request.sharding is not None):
             self._emulate()
             self._sources.install()
             self._eagerly.install()

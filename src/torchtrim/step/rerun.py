@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torchtrim.step.edits import Block, Drop, Edit, Insert, Need, joined
 from torchtrim.step.step import DEVICE, Span, Step
 
-_STATE = frozenset(("parameter", "buffer", "optimizer_state", "gradient"))
+_STATE = frozenset(("parameter", "buffer", "optimizer_state", "gradient", "gathered"))
 
 
 def rerun(step: Step, spans: Sequence[Span]) -> Edit | None:

@@ -99,3 +99,15 @@ def test_events_come_in_pairs(choices: list[int]) -> None:
     living -= {number for number, size in tags.events if size < 0}
     assert len(living) == len(held)
     assert all(map(tags.on_device, held.values()))
+
+
+def test_a_storage_that_is_resized_is_another_allocation() -> None:
+    tags, x = Tags(), torch.zeros(6)
+    tags.put(x)
+    for size in (24, 0, 48):
+        x.untyped_storage().resize_(size)
+        tags.resized(x.untyped_storage())
+    assert tags.events == [(0, 24), (0, -1), (1, 0), (1, -1), (2, 48)]
+    assert tags.on_device(x)
+    tags.resized(torch.zeros(2).untyped_storage())
+    assert len(tags.events) == 5

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import mmap
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ class Blanks:
         self._size = len(self._region)
         self._base = torch.frombuffer(self._region, dtype=torch.uint8, count=1).data_ptr()
         self._next = 0
+        self._sizes: dict[int, tuple[weakref.ref[Any], int]] = {}
 
     def tensor(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Any:
         """A blank tensor of that geometry; of what has no elements a plain one.
@@ -46,6 +48,17 @@ class Blanks:
         """A blank storage of that many bytes."""
         made: torch.UntypedStorage = self.tensor((size,), (1,), torch.uint8).untyped_storage()
         return made
+
+    def resize(self, storage: Any, size: int) -> None:
+        """Give a blank storage another size: what `resized` says from now on."""
+        key = storage._cdata
+        gone = weakref.ref(storage, lambda _: self._sizes.pop(key, None))
+        self._sizes[key] = (gone, size)
+
+    def resized(self, storage: Any) -> int | None:
+        """The bytes of a storage that was resized, None for any other."""
+        known = self._sizes.get(storage._cdata)
+        return None if known is None else known[1]
 
     def holds(self, address: int) -> bool:
         """Whether the memory at an address is blank."""

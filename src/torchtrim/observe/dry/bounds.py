@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchtrim.observe.dry.collectives import gathered_into, written_out
 from torchtrim.observe.dry.oracle import Geometry, is_small
 from torchtrim.observe.dry.recurrent import kept_bytes
 
@@ -257,4 +258,7 @@ BOUNDS: dict[str, Bound] = {
     "aten::soft_margin_loss": _reduced_loss,
     "aten::binary_cross_entropy": _reduced_loss,
     "torchvision::nms": _nms,
+    "fsdp::all_gather_copy_in": gathered_into,
+    "fsdp::split_with_sizes_copy": written_out,
+    "fsdp::chunk_cat": written_out,
 }

@@ -22,11 +22,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchtrim.errors import Unsupported
 from torchtrim.observe.dry.blank import blanks
 from torchtrim.observe.dry.bounds import BOUNDS, UNTOUCHED
+from torchtrim.observe.dry.collectives import NAMESPACE, collective
 from torchtrim.observe.dry.guesses import Guesses
 from torchtrim.observe.dry.machine import machine
 from torchtrim.observe.dry.oracle import Geometry, is_small, made_by, oracle
 from torchtrim.observe.dry.workspace import workspace
-from torchtrim.observe.modes import has_own_dispatch, is_composite, run_parts, tensors_among
+from torchtrim.observe.modes import (
+    fake_mode,
+    has_own_dispatch,
+    is_composite,
+    run_parts,
+    tensors_among,
+)
 from torchtrim.observe.storages import PLAIN
 
 _NOT_TOLD = (
@@ -115,11 +122,11 @@ class Dry(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if os.getpid() != self._pid or fake_mode() is not None:
+            return func(*args, **kwargs)
         if types and any(map(has_own_dispatch, types)):
             return NotImplemented
-        kwargs = kwargs or {}
-        if os.getpid() != self._pid:
-            return func(*args, **kwargs)
         known = self._known.get(id(func)) or self._know(func)
         if known.parts:
             with self:
@@ -175,7 +182,11 @@ class Dry(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _write(self, known: _Known, args: Any, kwargs: dict[str, Any]) -> None:
         """What would have been written is not known any longer."""
-        for tensor in _written(known, args, kwargs):
+        self.forget(_written(known, args, kwargs))
+
+    def forget(self, tensors: Iterable[torch.Tensor]) -> None:
+        """The elements of these tensors are not known any longer."""
+        for tensor in tensors:
             storage = tensor.untyped_storage()
             if not self.blanks.holds(storage.data_ptr()):
                 self._stale.add(storage)
@@ -226,7 +237,7 @@ class Dry(TorchDispatchMode):  # type: ignore[no-untyped-call]
             is_composite(func),
             written,
             tuple(_alias_of(one, schema.arguments) for one in schema.returns),
-            BOUNDS.get(name),
+            collective if func.namespace == NAMESPACE else BOUNDS.get(name),
         )
         return known
 

@@ -13,6 +13,7 @@ from torch.autograd import profiler
 
 from torchtrim.observe.dry.machine import machine
 from torchtrim.observe.dry.mode import Dry
+from torchtrim.observe.emulated.device import current as emulated
 from torchtrim.observe.emulated.patches import Patches
 from torchtrim.observe.loader_sizes import patch_loaders
 from torchtrim.observe.modes import enter_below, leave
@@ -50,14 +51,33 @@ def dry_run(project: str, *, owned_only: bool, batch_size: int | None = None) ->
 
 
 def _patch_storages(patches: Patches, dry: Dry) -> None:
-    """A copy of a blank storage, as `copy.deepcopy` makes it past the operators, is blank."""
+    """What is done to storages past the operators: `copy.deepcopy` copies them, FSDP2 resizes them.
+
+    A copy of a blank one is blank; one that is resized keeps its addresses and has another size.
+    """
     original: Any = torch.UntypedStorage.clone
+    resize: Any = torch.UntypedStorage.resize_
+    nbytes: Any = torch.UntypedStorage.nbytes
 
     def clone(storage: Any) -> Any:
         if dry.blanks.holds(storage.data_ptr()):
             return dry.blanks.storage(storage.nbytes())
         return original(storage)
 
+    def resize_(storage: Any, size: int) -> Any:
+        if dry.blanks.holds(storage.data_ptr()):
+            dry.blanks.resize(storage, size)
+            if (emulation := emulated()) is not None:
+                emulation.tags.resized(storage)
+            return storage
+        return resize(storage, size)
+
+    def size_of(storage: Any) -> int:
+        size = dry.blanks.resized(storage)
+        return int(nbytes(storage)) if size is None else size
+
+    patches.replace(torch.UntypedStorage, "resize_", resize_)
+    patches.replace(torch.UntypedStorage, "nbytes", size_of)
     patches.replace(torch.UntypedStorage, "clone", clone)
 
 

@@ -15,7 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchtrim.errors import Unsupported
 from torchtrim.observe.emulated.orders import Orders
 from torchtrim.observe.emulated.tags import HOST, Tags
-from torchtrim.observe.modes import has_own_dispatch, is_composite, run_parts, tensors_among
+from torchtrim.observe.modes import (
+    fake_mode,
+    has_own_dispatch,
+    is_composite,
+    run_parts,
+    tensors_among,
+)
 from torchtrim.observe.storages import PLAIN
 from torchtrim.sync.table.lookup import holds, row
 
@@ -117,6 +123,8 @@ class Accelerator(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if fake_mode() is not None:
+            return func(*args, **(kwargs or {}))
         if types and any(map(has_own_dispatch, types)):
             return NotImplemented
         known = self._known.get(id(func)) or self._know(func)

@@ -21,9 +21,10 @@ _NO_STORAGE = (NotImplementedError, RuntimeError)
 class _Tag(weakref.ref[Any]):
     """A weak reference to a tagged storage."""
 
-    __slots__ = ("key", "number")
+    __slots__ = ("bytes", "key", "number")
     key: int
     number: int
+    bytes: int
 
 
 class Tags:
@@ -80,9 +81,19 @@ class Tags:
         self._undecided.pop(key, None)
         tag = self._device[key] = _Tag(storage, self._on_free)
         tag.key = key
-        tag.number = self._made
+        self._allocated(tag, storage.nbytes())
+
+    def resized(self, storage: Any) -> None:
+        """Say that a storage may have another size: that of its old size ends."""
+        tag = self._device.get(storage._cdata)
+        if tag is not None and tag.bytes != storage.nbytes():
+            self.events.append((tag.number, -1))
+            self._allocated(tag, storage.nbytes())
+
+    def _allocated(self, tag: _Tag, size: int) -> None:
+        tag.number, tag.bytes = self._made, size
         self._made += 1
-        self.events.append((tag.number, storage.nbytes()))
+        self.events.append((tag.number, size))
 
     def take(self, tensor: torch.Tensor) -> None:
         """Say that the tensor's storage is on the host after all."""

@@ -190,7 +190,7 @@ def patch_reads(patches: Patches, mover: Mover, accelerator: Accelerator) -> Non
 
 
 def patch_storages(patches: Patches, tags: Tags) -> None:
-    """Copies of storages lie where their source does."""
+    """Copies of storages lie where their source does, and one that is resized is another."""
     storage: Any = torch.UntypedStorage
 
     def copied(self: Any, on: bool, non_blocking: bool = False) -> Any:
@@ -208,6 +208,12 @@ def patch_storages(patches: Patches, tags: Tags) -> None:
             tell_synchronized("copy-to-host", current_stream())
         return own_write(self, *args)
 
+    def resize_(self: Any, size: int) -> Any:
+        result = own_resize(self, size)
+        tags.resized(self)
+        return result
+
+    own_resize = patches.replace(storage, "resize_", resize_)
     own_write = patches.replace(storage, "_write_file", write)
     patches.replace(storage, "clone", lambda self: copied(self, tags.holds(self)))
     patches.replace(storage, "cpu", lambda self: to(self, device="cpu"))

@@ -36,7 +36,10 @@ FREE = frozenset(("torchvision::roi_align", "torchvision::_roi_align_backward"))
 """Read at pytorch/vision 072a51fe, `torchvision/csrc/ops/cuda/roi_align_kernel.cu`: launches, and no wait."""
 
 _KNOWN = frozenset(
-    ("aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "inductor", "torchtrim")
+    (
+        *("aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "fsdp", "inductor"),
+        "torchtrim",
+    )
 )
 _ASKED = frozenset(operator for row in ROWS for operator in row.operators)
 

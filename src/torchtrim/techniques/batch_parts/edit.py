@@ -10,7 +10,7 @@ from torchtrim.step.edits import Block, Drop, Edit, Insert, Need, Rise
 from torchtrim.step.step import DEVICE, Span, Step
 from torchtrim.techniques.batch_parts.found import batch_size, given_to
 
-_STATE = frozenset(("parameter", "buffer", "optimizer_state", "gradient"))
+_STATE = frozenset(("parameter", "buffer", "optimizer_state", "gradient", "gathered"))
 _SECONDS_AN_OPERATOR = 1e-5
 _SECONDS_A_PART = 5e-4
 _SECONDS_WATCHED = 1e-5

@@ -19,7 +19,7 @@ from torchtrim.techniques.replay.reading import Reader
 
 PINNED = "pinned"
 """The pool of what is offloaded."""
-_STATE = frozenset(("parameter", "buffer", "optimizer_state", "gradient", "input"))
+_STATE = frozenset(("parameter", "buffer", "optimizer_state", "gradient", "gathered", "input"))
 _LEAST_SHARE = 0.002
 """A tensor of less than two thousandths of the peak is not worth two copies."""
 _LEAST_BYTES = 16_384

@@ -20,7 +20,7 @@ from torchtrim.techniques.replay.table import (
 )
 
 _SIZES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
-_STATE = frozenset(("parameter", "buffer", "optimizer_state", "gradient"))
+_STATE = frozenset(("parameter", "buffer", "optimizer_state", "gradient", "gathered"))
 
 
 class Made(NamedTuple):
