@@ -100,7 +100,7 @@ class Executor(Protocol):
 
 
 class Engine:
-    """A model whose forward gives a promise, and whose backward runs the pipeline."""
+    """A model whose forward gives a promise, and whose backward runs the pipeline. `told` hears each loss."""
 
     def __init__(self, root: nn.Module, pipeline: Pipeline, executor: Executor, window: Window) -> None:
         self._root = root
@@ -111,6 +111,7 @@ class Engine:
         self._known: dict[Any, tuple[Shapes, Any]] = {}
         self._steps = 0
         self._prepared = False
+        self.told: Callable[[float], None] = lambda _: None
 
     def wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """The forward of the model in stages."""
@@ -172,6 +173,7 @@ class Engine:
         values = self._executor.run(step, numbers)
         for node, value in zip(numbers, values, strict=True):
             node.value = value
+        self.told(float(values[-1]))
 
 
 def _autocast() -> Callable[[], contextlib.AbstractContextManager[None]]:

@@ -102,3 +102,37 @@ class Pipeline(Struct, frozen=True, kw_only=True):
     def processes(self) -> int:
         """How many processes run it."""
         return self.ranks * self.replicas
+
+
+class ScheduleFigures(Struct, frozen=True, kw_only=True):
+    """The quickest that a schedule of torch is predicted to be within the budget."""
+
+    schedule: Schedule
+    microbatches: Positive
+    seconds: Seconds
+    bubble: Annotated[float, Meta(ge=0, le=1)]
+    peak_bytes: Bytes
+
+
+class Bar(Struct, frozen=True, kw_only=True):
+    """What a rank does from `start` to `end`, in seconds; `kind` as in `Action`."""
+
+    rank: Count
+    stage: Count
+    kind: Literal["F", "B", "I", "W"]
+    batch: Count
+    start: Seconds
+    end: Seconds
+
+
+class PipelineReport(Struct, frozen=True, kw_only=True):
+    """A pipeline, and what it was chosen from.
+
+    `in_flight`: the most micro-batches that each stage holds at once. `schedules`: the quickest first.
+    `bars`: one step as simulated; empty where it has too many to draw.
+    """
+
+    pipeline: Pipeline
+    in_flight: tuple[Count, ...] = ()
+    schedules: tuple[ScheduleFigures, ...] = ()
+    bars: tuple[Bar, ...] = ()

@@ -13,6 +13,7 @@ from torchtrim.records.estimate import Estimated
 from torchtrim.records.finding import Finding, Source
 from torchtrim.records.fix import Fixes
 from torchtrim.records.lever import Lever, Part
+from torchtrim.records.pipeline import PipelineReport
 from torchtrim.records.plan import MemoryKind, Plan, Prediction, Status, Technique
 from torchtrim.records.profile import Profile
 
@@ -125,7 +126,7 @@ class Report(Struct, frozen=True, kw_only=True):
     its threads. `allowed` is what the
     allow-list covers of the findings. `waiting` is null where nothing waits or no device is known.
     `stream` is null but for verbs that watch a stream, `fixes` but for those that write source,
-    `estimated` but for an estimate.
+    `estimated` but for an estimate, `pipeline` but for a plan in stages.
     """
 
     schema_version: Literal[2] = 2
@@ -155,6 +156,7 @@ class Report(Struct, frozen=True, kw_only=True):
     stream: Stream | None = None
     fixes: Fixes | None = None
     estimated: Estimated | None = None
+    pipeline: PipelineReport | None = None
     next: str = ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import runpy
 import sys
 from typing import NoReturn
@@ -9,7 +10,7 @@ from typing import NoReturn
 import torch
 from torch import nn
 
-from torchtrim.errors import ApplyFailed
+from torchtrim.errors import ApplyFailed, TorchtrimError
 from torchtrim.observe.modules import Modules
 from torchtrim.observe.optimizers import names_of
 from torchtrim.observe.watch import Listener, Watcher
@@ -17,6 +18,7 @@ from torchtrim.records.plan import Plan
 from torchtrim.run import worker
 from torchtrim.run.eagerly import Eagerly
 from torchtrim.run.script import Script
+from torchtrim.run.staged import PutsInStages, among_ranks
 from torchtrim.run.worker import run_target
 from torchtrim.techniques.apply import apply_plan
 from torchtrim.techniques.fingerprint import fingerprint_of
@@ -66,6 +68,9 @@ class _Applier(Listener):
 def run_planned(script: Script, plan: Plan | None) -> None:
     """Run the script as `python` would, planned. Its exceptions and exits are its own."""
     target = script.target if script.module else str(script.path)
+    if plan is not None and plan.pipeline is not None:
+        _in_stages(script, target, plan)
+        return
     if plan is None or not plan.techniques:
         _as_python(script, target)
         return
@@ -81,13 +86,32 @@ def run_planned(script: Script, plan: Plan | None) -> None:
         eagerly.remove()
 
 
+def _in_stages(script: Script, target: str, plan: Plan) -> None:
+    """Run the script as one rank of the plan's pipeline."""
+    assert plan.pipeline is not None
+    puts = PutsInStages(plan, several=True, refused=Refused)
+    watcher = Watcher(puts)
+    puts.watches = watcher.remove
+    with among_ranks(plan.pipeline), contextlib.closing(puts):
+        try:
+            with watcher:
+                _as_python(script, target, (TorchtrimError,))
+        except Refused as error:
+            raise ApplyFailed(str(error)) from None
+
+
 def _say_eager() -> None:
     print(_EAGER, file=sys.stderr, flush=True)
 
 
-def _as_python(script: Script, target: str) -> None:
+def _as_python(
+    script: Script, target: str, passed: tuple[type[BaseException], ...] = ()
+) -> None:
+    """Run it. `passed`: exceptions that are not the script's own."""
     try:
         run_target(target, script.module, script.args)
+    except passed:
+        raise
     except Exception as error:
         _show(error)
         _end(1)

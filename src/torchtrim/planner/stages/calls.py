@@ -153,6 +153,8 @@ class _Finder:
             return "more than one tensor crosses it, such as a skip connection", 0
         if given not in crossing:
             return f"what goes into {where} is not its first argument", 0
+        if any(read >= call.last for read in self._reads[given]):
+            return f"what goes into {where} is used again after it, as in a residual block", 0
         size = self._whole(given, at)
         return ("only a part of a tensor goes on there", 0) if size is None else ("", size)
 
