@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from torchtrim.loops.fixed import with_fixes as with_fixes
     from torchtrim.loops.lint import Checked as Checked
     from torchtrim.loops.lint import lint_report as lint_report
-    from torchtrim.loops.network import Optimized
     from torchtrim.loops.made_for import check_script as check_script
+    from torchtrim.loops.network import Optimized
     from torchtrim.loops.optimize import Fit
     from torchtrim.loops.optimize import optimize_report as optimize_report
     from torchtrim.loops.pipeline import plan_pipeline as plan_pipeline

@@ -14,8 +14,8 @@ import msgspec
 from torchtrim import __version__
 from torchtrim.errors import UsageError
 from torchtrim.loops.findings import report_of, subject_of
-from torchtrim.loops.optimize import Fitting
 from torchtrim.loops.made_for import check_script
+from torchtrim.loops.optimize import Fitting
 from torchtrim.pipelines.orders import order_of
 from torchtrim.planner.stages.chain import Reader
 from torchtrim.planner.stages.choose import Candidate, Chosen, Ways, choose
@@ -34,6 +34,7 @@ from torchtrim.units import parse_bytes
 from torchtrim.verifier.certify import ROUNDING_LIMIT, SHRINKS_BY
 
 _MOST_BARS = 2000
+_ONE_PROCESS: tuple[How, ...] = ("whole", "in order")
 
 
 def plan_pipeline(
@@ -103,7 +104,7 @@ def _figures(one: Candidate) -> ScheduleFigures:
     )
 
 
-class _Run(NamedTuple):
+class Run(NamedTuple):
     """What the ranks of a run left, and where."""
 
     trials: list[tuple[StageTrial, Path]]
@@ -130,19 +131,27 @@ class _Run(NamedTuple):
         return found
 
 
-class _Runs:
+class Runs:
     """Runs a script as it is, in the schedule's order, and as a pipeline."""
 
-    def __init__(self, script: Script, plan: Plan, steps: int, folder: Path, tell: Progress) -> None:
+    def __init__(
+        self, script: Script, plan: Plan, steps: int, folder: Path, tell: Progress
+    ) -> None:
         self._script, self._plan, self._steps = script, plan, steps
         self._folder, self._tell = folder, tell
         assert plan.pipeline is not None
         self.pipeline: Pipeline = plan.pipeline
         self._threads = max(1, (os.cpu_count() or 1) // self.pipeline.processes)
 
+    @classmethod
+    def links_of_sums(cls, script: Script, plan: Plan, steps: int) -> Sums:
+        """The first link alone."""
+        with working_folder() as folder:
+            return _sums(cls(script, plan, steps, folder, lambda _: None))[0]
+
     def run(
         self, how: How, *, still: bool = False, double: bool = False, measured: bool = False
-    ) -> _Run:
+    ) -> Run:
         """One run."""
         ranks = self.pipeline.processes if how == "pipeline" else 1
         task = StageTask(
@@ -161,7 +170,7 @@ class _Runs:
         folder = self._folder / said.replace(" ", "-").replace(",", "") / str(still)
         folder.mkdir(parents=True)
         tell = lambda text: self._tell(f"{said}: {text}")  # noqa: E731
-        return _Run(run_ranks(self._script, task, ranks, folder, tell))
+        return Run(run_ranks(self._script, task, ranks, folder, tell))
 
 
 def verify_pipeline(
@@ -180,7 +189,7 @@ def verify_pipeline(
     if script.device not in (None, "cpu"):
         raise UsageError("a pipeline is certified on the CPU, with gloo: leave --device out.")
     with working_folder() as folder:
-        runs = _Runs(script, plan, request.steps, folder, progress)
+        runs = Runs(script, plan, request.steps, folder, progress)
         links = _links(runs)
     certificate = _certificate(links, request.steps)
     report = _blank_report(script, request)
@@ -207,52 +216,60 @@ def _blank_report(script: Script, request: Request) -> Report:
     )
 
 
-class Links(NamedTuple):
-    """What the two links showed. `sums`: of the whole batch against the sum in order; `pipeline`: of that
-    against the pipeline. Names that differ, and the largest relative differences, in float32 and float64."""
+class Sums(NamedTuple):
+    """The first link: the whole batch against the sum in the schedule's order.
 
-    sums: Verdict
+    `difference` and `double`: the largest relative difference of gradients, and that in float64; `worst`: whose.
+    """
+
+    verdict: Verdict
     difference: float
     double: float
     worst: str
-    pipeline: Verdict
+
+
+class Links(NamedTuple):
+    """What the two links showed. `differs`: what first differs between the sum in order and the pipeline."""
+
+    sums: Sums
     differs: str
     compared: tuple[str, ...]
     dropped: bool
-    schedule: str
-    microbatches: int
+    pipeline: Pipeline
+
+    @property
+    def verdict(self) -> Verdict:
+        """Of both."""
+        return "NOT EQUAL" if self.differs else self.sums.verdict
 
 
-def _links(runs: _Runs) -> Links:
+def _sums(runs: Runs) -> tuple[Sums, Run, Run]:
+    """The first link, and its runs. Nothing is dropped out, since each micro-batch draws its own numbers."""
     whole, ordered = runs.run("whole", still=True), runs.run("in order", still=True)
     difference, worst = _largest(whole, ordered)
     double = 0.0
     if difference:
-        double, _ = _largest(
-            runs.run("whole", still=True, double=True),
-            runs.run("in order", still=True, double=True),
-        )
+        again = (runs.run(how, still=True, double=True) for how in _ONE_PROCESS)
+        double, _ = _largest(*again)
+    return Sums(_judged(difference, double), difference, double, worst), whole, ordered
+
+
+def _links(runs: Runs) -> Links:
+    sums, whole, ordered = _sums(runs)
     dropped = whole.first.dropped
     staged = runs.run("pipeline")
     one = runs.run("in order") if dropped else ordered
-    differs = _first_difference(one, staged)
     steps = one.digests()
     gradients = sum(name.startswith("gradient:") for name in steps[0])
-    return Links(
-        _judged(difference, double),
-        difference,
-        double,
-        worst,
-        "NOT EQUAL" if differs else "BITWISE",
-        differs,
-        (f"{gradients} gradients x {len(steps)} steps", f"{len(steps)} losses", f"{len(steps[0]) - gradients} parameters x {len(steps)} steps"),
-        dropped,
-        runs.pipeline.schedule,
-        runs.pipeline.microbatches,
+    times = f"x {len(steps)} steps"
+    compared = (
+        f"{gradients} gradients {times}",
+        f"{len(steps[0]) - gradients} parameters {times}",
     )
+    return Links(sums, first_difference(one, staged), compared, dropped, runs.pipeline)
 
 
-def _largest(one: _Run, other: _Run) -> tuple[float, str]:
+def _largest(one: Run, other: Run) -> tuple[float, str]:
     """The largest difference of gradients of the first step, relative to the largest of the tensor or, where
     that is next to nothing, of all; and whose it is. Infinite where one lacks a gradient."""
     ours, theirs = one.gradients(), other.gradients()
@@ -275,7 +292,7 @@ def _judged(difference: float, double: float) -> Verdict:
     return "ROUNDING" if shrinks and difference <= ROUNDING_LIMIT else "NOT EQUAL"
 
 
-def _first_difference(one: _Run, other: _Run) -> str:
+def first_difference(one: Run, other: Run) -> str:
     """The first thing that differs, as `quantity:name`; empty for none."""
     for ours, theirs in zip(one.digests(), other.digests(), strict=True):
         for name in sorted({*ours, *theirs}):
@@ -285,13 +302,14 @@ def _first_difference(one: _Run, other: _Run) -> str:
 
 
 def _certificate(links: Links, steps: int) -> Certificate:
-    verdict: Verdict = "NOT EQUAL" if "NOT EQUAL" in links[::4][:2] else links.sums
-    wrong = links.worst if links.sums == "NOT EQUAL" else links.differs.partition(":")[2]
-    quantity = "gradient" if links.sums == "NOT EQUAL" else links.differs.partition(":")[0]
+    verdict, difference = links.verdict, links.sums.difference
+    quantity, _, wrong = links.differs.partition(":")
+    if links.sums.verdict == "NOT EQUAL":
+        quantity, wrong = "gradient", links.sums.worst
     return Certificate(
         verdict=verdict,
         compared=links.compared,
-        largest_difference=links.difference if math.isfinite(links.difference) else None,
+        largest_difference=difference if math.isfinite(difference) else None,
         first_difference=Difference(module=wrong, op=quantity) if verdict == "NOT EQUAL" else None,
         noise=0.0,
         seeds="torchtrim",
@@ -301,19 +319,19 @@ def _certificate(links: Links, steps: int) -> Certificate:
 
 
 def _reason(links: Links) -> str:
-    parts = f"{links.microbatches} micro-batches"
-    if links.sums == "NOT EQUAL":
+    sums, pipeline = links.sums, links.pipeline
+    parts = f"{pipeline.microbatches} micro-batches"
+    apart = f"{sums.difference:.1e}, in float64 {sums.double:.1e}"
+    if sums.verdict == "NOT EQUAL":
         return (
-            f"the sum over {parts} is not the whole batch's: gradients differ by {links.difference:.1e}, in float64 by "
-            f"{links.double:.1e}. Samples are mixed, or the loss is no mean of equal weight over samples"
+            f"the sum over {parts} is not the whole batch's: gradients differ by {apart}. Samples are mixed, or "
+            "the loss is no mean in which all samples count alike"
         )
+    how = f"up to rounding ({apart})" if sums.difference else "bit for bit"
     first = (
-        f"the whole batch equals the sum over {parts}, in the order of {links.schedule}, up to rounding "
-        f"({links.difference:.1e}, in float64 {links.double:.1e})"
-        if links.difference
-        else f"the whole batch equals the sum over {parts} bit for bit"
+        f"the whole batch equals the sum over {parts}, in the order of {pipeline.schedule}, {how}"
     )
-    if links.pipeline == "NOT EQUAL":
+    if links.differs:
         return f"{first}; but the pipeline does not equal that: {links.differs} differs"
     return f"{first}; and that equals the pipeline, bit for bit"
 

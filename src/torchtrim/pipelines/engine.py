@@ -102,7 +102,9 @@ class Executor(Protocol):
 class Engine:
     """A model whose forward gives a promise, and whose backward runs the pipeline. `told` hears each loss."""
 
-    def __init__(self, root: nn.Module, pipeline: Pipeline, executor: Executor, window: Window) -> None:
+    def __init__(
+        self, root: nn.Module, pipeline: Pipeline, executor: Executor, window: Window
+    ) -> None:
         self._root = root
         self._pipeline = pipeline
         self._executor = executor
@@ -229,9 +231,7 @@ class StageModule(nn.Module):
         assert step is not None
         args, kwargs = step.given.called(tensors)
         with _random_numbers(step.number, self._number, batch), step.around():
-            given = self.__dict__["_window"].run(
-                self._number, received, step.shapes, args, kwargs
-            )
+            given = self.__dict__["_window"].run(self._number, received, step.shapes, args, kwargs)
         leaves = [one for one in pytree.tree_leaves(given) if isinstance(one, Tensor)]
         return leaves[0] if len(leaves) == 1 else tuple(leaves)
 

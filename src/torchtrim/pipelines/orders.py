@@ -85,9 +85,7 @@ def _read(actions: Any) -> Iterator[Action]:
         if action.sub_actions is not None:
             yield from _read(action.sub_actions)
         elif action.computation_type.value in "FBIW":
-            yield Action(
-                action.computation_type.value, action.stage_index, action.microbatch_index
-            )
+            yield Action(action.computation_type.value, action.stage_index, action.microbatch_index)
 
 
 def _one_forward_one_backward(stages: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:

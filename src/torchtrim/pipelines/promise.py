@@ -94,16 +94,12 @@ class Promise(Tensor):
         return f"Promise(shape={tuple(self.node.fake.shape)}, dtype={self.node.fake.dtype})"
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Write the call down, and say of what shape it is."""
         return _called(func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Whatever comes here looks for values."""
         raise _no_values(str(func))
 

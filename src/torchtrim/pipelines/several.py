@@ -20,13 +20,13 @@ from torchtrim.pipelines.promise import Node
 from torchtrim.pipelines.window import Meta, Shapes, Window
 from torchtrim.records.pipeline import Pipeline
 
-Trace = Callable[[], contextlib.AbstractContextManager[None]]
+Trace = Callable[[Sequence[Tensor]], contextlib.AbstractContextManager[None]]
 
 
 class Several:
     """This rank's stages. Ranks `replica * ranks <= i < (replica + 1) * ranks` are one pipeline.
 
-    `around`: what the schedule's own step is run in, for those who measure it.
+    `around`: of the batch, what the schedule's own step is run in, for those who measure it.
     """
 
     def __init__(self, window: Window, pipeline: Pipeline) -> None:
@@ -37,7 +37,7 @@ class Several:
         self._modules: dict[int, StageModule] = {}
         self._schedules: dict[Any, Any] = {}
         self._owner: dict[str, int] = {}
-        self.around: Trace = contextlib.nullcontext
+        self.around: Trace = lambda _: contextlib.nullcontext()
         rank, ranks = dist.get_rank(), pipeline.ranks
         self.replica, self.place = divmod(rank, ranks)
         self._across, self.group = _groups(pipeline)
@@ -74,6 +74,20 @@ class Several:
         self._add_replicas(before)
         return self._means(kept, len(numbers))
 
+    def kept(self) -> list[Tensor]:
+        """What is there between steps: parameters, gradients, and the buffers in which ranks receive."""
+        parameters = [*self._window.root.parameters(), *self._window.root.buffers()]
+        grads = [p.grad for p in self._window.root.parameters() if p.grad is not None]
+        received = [
+            info.buffer
+            for schedule in self._schedules.values()
+            for stage in getattr(schedule, "_stages", None) or [schedule._stage]
+            for infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values())
+            for info in infos
+            if info.buffer is not None
+        ]
+        return [*parameters, *grads, *received]
+
     def _one_step(self, step: Step, loss_of: Any, begins: int) -> None:
         given = step.given.rows(self.replica, self._pipeline.replicas)
         tensors = given.tensors()
@@ -82,7 +96,7 @@ class Several:
         last = len(self._order.homes) - 1 in self._modules
         batches = torch.arange(begins, begins + self._pipeline.microbatches)
         args = tuple(tensors.values())[:1] if 0 in self._modules else ()
-        with self.around():
+        with self.around(tuple(tensors.values())):
             schedule.step(
                 *args,
                 target=batches if last else None,
@@ -241,7 +255,9 @@ def clipping_together(executor: Several) -> Any:
     original = torch.nn.utils.clip_grad_norm_
 
     @functools.wraps(original)
-    def clip(parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kw: Any) -> Tensor:
+    def clip(
+        parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kw: Any
+    ) -> Tensor:
         several = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         own = [p for p in several if p.grad is not None]
         power = torch.zeros(1, dtype=torch.float64)

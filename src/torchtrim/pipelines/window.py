@@ -265,9 +265,7 @@ def _pieces(root: nn.Module, cuts: Sequence[str]) -> Iterator[str]:
 def _under(module: nn.Module, path: str, opened: set[str]) -> Iterator[str]:
     for name, child in module.named_children():
         below = f"{path}.{name}" if path else name
-        if below in opened:
-            yield from _under(child, below, opened)
-        elif isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+        if below in opened or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield from _under(child, below, opened)
         else:
             yield below

@@ -104,9 +104,7 @@ def _say_eager() -> None:
     print(_EAGER, file=sys.stderr, flush=True)
 
 
-def _as_python(
-    script: Script, target: str, passed: tuple[type[BaseException], ...] = ()
-) -> None:
+def _as_python(script: Script, target: str, passed: tuple[type[BaseException], ...] = ()) -> None:
     """Run it. `passed`: exceptions that are not the script's own."""
     try:
         run_target(target, script.module, script.args)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -13,6 +13,8 @@ import msgspec
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtrim.errors import TorchtrimError
 from torchtrim.observe.modules import Modules
@@ -26,8 +28,6 @@ from torchtrim.run.script import OUTCOME, STATUS, TASK
 from torchtrim.run.staged import PutsInStages, among_ranks
 from torchtrim.run.wide import Wide
 from torchtrim.run.worker import Stop, crash_of, run_in_folder, run_target, seed_all
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 VALUES = "gradient"
 How = Literal["whole", "in order", "pipeline"]
@@ -199,15 +199,16 @@ class StageRunner:
             (self._folder / f"{VALUES}{number}").write_bytes(bytes_of(grad.detach().double()))
 
     @contextlib.contextmanager
-    def measure(self) -> Iterator[None]:
+    def measure(self, batch: Sequence[torch.Tensor]) -> Iterator[None]:
         """Measure what is in it: time and bytes in turn, since counting takes time."""
-        odd = len(self.trial.seconds) % 2
-        counting = _Counting()
+        counts = len(self.trial.seconds) % 2 == 1
+        assert self.puts is not None and self.puts.executor is not None
+        counting = _Counting([*self.puts.executor.kept(), *batch] if counts else ())
         begin = time.perf_counter()
-        with counting if odd else contextlib.nullcontext():
+        with counting if counts else contextlib.nullcontext():
             yield
         self.trial.seconds.append(time.perf_counter() - begin)
-        self.trial.peak_bytes = max(self.trial.peak_bytes, counting.storages.peak_bytes)
+        self.trial.peak_bytes = max(self.trial.peak_bytes, counting.rise)
 
     def done(self) -> NoReturn:
         """End the script: its steps are there."""
@@ -218,11 +219,19 @@ class StageRunner:
 
 
 class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the storages that are made while it is on."""
+    """Counts the storages that are made while it is on, beside those that were there before."""
 
-    def __init__(self) -> None:
+    def __init__(self, before: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.storages = Storages()
+        for tensor in before:
+            self.storages.see(tensor, -1)
+        self._start = self.storages.live_bytes
+
+    @property
+    def rise(self) -> int:
+        """By how many bytes storages rose at most."""
+        return max(0, self.storages.peak_bytes - self._start)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -129,7 +129,7 @@ class _Finder:
         inside = [
             call
             for call in self._profile.calls
-            if 0 < call.depth
+            if call.depth > 0
             and self._pass.first < call.first < call.last <= self._pass.returned
             and self._profile.modules[call.module].path.startswith(f"{self._pass.root}.")
         ]

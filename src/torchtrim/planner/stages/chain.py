@@ -21,8 +21,8 @@ class Segment(NamedTuple):
     `where` is the module with which it begins. Seconds: `forward`; backward to the `inputs` and to the
     `weights`; `update` of its parameters. Bytes: `given`, the tensor with which it begins; `held`, what
     forward leaves for backward; `rise` and `back`, how far forward and backward go above what is held before
-    them; `sent`, its result where only a stage keeps it; `waiting`, gradients kept between backward to the inputs and to the weights; `gradients` and
-    `state`, that is parameters, optimizer state and buffers.
+    them, and `first`, backward where its gradients are new and stay; `sent`, its result where only a stage keeps it; `waiting`, gradients kept between backward to the inputs and to the weights; `gradients`
+    that a step makes and `state`, that is parameters, optimizer state, buffers and gradients kept between steps.
     """
 
     where: str
@@ -34,6 +34,7 @@ class Segment(NamedTuple):
     held: int = 0
     rise: int = 0
     back: int = 0
+    first: int = 0
     sent: int = 0
     waiting: int = 0
     gradients: int = 0
@@ -72,6 +73,9 @@ class Reader:
         self._usual = _usual(profile)
         self._homes = dict(self._attributed())
         self._readers = self._first_readers()
+        self._grads_are_fresh = not any(
+            one.kind == "gradient" and one.birth < 0 for one in profile.storages
+        )
         self._all_parameters = sum(one.bytes for one in profile.storages if one.kind == "parameter")
 
     @property
@@ -113,10 +117,10 @@ class Reader:
         self, number: int, where: str, given: int, share: float, curves: _Curves
     ) -> Segment:
         forward, inputs, weights = (
-            sum(self._seconds(index, share) for index in self._ops(number, kind))
-            for kind in "FIW"
+            sum(self._seconds(index, share) for index in self._ops(number, kind)) for kind in "FIW"
         )
         parameters, state = self._kept(number)
+        fresh = self._grads_are_fresh
         updates = sum(op.seconds for op in self._profile.operators if op.phase == "optimizer")
         return Segment(
             where,
@@ -128,8 +132,8 @@ class Reader:
             *curves.of(self._ops(number, "F"), [*self._ops(number, "I"), *self._ops(number, "W")]),
             sent=self._sent(number, share),
             waiting=self._waiting(number, share),
-            gradients=parameters,
-            state=parameters + state,
+            gradients=parameters if fresh else 0,
+            state=parameters + state + (0 if fresh else parameters),
         )
 
     def _ops(self, number: int, kind: str) -> list[int]:
@@ -200,43 +204,56 @@ class Reader:
 
     def _waiting(self, number: int, share: float) -> int:
         """Gradients that backward to the weights reads, and backward to the inputs has made."""
+        storages = self._profile.storages
         found: set[int] = set()
-        for index in self._ops(number, "W"):
+        for index in (*self._ops(number, "I"), *self._ops(number, "W")):
             op = self._profile.operators[index]
-            found |= {use.storage for use in op.inputs}
-        made = [self._profile.storages[s] for s in found]
+            if any(storages[use.storage].kind == "gradient" for use in op.outputs):
+                found |= {use.storage for use in op.inputs}
+        made = [storages[s] for s in found]
         return int(
-            share * sum(s.bytes for s in made if s.birth >= self._pass.last and s.kind != "gradient")
+            share
+            * sum(s.bytes for s in made if s.birth >= self._pass.last and s.kind != "gradient")
         )
 
 
 class _Curves:
-    """Bytes over the recorded pass, each segment's own, as a micro-batch would have them."""
+    """Bytes over the recorded pass, each segment's own, as a micro-batch would have them.
+
+    A gradient is as large for a micro-batch; all else is as large as its share of the batch.
+    """
 
     def __init__(self, profile: Profile, made: Pass, share: float) -> None:
         self._operators = profile.operators
         self._turn = made.last
         self._share = share
         given = set(made.call.inputs)
-        self._lives = [
-            _life(one.bytes, one.kind, one.birth, one.death, share)
-            for number, one in enumerate(profile.storages)
-            if one.counted and one.birth >= made.first and number not in given
-        ]
+        self._lives: list[Life] = []
+        self._gradients: list[Life] = []
+        for number, one in enumerate(profile.storages):
+            if not one.counted or one.birth < made.first or number in given:
+                continue
+            if one.kind in _OF_BATCH:
+                self._lives.append((int(one.bytes * share), one.birth, one.death))
+            else:
+                self._gradients.append((one.bytes, one.birth, one.death))
 
-    def of(self, forward: Sequence[int], backward: Sequence[int]) -> tuple[int, int, int]:
-        """Bytes held after forward, and how far forward and backward rise above what others hold."""
+    def of(self, forward: Sequence[int], backward: Sequence[int]) -> tuple[int, int, int, int]:
+        """Bytes held after forward; the highest over what others hold in forward, in backward, in the first one."""
         if not forward:
-            return 0, 0, 0
+            return 0, 0, 0, 0
         first, end = forward[0], forward[-1] + 1
         own = [life for life in self._lives if first <= life[1] < end]
         held = sum(size for size, _, death in own if death > self._turn)
-        rise = self._highest(own, first, end)
+        rise = max(self._highest(own, first, end), held)
         if not backward:
-            return held, max(rise, held), held
+            return held, rise, held, held
         low, high = min(backward), max(backward) + 1
         own += [life for life in self._lives if low <= life[1] < high]
-        return held, max(rise, held), max(self._highest(own, low, high), held)
+        new = [life for life in self._gradients if low <= life[1] < high]
+        brief = [(size, birth, birth + 1) for size, birth, _ in new]
+        back, stays = (self._highest(own + more, low, high) for more in (brief, new))
+        return held, rise, max(back, held), max(stays, held)
 
     def _highest(self, lives: Sequence[Life], first: int, end: int) -> int:
         """The highest in a span of operators, what an operator takes while it runs included."""
@@ -247,13 +264,6 @@ class _Curves:
             max(now, then + int(op.transient_bytes * self._share))
             for now, then, op in zip(live, before, self._operators[first:end], strict=True)
         )
-
-
-def _life(size: int, kind: str, birth: int, death: int, share: float) -> Life:
-    """A gradient is added to the parameter's own at once; all else is as large as the micro-batch."""
-    if kind in _OF_BATCH:
-        return int(size * share), birth, death
-    return size, birth, birth + 1
 
 
 def _scale(profile: Profile, seconds: float) -> float:

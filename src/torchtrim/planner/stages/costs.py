@@ -23,8 +23,8 @@ class StageCost(NamedTuple):
     """What a stage costs for one micro-batch.
 
     Seconds: `forward`, whole `backward`, backward to the `inputs` and to the `weights`, `update` of the
-    parameters. Bytes: `held` in flight; `rise` and `back`, the highest in forward and in backward, `held`
-    included; `waiting` besides, between the two halves of backward; `given` and `passed`, what it
+    parameters. Bytes: `held` in flight; `rise`, `back` and `first`, the highest in forward, in backward and in
+    the first backward, which makes gradients, `held` included; `waiting` besides, between the two halves of backward; `given` and `passed`, what it
     receives and what it sends on; `gradients` and `state`.
     """
 
@@ -37,6 +37,7 @@ class StageCost(NamedTuple):
     held: int
     rise: int
     back: int
+    first: int
     waiting: int
     given: int
     passed: int
@@ -64,9 +65,10 @@ def stage_of(segments: Sequence[Segment], first: int, last: int, *, again: bool)
     own = segments[first:last]
     forward = sum(one.forward for one in own)
     inputs, weights = sum(one.inputs for one in own), sum(one.weights for one in own)
-    held, rise, back = _bytes(own)
+    held, rise, back, new = _bytes(own)
+    passed = segments[last].given if last < len(segments) else 0
     if again:
-        held, back = own[-1].sent, max(back, rise)
+        held = passed
     split = (inputs, weights) if first else (0.0, inputs + weights)
     return StageCost(
         where=own[0].where,
@@ -78,22 +80,25 @@ def stage_of(segments: Sequence[Segment], first: int, last: int, *, again: bool)
         held=held,
         rise=rise,
         back=back,
+        first=new,
         waiting=sum(one.waiting for one in own) if first else 0,
         given=own[0].given,
-        passed=segments[last].given if last < len(segments) else 0,
+        passed=passed,
         gradients=sum(one.gradients for one in own),
         state=sum(one.state for one in own),
         recompute=again,
     )
 
 
-def _bytes(own: Sequence[Segment]) -> tuple[int, int, int]:
-    """Bytes held, and the highest in forward and in backward."""
-    held = rise = back = 0
+def _bytes(own: Sequence[Segment]) -> tuple[int, int, int, int]:
+    """Bytes held; the highest in forward, in backward, and in the first backward, whose gradients stay."""
+    held = rise = back = new = 0
     for number, one in enumerate(own):
         follows = own[number + 1].given if number + 1 < len(own) else 0
+        grown = sum(later.gradients for later in own[number + 1 :])
         rise = max(rise, held + one.rise)
         back = max(back, held + one.back + follows)
+        new = max(new, held + one.first + follows + grown)
         held += one.held
     sent = own[-1].sent
-    return held + sent, rise + sent, back + sent
+    return held + sent, rise + sent, back + sent, new + sent

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torchtrim.planner.stages.costs import Link, StageCost
@@ -45,9 +45,7 @@ def simulate(stages: Sequence[StageCost], order: Order, batches: int, link: Link
     return Simulated(
         end + max(updates),
         max(0.0, 1 - busy / (end * len(bars))) if end else 0.0,
-        tuple(
-            rank_peak(stages, order, rank, batches) for rank in range(len(order.ranks))
-        ),
+        tuple(rank_peak(stages, order, rank, batches) for rank in range(len(order.ranks))),
         in_flight(order),
         bars,
     )
@@ -136,27 +134,56 @@ def in_flight(order: Order) -> tuple[int, ...]:
 
 
 def rank_peak(stages: Sequence[StageCost], order: Order, rank: int, batches: int) -> int:
-    """The highest bytes of a rank: what is there always, and its stages' activations."""
-    own = [stage for stage, home in enumerate(order.homes) if home == rank]
-    always = sum(stages[stage].state + stages[stage].gradients for stage in own)
-    return always + activation_peak(stages, order, rank, batches)
+    """The highest bytes of a rank: what is there always, buffers to receive, and its stages' activations."""
+    own = [stages[stage] for stage, home in enumerate(order.homes) if home == rank]
+    always = sum(one.state + batches * (one.given + one.passed) for one in own)
+    return always + step_rise(stages, order, rank)
 
 
-def activation_peak(stages: Sequence[StageCost], order: Order, rank: int, batches: int) -> int:
-    """The highest bytes of a rank that are there for its micro-batches alone, buffers to receive included."""
-    own = [stage for stage, home in enumerate(order.homes) if home == rank]
-    now = sum(batches * (stages[stage].given + stages[stage].passed) for stage in own)
-    most = now
+def step_rise(stages: Sequence[StageCost], order: Order, rank: int) -> int:
+    """The highest bytes of a rank over those with which a step begins."""
+    return max(_levels(stages, order, rank))
+
+
+def _levels(stages: Sequence[StageCost], order: Order, rank: int) -> Iterator[int]:
+    """The highest bytes during each action.
+
+    Torch's schedules keep what they have sent until the step is over; a stage's first backward makes its
+    gradients.
+    """
+    now = 0
+    grown: set[int] = set()
     for kind, stage, _ in order.ranks[rank]:
         one = stages[stage]
         if kind == "F":
-            most = max(most, now + one.rise)
+            yield now + one.rise
             now += one.held
-        elif kind == "I":
-            most = max(most, now + one.back - one.held)
+            continue
+        ends = kind in "BW"
+        waiting = one.waiting if kind == "W" else 0
+        new = ends and stage not in grown
+        yield now + _above(one, kind, stage, new)
+        if new:
+            grown.add(stage)
+            now += one.gradients
+        if kind in "BI" and stage and order.homes[stage - 1] != rank:
+            now += one.given
+        if kind == "I":
             now += one.waiting
-        else:
-            waiting = one.waiting if kind == "W" else 0
-            most = max(most, now + one.back - one.held - waiting)
-            now -= one.held + waiting
-    return most
+        elif ends:
+            goes = stage + 1 < len(stages) and order.homes[stage + 1] != rank
+            now -= one.held + waiting - (one.passed if goes else 0)
+
+
+def _above(one: StageCost, kind: str, stage: int, new: bool) -> int:
+    """How far a backward rises over what was held before it.
+
+    Backward to the inputs lets go of nothing, and keeps what backward to the weights will read; the first
+    stage leaves all to that.
+    """
+    rises = (one.first if new else one.back) - one.held
+    if kind == "B" or (kind == "W" and not stage):
+        return rises
+    if kind == "I":
+        return one.waiting + max(one.back - one.held, 0) if stage else 0
+    return max(0, one.gradients - one.held - one.waiting) if new else 0
