@@ -32,7 +32,12 @@ OPTIONS = {
     "lint": ("--fix", "--unsafe-fixes", "--diff", "--select", "--format", "--no-cache"),
     "optimize": (*RUNS, *PLANS, "--out", "--no-source", "--mode", "--fix", "--unsafe-fixes"),
     "pack": ("--capacity", "--out", "--svg", "--alignment", "--seconds", "--json"),
-    "plan": (*RUNS, *PLANS, "--out", "--no-source", "--frontier", "--export", "--find-batch"),
+    "plan": (
+        *RUNS,
+        *PLANS,
+        *("--out", "--no-source", "--frontier", "--export", "--find-batch"),
+        *("--stages", "--replicas"),
+    ),
     "run": ("--module", "-m", "--plan"),
     "stream-check": (
         *RUNS[:2],
@@ -64,7 +69,7 @@ ARGUMENTS = {
     "undo": ("path",),
     "verify": ("script", "args"),
 }
-MOST_OPTIONS = 17
+MOST_OPTIONS = 19
 
 
 def verb(name: str) -> click.Command:

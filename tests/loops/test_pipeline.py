@@ -108,10 +108,10 @@ def test_the_simulated_peak_is_the_measured_one(schedule: Schedule) -> None:
 
 
 def test_a_rank_that_fails_ends_all_with_its_reason() -> None:
-    with pytest.raises((ApplyFailed, ScriptFailed), match="no such module"):
-        run = plan(("blocks.7",), "GPipe", 2)
-        with tempfile.TemporaryDirectory() as folder:
-            Runs(script(), run, 1, Path(folder), lambda _: None).run("pipeline")
+    with tempfile.TemporaryDirectory() as folder:
+        runs = Runs(script(), plan(("blocks.7",), "GPipe", 2), 1, Path(folder), lambda _: None)
+        with pytest.raises((ApplyFailed, ScriptFailed), match="no such module"):
+            runs.run("pipeline")
 
 
 def test_a_live_model_and_another_device_are_refused() -> None:

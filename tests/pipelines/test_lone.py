@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from pipelines.models import BATCH, Block, Gpt, batch, gradients, loss_of, pipeline, staged
 from torchtrim.errors import ApplyFailed, Unsupported
-from torchtrim.records.pipeline import SCHEDULES, Pipeline
+from torchtrim.records.pipeline import SCHEDULES, Pipeline, Stage
 
 TWO = ("transformer.h.2",)
 FOUR = ("transformer.h.1", "transformer.h.2", "transformer.h.3")
@@ -101,13 +101,10 @@ def test_recomputed_stages_drop_out_the_same() -> None:
     found = []
     for again in (False, True):
         torch.manual_seed(3)
-        plan = pipeline(("transformer.h.1",), "GPipe", 2)
-        from torchtrim.records.pipeline import Stage
-
         own = Stage(first="", held_bytes=0, state_bytes=0, recompute=again, **stage)  # type: ignore[arg-type]
         plan = Pipeline(
             root="Model",
-            cuts=plan.cuts,
+            cuts=("transformer.h.1",),
             schedule="GPipe",
             ranks=2,
             microbatches=4,
@@ -142,16 +139,15 @@ def test_a_tensor_that_skips_a_stage_becomes_no_number() -> None:
 
 def refusal(model: nn.Module, use: str) -> str:
     tokens, targets = batch()
+    scores, flat = model(tokens), targets.flatten()
+    uses = {
+        "value": lambda: float(cross_entropy(scores.flatten(0, 1), flat)),
+        "sum": lambda: cross_entropy(scores.flatten(0, 1), flat, reduction="sum").backward(),
+        "sizes": lambda: cross_entropy(scores.view(BATCH * 8, -1), flat).backward(),
+        "many": lambda: scores.mean(-1).backward(),
+    }
     with pytest.raises((Unsupported, ApplyFailed)) as caught:
-        scores = model(tokens)
-        if use == "value":
-            float(cross_entropy(scores.flatten(0, 1), targets.flatten()))
-        elif use == "sum":
-            cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="sum").backward()
-        elif use == "sizes":
-            cross_entropy(scores.view(BATCH * 8, -1), targets.flatten()).backward()
-        else:
-            scores.mean(-1).backward()
+        uses[use]()
     return str(caught.value)
 
 

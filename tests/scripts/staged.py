@@ -1,4 +1,7 @@
-"""A script whose step is `loss_fn(model(x), y)`, with dropout and clipped gradients. `--wrong` mixes samples."""
+"""A script whose step is `loss_fn(model(x), y)`, with dropout and clipped gradients.
+
+`--wrong` mixes samples.
+"""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Plans a script as a pipeline, and certifies it: to the same sums in one process, and from there bit for bit."""
+"""Plans a script as a pipeline; certifies it by the same sums in one process, and from there bit by bit."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ def plan_pipeline(
     replicas: int = 1,
     progress: Progress = lambda _: None,
 ) -> Result:
-    """The quickest pipeline of so many ranks, each within the budget. Raises `Unsupported`, `InfeasibleBudget`."""
+    """The quickest pipeline of so many ranks, each within the budget.
+
+    Raises `Unsupported`, `InfeasibleBudget`.
+    """
     fitting = Fitting(script, request, progress)
     trial = fitting.observe()
     planner = fitting.planner(trial)
@@ -219,7 +222,8 @@ def _blank_report(script: Script, request: Request) -> Report:
 class Sums(NamedTuple):
     """The first link: the whole batch against the sum in the schedule's order.
 
-    `difference` and `double`: the largest relative difference of gradients, and that in float64; `worst`: whose.
+    `difference` and `double`: the largest relative difference of gradients, and that in float64; `worst`:
+    whose.
     """
 
     verdict: Verdict
@@ -324,7 +328,8 @@ def _reason(links: Links) -> str:
     apart = f"{sums.difference:.1e}, in float64 {sums.double:.1e}"
     if sums.verdict == "NOT EQUAL":
         return (
-            f"the sum over {parts} is not the whole batch's: gradients differ by {apart}. Samples are mixed, or "
+            f"the sum over {parts} is not the whole batch's: gradients differ by {apart}. Samples "
+            f"are mixed, or "
             "the loss is no mean in which all samples count alike"
         )
     how = f"up to rounding ({apart})" if sums.difference else "bit for bit"
@@ -340,6 +345,7 @@ def _notes(links: Links) -> tuple[str, ...]:
     if not links.dropped:
         return ()
     return (
-        "the model drops out: each micro-batch draws its own numbers, so that a run differs from the original as "
+        "the model drops out: each micro-batch draws its own numbers, so that a run differs from "
+        "the original as "
         "with another seed. The first link was shown with nothing dropped out, the second as it is.",
     )

@@ -88,7 +88,10 @@ class Step(NamedTuple):
 
 
 class Executor(Protocol):
-    """Runs a step's forward and backward. `numbers` are kept for each micro-batch, and their means given back."""
+    """Runs a step's forward and backward.
+
+    `numbers` are kept for each micro-batch, and their means given back.
+    """
 
     def prepare(self, shapes: Shapes) -> None:
         """Called once, when it is known which module is in which stage."""
@@ -134,7 +137,8 @@ class Engine:
         if given.batch % share:
             raise Unsupported(
                 f"a batch of {given.batch} samples does not divide into {share} equal parts "
-                f"({self._pipeline.microbatches} micro-batches x {self._pipeline.replicas} replicas). If it is the "
+                f"({self._pipeline.microbatches} micro-batches x {self._pipeline.replicas} "
+                f"replicas). If it is the "
                 "last of an epoch, give the loader drop_last=True; else plan again for this batch size."
             )
         shapes, fakes = self._shapes(given, share)
@@ -238,7 +242,7 @@ class StageModule(nn.Module):
 
 @contextlib.contextmanager
 def _random_numbers(step: int, stage: int, batch: int) -> Iterator[None]:
-    """Numbers of their own for each micro-batch and stage, whichever rank it is; the script's go on as before."""
+    """Numbers of their own for each micro-batch and stage, on any rank; the script's go on as before."""
     with torch.random.fork_rng():
         torch.manual_seed(torch.initial_seed() + _SEED * (step * 4096 + stage) + batch)
         yield

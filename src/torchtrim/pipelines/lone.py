@@ -1,4 +1,4 @@
-"""A pipeline in one process: micro-batches one after the other, gradients added in the schedule's own order."""
+"""A pipeline in one process: gradients of micro-batches are added up in the schedule's own order."""
 
 from __future__ import annotations
 

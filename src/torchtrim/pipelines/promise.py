@@ -217,7 +217,8 @@ def refuse_sums(node: Node) -> None:
         name = getattr(func, "__name__", "")
         if kwargs.get("reduction") == "sum" or (name in _SUMS and _sums_all(args, kwargs)):
             raise Unsupported(
-                f"the loss adds up its samples ({name}), and a pipeline takes the mean over its micro-batches. "
+                f"the loss adds up its samples ({name}), and a pipeline takes the mean over its "
+                f"micro-batches. "
                 "Use the mean over the samples of a batch."
             )
 
@@ -249,9 +250,10 @@ class Part:
         named = {k: v if k in _NOT_SPLIT else self._split(v, batch) for k, v in kwargs.items()}
         try:
             given = func(*values, **named)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError, IndexError) as error:
             raise Unsupported(
-                f"the loss cannot be computed for a part of the batch: {error}. It is written with sizes of the "
+                f"the loss cannot be computed for a part of the batch: {error}. It is written with "
+                f"sizes of the "
                 "whole batch; write -1 for the batch, as in `view(-1, classes)`."
             ) from error
         return given[node.item] if node.item >= 0 else given

@@ -207,7 +207,8 @@ class Several:
         dist.all_gather(sums, total)
         if any(not torch.equal(one, sums[0]) for one in sums):
             raise ApplyFailed(
-                "the ranks have made models with different parameters. Every rank runs the whole script, so it "
+                "the ranks have made models with different parameters. Every rank runs the whole "
+                "script, so it "
                 "has to seed its random numbers alike on all of them: leave the rank out of the seed."
             )
 

@@ -41,7 +41,7 @@ class Meta(NamedTuple):
 
 
 class Shapes(NamedTuple):
-    """What a pass of the whole model showed: what goes into each stage after the first, and comes out at the end.
+    """What a pass of the whole model showed: what goes into each later stage, and what comes out at the end.
 
     `made`: what each module gave that a stage after it has to stand in for; a tree of `Meta`, or None for
     one that each stage calls itself. `outputs` is a tree too. `homes`: the stage of each module.
@@ -132,7 +132,8 @@ class Window:
         missing = [cut for cut in self._cuts if cut not in recording.received]
         if missing:
             raise ApplyFailed(
-                f"a stage is to begin with {missing[0]}, and the model did not call that with a tensor. Plan again."
+                f"a stage is to begin with {missing[0]}, and the model did not call that with a "
+                f"tensor. Plan again."
             )
         outputs = pytree.tree_map_only(Tensor, Meta.of, outputs)
         return Shapes(

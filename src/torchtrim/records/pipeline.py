@@ -35,7 +35,7 @@ SPLITS_BACKWARD: frozenset[Schedule] = frozenset(
 
 
 class Action(NamedTuple):
-    """What a rank does next: `F` forward, `B` whole backward, `I` backward to the inputs, `W` to the weights."""
+    """What a rank does: `F` forward, `B` whole backward, `I` backward to the inputs, `W` to the weights."""
 
     kind: Literal["F", "B", "I", "W"]
     stage: int

@@ -45,7 +45,7 @@ def _stage(found: PipelineReport, number: int) -> str:
 
 
 def rows(report: Report) -> list[tuple[str, ...]]:
-    """The stages for a table: stage, rank, begins with, forward, backward, held, in flight, state, rank's peak."""
+    """The stages: number, rank, first module, forward, backward, held, in flight, state, rank's peak."""
     found = report.pipeline
     if found is None:
         return []
@@ -66,7 +66,10 @@ def rows(report: Report) -> list[tuple[str, ...]]:
 
 
 def bars(report: Report) -> Markup:
-    """One step: a line for each rank, forward and backward of each micro-batch. Empty where there are too many."""
+    """One step: a line for each rank, forward and backward of each micro-batch.
+
+    Empty where there are too many.
+    """
     found = report.pipeline
     if found is None or not found.bars:
         return Markup()
@@ -107,7 +110,7 @@ def _bar(bar: Bar, end: float, later: bool) -> Markup:
 
 
 def schedules(report: Report) -> Sequence[tuple[str, ...]]:
-    """The schedules that fit, the quickest first: name, micro-batches, step, bubble, peak of the largest rank."""
+    """The schedules that fit, the quickest first: name, micro-batches, step, bubble, largest peak."""
     found = report.pipeline
     return [
         (

@@ -60,7 +60,10 @@ def _loopback() -> str:
 
 
 def _wait(processes: Sequence[Process], folders: Sequence[Path], timeout: float) -> bool:
-    """Wait until all have ended, or, a little later, one without what was wanted. True if it took too long."""
+    """Wait until all have ended, or, a little later, one without what was wanted.
+
+    True if it took too long.
+    """
     deadline = time.monotonic() + timeout
     left = list(range(len(processes)))
     failing = False

@@ -34,10 +34,12 @@ How = Literal["whole", "in order", "pipeline"]
 
 
 class StageTask(msgspec.Struct, frozen=True, kw_only=True):
-    """What the parent asks for. `how`: the script as it is, in one process in the schedule's order, or in several.
+    """What the parent asks for.
 
-    `still`: nothing is dropped out. `double`: in float64. `method`: how the ranks find each other. `measured`:
-    bytes are counted.
+    `how`: the script as it is, in one process in the schedule's order, or in several.
+
+    `still`: nothing is dropped out. `double`: in float64. `method`: how the ranks find each other.
+    `measured`: bytes are counted.
     """
 
     target: str
@@ -202,7 +204,8 @@ class StageRunner:
     def measure(self, batch: Sequence[torch.Tensor]) -> Iterator[None]:
         """Measure what is in it: time and bytes in turn, since counting takes time."""
         counts = len(self.trial.seconds) % 2 == 1
-        assert self.puts is not None and self.puts.executor is not None
+        assert self.puts is not None
+        assert self.puts.executor is not None
         counting = _Counting([*self.puts.executor.kept(), *batch] if counts else ())
         begin = time.perf_counter()
         with counting if counts else contextlib.nullcontext():

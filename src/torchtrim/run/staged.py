@@ -70,7 +70,9 @@ class PutsInStages(Listener):
 
 @contextlib.contextmanager
 def among_ranks(pipeline: Pipeline, method: str | None = None) -> Iterator[None]:
-    """This process as one of the pipeline's, all with the same random numbers. `method`: how they find each other.
+    """This process as one of the pipeline's, all with the same random numbers.
+
+    `method`: how they find each other.
 
     Without one, it is torchrun's. Raises `UsageError` where there are too few or too many.
     """

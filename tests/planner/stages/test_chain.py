@@ -7,7 +7,6 @@ import functools
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from pipelines.models import Gpt, batch, loss_of
 from steps import ConvNet, squared, trial
@@ -67,7 +66,7 @@ class Skips(nn.Module):
 
 @pytest.mark.parametrize("kind", ["gpt", "masked"])
 def test_a_model_is_cut_between_blocks_and_not_inside_of_residuals(kind: str) -> None:
-    """What a block computes from its inputs alone, such as a mask, crosses no cut: each stage makes its own."""
+    """What is computed from inputs alone, such as a mask, crosses no cut: each stage makes its own."""
     places = [one.where for one in reader_of(kind).chain(1.0).segments]
     assert places == [
         "",
@@ -135,7 +134,6 @@ def test_a_step_without_backward_is_refused() -> None:
         Reader(profile, 1.0)
 
 
-def test_a_loss_inside_of_functional_calls_belongs_to_the_last_segment() -> None:
+def test_the_loss_belongs_to_the_last_segment() -> None:
     last = reader_of("gpt").chain(1.0).segments[-1]
-    assert last.held >= 2 * 8 * 8 * 32 * 4
-    assert cross_entropy is not None
+    assert last.held >= 8 * 8 * 32 * 4

@@ -14,7 +14,7 @@ _BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "complex64": 
 
 
 class Pass(NamedTuple):
-    """One forward pass of a model and its loss: operators `first <= i < last`, the model's own to `returned`."""
+    """One forward pass of a model and its loss: operators `first <= i < last`, its own to `returned`."""
 
     root: str
     call: Call
@@ -45,7 +45,8 @@ def pass_of(profile: Profile) -> Pass:
     roots = [call for call in roots if call.first < call.last and _backward_after(profile, call)]
     if not roots:
         raise Unsupported(
-            "no model of the recorded step runs forward with gradients and then backward, so there is nothing "
+            "no model of the recorded step runs forward with gradients and then backward, so there "
+            "is nothing "
             "to cut into stages. A pipeline is for a step of the form loss_fn(model(x), y)."
         )
     call = max(roots, key=lambda one: (_weight(profile, one), -one.first))
@@ -105,7 +106,7 @@ class _Finder:
         self._follow()
 
     def _follow(self) -> None:
-        """Find what is read where, and what depends on parameters: the rest each stage can make for itself."""
+        """Find what is read where, and what depends on parameters: the rest each stage makes for itself."""
         for index in range(self._pass.first, self._pass.last):
             op = self._profile.operators[index]
             inputs = {use.storage for use in op.inputs}

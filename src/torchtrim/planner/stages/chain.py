@@ -21,8 +21,10 @@ class Segment(NamedTuple):
     `where` is the module with which it begins. Seconds: `forward`; backward to the `inputs` and to the
     `weights`; `update` of its parameters. Bytes: `given`, the tensor with which it begins; `held`, what
     forward leaves for backward; `rise` and `back`, how far forward and backward go above what is held before
-    them, and `first`, backward where its gradients are new and stay; `sent`, its result where only a stage keeps it; `waiting`, gradients kept between backward to the inputs and to the weights; `gradients`
-    that a step makes and `state`, that is parameters, optimizer state, buffers and gradients kept between steps.
+    them, and `first`, backward where its gradients are new and stay; `sent`, its result where only a stage
+    keeps it; `waiting`, gradients kept between backward to the inputs and to the weights; `gradients`
+    that a step makes and `state`, that is parameters, optimizer state, buffers and gradients kept between
+    steps.
     """
 
     where: str
@@ -47,7 +49,10 @@ class Segment(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """A model as segments in order. `batch`: how many samples a whole batch has. `share`: of it in a micro-batch."""
+    """A model as segments in order.
+
+    `batch`: how many samples a whole batch has. `share`: of it in a micro-batch.
+    """
 
     root: str
     segments: tuple[Segment, ...]
@@ -175,7 +180,7 @@ class Reader:
         return kinds == {"gradient"}
 
     def _seconds(self, index: int, share: float) -> float:
-        """What the operator takes of a part of the batch; a small one takes as long as any other small one."""
+        """What the operator takes of a part of the batch; a small one takes as long as other small ones."""
         seconds = self._profile.operators[index].seconds
         return self._scale * max(seconds * share, min(seconds, self._usual))
 
@@ -239,7 +244,7 @@ class _Curves:
                 self._gradients.append((one.bytes, one.birth, one.death))
 
     def of(self, forward: Sequence[int], backward: Sequence[int]) -> tuple[int, int, int, int]:
-        """Bytes held after forward; the highest over what others hold in forward, in backward, in the first one."""
+        """Bytes held after forward; the highest over them in forward, in backward, and in the first one."""
         if not forward:
             return 0, 0, 0, 0
         first, end = forward[0], forward[-1] + 1

@@ -217,12 +217,15 @@ def _pipeline(root: str, best: Candidate, ways: Ways) -> Pipeline:
 def _nothing(chain: Chain, ways: Ways) -> str:
     if len(chain.segments) < ways.ranks:
         return (
-            f"{chain.root} can be cut into {len(chain.segments)} stages at most, and {ways.ranks} are wanted. "
+            f"{chain.root} can be cut into {len(chain.segments)} stages at most, and {ways.ranks} "
+            f"are wanted. "
             "A stage begins where one tensor alone goes from one module to the next."
         )
     return (
-        f"no schedule of torch runs {ways.ranks} ranks x {ways.replicas} replicas on a batch of {chain.batch} "
-        "samples, which has to divide into equal micro-batches. Give the loader another batch size, or ask for "
+        f"no schedule of torch runs {ways.ranks} ranks x {ways.replicas} replicas on a batch of "
+        f"{chain.batch} "
+        "samples, which has to divide into equal micro-batches. Give the loader another batch size, "
+        "or ask for "
         "fewer --stages or --replicas."
     )
 
@@ -232,7 +235,8 @@ def _infeasible(smallest: Candidate) -> InfeasibleBudget:
     rank = smallest.simulated.peaks.index(peak)
     return InfeasibleBudget(
         f"no pipeline fits: the smallest peak of the largest rank is {format_bytes(peak)}, on rank {rank} "
-        f"({smallest.schedule}, {smallest.microbatches} micro-batches). Give it more --memory or more --stages.",
+        f"({smallest.schedule}, {smallest.microbatches} micro-batches). Give it more --memory or "
+        f"more --stages.",
         smallest_bytes=peak,
         set_by=f"rank {rank}",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from torchtrim.planner.stages.chain import Chain, Segment
@@ -23,9 +24,10 @@ class StageCost(NamedTuple):
     """What a stage costs for one micro-batch.
 
     Seconds: `forward`, whole `backward`, backward to the `inputs` and to the `weights`, `update` of the
-    parameters. Bytes: `held` in flight; `rise`, `back` and `first`, the highest in forward, in backward and in
-    the first backward, which makes gradients, `held` included; `waiting` besides, between the two halves of backward; `given` and `passed`, what it
-    receives and what it sends on; `gradients` and `state`.
+    parameters. Bytes: `held` in flight; `rise`, `back` and `first`, the highest in forward, in backward
+    and in
+    the first backward, which makes gradients, `held` included; `waiting` besides, between the two halves
+    of backward; `given` and `passed`, what it receives and what it sends on; `gradients` and `state`.
     """
 
     where: str
@@ -56,7 +58,7 @@ def stages_of(chain: Chain, cuts: Sequence[int], again: Sequence[int] = ()) -> l
     edges = [0, *cuts, len(chain.segments)]
     return [
         stage_of(chain.segments, first, last, again=number in again)
-        for number, (first, last) in enumerate(zip(edges, edges[1:], strict=False))
+        for number, (first, last) in enumerate(pairwise(edges))
     ]
 
 

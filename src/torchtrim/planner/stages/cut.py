@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, combinations
+from itertools import accumulate, combinations, pairwise
 
 from torchtrim.planner.stages.chain import Segment
 
@@ -65,7 +65,7 @@ def _neighbours(cuts: Cuts, count: int) -> Iterator[Cuts]:
                     cut + step * (at <= number < at + width) for number, cut in enumerate(cuts)
                 )
                 edges = (0, *moved, count)
-                if all(low < high for low, high in zip(edges, edges[1:], strict=False)):
+                if all(low < high for low, high in pairwise(edges)):
                     yield moved
 
 
