@@ -6,6 +6,7 @@ import functools
 import math
 import os
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from torchtrim.planner.stages.choose import Candidate, Chosen, Ways, choose
 from torchtrim.records.certificate import Certificate, Difference, Verdict
 from torchtrim.records.pipeline import Bar, Pipeline, PipelineReport, ScheduleFigures
 from torchtrim.records.plan import Plan, Prediction
+from torchtrim.records.profile import Profile, is_emulated
 from torchtrim.records.report import Report, Result
 from torchtrim.records.trial import Request
 from torchtrim.report.assemble import with_plan
@@ -29,11 +31,14 @@ from torchtrim.run.ranks import run_ranks
 from torchtrim.run.script import Script, working_folder
 from torchtrim.run.stage_worker import VALUES, How, StageTask, StageTrial
 from torchtrim.run.trials import Progress, Workload
+from torchtrim.sync.model.devices import DEVICES
+from torchtrim.sync.model.roofline import estimate
 from torchtrim.techniques.fingerprint import sha256_of
 from torchtrim.units import parse_bytes
 from torchtrim.verifier.certify import ROUNDING_LIMIT, SHRINKS_BY
 
 _MOST_BARS = 2000
+_DEVICE = "a100"
 _ONE_PROCESS: tuple[How, ...] = ("whole", "in order")
 
 
@@ -54,7 +59,7 @@ def plan_pipeline(
     trial = fitting.observe()
     planner = fitting.planner(trial)
     budget = parse_bytes(memory, whole=trial.peak_bytes)
-    reader = Reader(planner.profile, trial.seconds)
+    reader = Reader(planner.profile, trial.seconds, _times(planner.profile))
     chain_of = functools.lru_cache(maxsize=None)(reader.chain)
     progress("looking for cuts, a schedule and micro-batches")
     chosen = choose(chain_of, Ways(stages, replicas), budget, order_of)
@@ -73,6 +78,14 @@ def plan_pipeline(
     report = with_plan(report_of("plan", script, trial), plan, "allocated", budget)
     report = msgspec.structs.replace(report, pipeline=_shown(chosen), findings=())
     return Result(report, trial.profile, None, plan)
+
+
+def _times(profile: Profile) -> Sequence[float] | None:
+    """What operators take on the device that is emulated, by the roofline; None where they were measured."""
+    if not is_emulated(profile.device):
+        return None
+    device = DEVICES[profile.device.partition(" ")[2] or _DEVICE]
+    return estimate(profile, device).device_seconds
 
 
 def _shown(chosen: Chosen) -> PipelineReport:

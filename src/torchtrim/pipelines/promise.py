@@ -208,6 +208,22 @@ def numbers_before(node: Node) -> list[Node]:
     return [one for one in found.values() if isinstance(one.fake, Tensor) and one.fake.dim() == 0]
 
 
+def tensors_before(node: Node) -> Iterator[Tensor]:
+    """The tensors of the script's own that go into the node, such as targets."""
+    seen: set[int] = set()
+    left = [node]
+    while left:
+        one = left.pop()
+        if id(one) in seen or one.call is None:
+            continue
+        seen.add(id(one))
+        for inner in pytree.tree_leaves(one.call[1:]):
+            if isinstance(inner, Node):
+                left.append(inner)
+            elif isinstance(inner, Tensor):
+                yield inner
+
+
 def refuse_sums(node: Node) -> None:
     """Raises `Unsupported` for a loss that adds up samples: of micro-batches the mean is taken."""
     for one in numbers_before(node):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from torchtrim.errors import ApplyFailed, Unsupported
-from torchtrim.pipelines.engine import Engine, Given, StageModule, Step, part_loss
+from torchtrim.pipelines.engine import Engine, Given, StageModule, Step, checksum, part_loss
 from torchtrim.pipelines.lone import known_order
 from torchtrim.pipelines.orders import is_single, schedule_class
 from torchtrim.pipelines.promise import Node
@@ -72,7 +72,7 @@ class Several:
         before = self._taken()
         self._one_step(step, loss_of, begins)
         self._add_replicas(before)
-        return self._means(kept, len(numbers))
+        return self._means(kept, len(numbers), checksum(step))
 
     def kept(self) -> list[Tensor]:
         """What is there between steps: parameters, gradients, and the buffers in which ranks receive."""
@@ -133,8 +133,8 @@ class Several:
             group=self.group,
         )
 
-    def _means(self, kept: dict[int, list[Tensor]], count: int) -> Sequence[Tensor]:
-        """The mean of each number over all micro-batches, on every rank."""
+    def _means(self, kept: dict[int, list[Tensor]], count: int, given: float) -> Sequence[Tensor]:
+        """The mean of each number over all micro-batches, on every rank. `given`: a checksum of the batch."""
         pipeline = self._pipeline
         sums = torch.zeros(count, dtype=torch.float64)
         total = pipeline.microbatches * pipeline.replicas
@@ -142,7 +142,10 @@ class Several:
             rows = torch.stack([torch.stack([v.double() for v in one]) for one in kept.values()])
             sums = rows.sum(0).cpu()
         dtypes = [value.dtype for value in next(iter(kept.values()), [])]
+        sums = torch.cat([sums, torch.tensor([given, given * given], dtype=torch.float64)])
         dist.all_reduce(sums)
+        _check_given(sums[-2:].tolist())
+        sums = sums[:-2]
         default = torch.get_default_dtype()
         return [
             (value / total).to(dtypes[n] if dtypes else default) for n, value in enumerate(sums)
@@ -211,6 +214,16 @@ class Several:
                 "script, so it "
                 "has to seed its random numbers alike on all of them: leave the rank out of the seed."
             )
+
+
+def _check_given(sums: Sequence[float]) -> None:
+    """Raises `Unsupported` on all ranks where one was given another batch."""
+    world = dist.get_world_size()
+    if sums[0] ** 2 != world * sums[1]:
+        raise Unsupported(
+            "the ranks were given different batches. Every rank of a pipeline reads the same ones: leave "
+            "DistributedSampler and the rank out of the loader, and seed what shuffles it."
+        )
 
 
 def _unset(*_: Any) -> Tensor:

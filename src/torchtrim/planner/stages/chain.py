@@ -63,21 +63,30 @@ class Chain(NamedTuple):
 class Reader:
     """Reads chains, for micro-batches of any size, from one profile. Raises `Unsupported` with the reason.
 
-    `seconds`: what the step takes without a recorder.
+    `seconds`: what the step takes without a recorder. `times`: what each operator takes, where that is not
+    what the profile says, such as on another device.
     """
 
-    def __init__(self, profile: Profile, seconds: float) -> None:
+    def __init__(
+        self, profile: Profile, seconds: float, times: Sequence[float] | None = None
+    ) -> None:
         self._profile = profile
+        self._times = times or [op.seconds for op in profile.operators]
         self._pass = pass_of(profile)
         self._refuse()
         found = cuts_of(profile, self._pass)
         self.reasons = found.reasons
         self._cuts = found.cuts
         self._starts = (self._pass.first, *(cut.operator for cut in found.cuts))
-        self._scale = _scale(profile, seconds)
-        self._usual = _usual(profile)
+        self._scale = 1.0 if times else _scale(profile, seconds)
+        self._usual = _usual(profile, self._times)
         self._homes = dict(self._attributed())
         self._readers = self._first_readers()
+        self._update_seconds = sum(
+            seconds
+            for op, seconds in zip(profile.operators, self._times, strict=True)
+            if op.phase == "optimizer"
+        )
         self._grads_are_fresh = not any(
             one.kind == "gradient" and one.birth < 0 for one in profile.storages
         )
@@ -126,7 +135,7 @@ class Reader:
         )
         parameters, state = self._kept(number)
         fresh = self._grads_are_fresh
-        updates = sum(op.seconds for op in self._profile.operators if op.phase == "optimizer")
+        updates = self._update_seconds
         return Segment(
             where,
             forward,
@@ -181,7 +190,7 @@ class Reader:
 
     def _seconds(self, index: int, share: float) -> float:
         """What the operator takes of a part of the batch; a small one takes as long as other small ones."""
-        seconds = self._profile.operators[index].seconds
+        seconds = self._times[index]
         return self._scale * max(seconds * share, min(seconds, self._usual))
 
     def _first_readers(self) -> dict[int, int]:
@@ -276,7 +285,9 @@ def _scale(profile: Profile, seconds: float) -> float:
     return seconds / recorded if recorded and seconds else 1.0
 
 
-def _usual(profile: Profile) -> float:
+def _usual(profile: Profile, seconds: Sequence[float]) -> float:
     """What an operator takes that does next to nothing: the first tenth of all."""
-    times = sorted(op.seconds for op in profile.operators if op.phase in ("forward", "backward"))
+    phases = ("forward", "backward")
+    both = zip(profile.operators, seconds, strict=True)
+    times = sorted(one for op, one in both if op.phase in phases)
     return times[len(times) // 10] if times else 0.0
