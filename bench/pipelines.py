@@ -29,7 +29,7 @@ from torchtrim.loops.pipeline import Runs
 from torchtrim.pipelines.orders import order_of
 from torchtrim.planner.stages.chain import Reader
 from torchtrim.planner.stages.choose import Chosen, Ways, choose
-from torchtrim.planner.stages.simulate import step_rise
+from torchtrim.planner.stages.timing import step_rise
 from torchtrim.records.pipeline import SCHEDULES, Schedule
 from torchtrim.records.plan import Plan, Prediction
 from torchtrim.records.trial import Request

@@ -16,7 +16,7 @@ from torchtrim.loops.pipeline import Runs, first_difference, verify_pipeline
 from torchtrim.pipelines.orders import order_of
 from torchtrim.planner.stages.chain import Reader
 from torchtrim.planner.stages.choose import Chosen, Ways, choose
-from torchtrim.planner.stages.simulate import step_rise
+from torchtrim.planner.stages.timing import step_rise
 from torchtrim.records.certificate import Certificate
 from torchtrim.records.pipeline import SCHEDULES, Pipeline, Schedule
 from torchtrim.records.plan import Plan, Prediction

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from torchtrim.pipelines.orders import _CLASSES, _Outline, homes_of, order_of
-from torchtrim.planner.stages.simulate import in_flight
+from torchtrim.planner.stages.timing import in_flight
 from torchtrim.records.pipeline import SCHEDULES, Schedule
 
 RANKS, MICROBATCHES = (2, 3, 4, 8), (2, 4, 6, 8, 16, 64)

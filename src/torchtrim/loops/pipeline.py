@@ -18,11 +18,12 @@ from torchtrim.loops.findings import report_of, subject_of
 from torchtrim.loops.made_for import check_script
 from torchtrim.loops.optimize import Fitting
 from torchtrim.pipelines.orders import order_of
+from torchtrim.planner.plans import pipeline_plan
 from torchtrim.planner.stages.chain import Reader
 from torchtrim.planner.stages.choose import Candidate, Chosen, Ways, choose
 from torchtrim.records.certificate import Certificate, Difference, Verdict
 from torchtrim.records.pipeline import Bar, Pipeline, PipelineReport, ScheduleFigures
-from torchtrim.records.plan import Plan, Prediction
+from torchtrim.records.plan import Plan
 from torchtrim.records.profile import Profile, is_emulated
 from torchtrim.records.report import Report, Result
 from torchtrim.records.trial import Request
@@ -63,17 +64,12 @@ def plan_pipeline(
     chain_of = functools.lru_cache(maxsize=None)(reader.chain)
     progress("looking for cuts, a schedule and micro-batches")
     chosen = choose(chain_of, Ways(stages, replicas), budget, order_of)
-    plan = Plan(
-        torchtrim=__version__,
-        script=script.target,
-        script_sha256=sha256_of(script.path) if script.path else "",
+    plan = pipeline_plan(
+        planner.profile,
+        chosen.pipeline,
         fingerprint=trial.fingerprint,
         budget_bytes=budget,
-        techniques=(),
-        predicted=Prediction(
-            peak_bytes=chosen.best.peak, step_seconds=chosen.best.simulated.seconds
-        ),
-        pipeline=chosen.pipeline,
+        script_sha256=sha256_of(script.path) if script.path else "",
     )
     report = with_plan(report_of("plan", script, trial), plan, "allocated", budget)
     report = msgspec.structs.replace(report, pipeline=_shown(chosen), findings=())

@@ -198,7 +198,8 @@ class StageRunner:
         """Keep the values of gradients of the first step."""
         self.trial.names = [name for name, _ in graded]
         for number, (_, grad) in enumerate(graded):
-            (self._folder / f"{VALUES}{number}").write_bytes(bytes_of(grad.detach().double()))
+            wide = grad.detach().double()
+            (self._folder / f"{VALUES}{number}").write_bytes(bytes_of(wide))
 
     @contextlib.contextmanager
     def measure(self, batch: Sequence[torch.Tensor]) -> Iterator[None]:

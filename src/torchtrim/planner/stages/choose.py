@@ -10,7 +10,7 @@ from torchtrim.errors import InfeasibleBudget, Unsupported
 from torchtrim.planner.stages.chain import Chain
 from torchtrim.planner.stages.costs import Link, StageCost, stages_of
 from torchtrim.planner.stages.cut import Cuts, balanced, improved
-from torchtrim.planner.stages.simulate import Simulated, rank_peak, simulate, step_seconds
+from torchtrim.planner.stages.timing import Simulated, rank_peak, step_seconds, timed
 from torchtrim.records.pipeline import (
     SCHEDULES,
     SPLITS_BACKWARD,
@@ -128,7 +128,7 @@ def _candidate(
     if budget is not None and schedule not in SPLITS_BACKWARD:
         again = _recomputed(chain, cuts, stages, order, microbatches, budget)
         stages = stages_of(chain, cuts, again)
-    simulated = simulate(stages, order, microbatches, ways.link)
+    simulated = timed(stages, order, microbatches, ways.link)
     return Candidate(schedule, microbatches, cuts, again, tuple(stages), simulated, order)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, combinations, pairwise
+from itertools import combinations, pairwise, product
+from math import comb
 
 from torchtrim.planner.stages.chain import Segment
 
 Cuts = tuple[int, ...]
+_FEW = 100
 
 
 def balanced(segments: Sequence[Segment], stages: int, most_bytes: int | None = None) -> Cuts:
@@ -18,8 +20,10 @@ def balanced(segments: Sequence[Segment], stages: int, most_bytes: int | None = 
     segments as stages.
     """
     assert 1 <= stages <= len(segments)
-    seconds = [0.0, *accumulate(one.seconds for one in segments)]
-    states = [0, *accumulate(one.state + one.gradients for one in segments)]
+    seconds, states = [0.0], [0]
+    for one in segments:
+        seconds.append(seconds[-1] + one.seconds)
+        states.append(states[-1] + one.state + one.gradients)
 
     def cost(first: int, last: int) -> float:
         over = most_bytes is not None and states[last] - states[first] > most_bytes
@@ -44,10 +48,16 @@ def balanced(segments: Sequence[Segment], stages: int, most_bytes: int | None = 
 def improved(
     cuts: Cuts, count: int, price: Callable[[Cuts], float], rounds: int = 20
 ) -> tuple[Cuts, float]:
-    """Move one cut, or two, by a place while that lowers the price; the cuts, and their price."""
+    """Move one cut, or two, while that lowers the price; the cuts, and their price.
+
+    Where there are few ways to cut, all of them are tried.
+    """
+    if comb(count - 1, len(cuts)) <= _FEW:
+        best = min(every(count, len(cuts) + 1), key=price)
+        return best, price(best)
     known = {cuts: price(cuts)}
     for _ in range(rounds):
-        around = [one for one in _neighbours(cuts, count) if one not in known]
+        around = dict.fromkeys(one for one in _neighbours(cuts, count) if one not in known)
         known.update((one, price(one)) for one in around)
         best = min((*around, cuts), key=lambda one: known[one])
         if known[best] >= known[cuts]:
@@ -57,16 +67,24 @@ def improved(
 
 
 def _neighbours(cuts: Cuts, count: int) -> Iterator[Cuts]:
-    """The same cuts with one moved, or two neighbours."""
-    for width in (1, 2):
-        for at in range(len(cuts) - width + 1):
-            for step in (-1, 1):
-                moved = tuple(
-                    cut + step * (at <= number < at + width) for number, cut in enumerate(cuts)
-                )
-                edges = (0, *moved, count)
-                if all(low < high for low, high in pairwise(edges)):
-                    yield moved
+    """One cut elsewhere between its neighbours, or two moved by a place: adjacent ones, or mirror images."""
+    edges = (0, *cuts, count)
+    for at, cut in enumerate(cuts):
+        for place in range(edges[at] + 1, edges[at + 2]):
+            if place != cut:
+                yield (*cuts[:at], place, *cuts[at + 1 :])
+        for other in {at + 1, len(cuts) - 1 - at} - {at}:
+            if other < len(cuts):
+                yield from _pairs(cuts, count, at, other)
+
+
+def _pairs(cuts: Cuts, count: int, at: int, other: int) -> Iterator[Cuts]:
+    for one, two in product((-1, 1), repeat=2):
+        moved = list(cuts)
+        moved[at] += one
+        moved[other] += two
+        if all(low < high for low, high in pairwise((0, *moved, count))):
+            yield tuple(moved)
 
 
 def every(count: int, stages: int) -> Iterator[Cuts]:

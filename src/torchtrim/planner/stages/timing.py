@@ -33,7 +33,7 @@ class Simulated(NamedTuple):
     bars: tuple[tuple[Bar, ...], ...]
 
 
-def simulate(stages: Sequence[StageCost], order: Order, batches: int, link: Link) -> Simulated:
+def timed(stages: Sequence[StageCost], order: Order, batches: int, link: Link) -> Simulated:
     """What a step takes and needs. `AssertionError` for an order that would never end."""
     bars = _timed(stages, order, link)
     end = max(bar.end for line in bars for bar in line)

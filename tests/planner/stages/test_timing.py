@@ -9,7 +9,7 @@ from torchtrim.pipelines.orders import order_of
 from torchtrim.planner.stages.chain import Chain, Segment
 from torchtrim.planner.stages.choose import Ways, choose
 from torchtrim.planner.stages.costs import Link, StageCost, stages_of
-from torchtrim.planner.stages.simulate import rank_peak, simulate
+from torchtrim.planner.stages.timing import rank_peak, timed
 from torchtrim.records.pipeline import Order, Schedule
 
 FREE = Link(latency=0.0, bytes_per_second=float("inf"))
@@ -32,16 +32,16 @@ def known(schedule: Schedule, ranks: int, stages: int, batches: int) -> Order:
 def test_the_bubble_of_a_plain_pipeline_is_as_in_the_paper(ranks: int, batches: int) -> None:
     """GPipe and 1F1B: (S - 1) / (M + S - 1) of the time; arXiv:1811.06965 and 1806.03377."""
     for schedule in ("GPipe", "1F1B"):
-        found = simulate(even(ranks), known(schedule, ranks, ranks, batches), batches, FREE)
+        found = timed(even(ranks), known(schedule, ranks, ranks, batches), batches, FREE)
         assert found.seconds == pytest.approx(3 * (batches + ranks - 1))
         assert found.bubble == pytest.approx((ranks - 1) / (batches + ranks - 1))
 
 
 def test_interleaving_makes_the_bubble_smaller_and_splitting_backward_smaller_still() -> None:
     """Two stages a rank halve the bubble, arXiv:2104.04473; zero bubble needs less, arXiv:2401.10241."""
-    plain = simulate(even(4), known("1F1B", 4, 4, 16), 16, FREE)
-    looped = simulate(even(8), known("Interleaved1F1B", 4, 8, 16), 16, FREE)
-    zero = simulate(even(8), known("ZBVZeroBubble", 4, 8, 16), 16, FREE)
+    plain = timed(even(4), known("1F1B", 4, 4, 16), 16, FREE)
+    looped = timed(even(8), known("Interleaved1F1B", 4, 8, 16), 16, FREE)
+    zero = timed(even(8), known("ZBVZeroBubble", 4, 8, 16), 16, FREE)
     assert looped.bubble < 0.65 * plain.bubble
     assert zero.bubble < looped.bubble
 
@@ -58,10 +58,10 @@ def test_sending_takes_time_between_ranks_alone() -> None:
     one = Segment("a", 1.0, 1.0, 1.0, given=100)
     stages = stages_of(Chain("Net", (one, one, one, one), 8), (1, 2, 3))
     slow = Link(latency=0.0, bytes_per_second=100.0)
-    loop = simulate(stages, known("LoopedBFS", 2, 4, 2), 2, FREE).seconds
-    assert simulate(stages, known("LoopedBFS", 2, 4, 2), 2, slow).seconds > loop
+    loop = timed(stages, known("LoopedBFS", 2, 4, 2), 2, FREE).seconds
+    assert timed(stages, known("LoopedBFS", 2, 4, 2), 2, slow).seconds > loop
     vee = known("ZBVZeroBubble", 2, 4, 4)
-    bars = simulate(stages, vee, 4, slow).bars
+    bars = timed(stages, vee, 4, slow).bars
     ends = {bar.action[:3]: bar for line in bars for bar in line}
     assert ends["F", 2, 0].start == ends["F", 1, 0].end
 
