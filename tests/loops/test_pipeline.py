@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -18,9 +20,11 @@ from torchtrim.planner.stages.chain import Reader
 from torchtrim.planner.stages.choose import Chosen, Ways, choose
 from torchtrim.planner.stages.timing import step_rise
 from torchtrim.records.certificate import Certificate
+from torchtrim.records.files import save_plan
 from torchtrim.records.pipeline import SCHEDULES, Pipeline, Schedule
 from torchtrim.records.plan import Plan, Prediction
 from torchtrim.records.trial import Request
+from torchtrim.run.planned_script import run_planned
 
 SCRIPT = Path(__file__).parents[1] / "scripts/staged.py"
 TWO, FOUR = ("blocks.2",), ("blocks.1", "blocks.2", "blocks.3")
@@ -120,3 +124,28 @@ def test_a_live_model_and_another_device_are_refused() -> None:
         verify_pipeline(object(), one, Request())  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="gloo"):
         verify_pipeline(script()._replace(device="emulated"), one, Request())
+
+
+def test_a_plan_for_several_processes_says_how_to_start_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(UsageError, match="torchrun --nproc-per-node 2 -m torchtrim run"):
+        run_planned(script(), plan(TWO, "GPipe", 2))
+
+
+@pytest.mark.slow
+def test_torchrun_runs_the_script_in_stages(tmp_path: Path) -> None:
+    """Each rank prints what the other does, and has a whole state_dict at the end."""
+    path = tmp_path / "plan.toml"
+    save_plan(plan(FOUR, "Interleaved1F1B", 2), path)
+    words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    command = (sys.executable, *words, "-m", "torchtrim", "run", str(SCRIPT), "--plan", str(path))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = sorted(done.stdout.split("\n"))
+    losses = [line for line in lines if line.startswith("step ")]
+    assert len(losses) == 16
+    assert losses[::2] == losses[1::2]
+    assert lines.count("saved True") == 2
