@@ -31,17 +31,22 @@ demo: $(READY)
 # One thread each: two test processes share the cores. They keep what they compile of Python.
 test test-all: export OMP_NUM_THREADS := 1
 test test-all: export PYTHONDONTWRITEBYTECODE :=
+test test-all: export TORCHTRIM_TEST_SEED := $(or $(TORCHTRIM_TEST_SEED),$(strip $(shell od -An -N4 -tu4 /dev/urandom)))
 PYTEST := $(BIN)/pytest -n 2 --dist worksteal --durations 10
+# What failed runs once more with the same draws and nothing beside it. What passes then depends on the moment or on
+# the tests before it: it is named, does not fail the build, and is to be mended.
+AGAIN := echo "== again, alone:" && $(BIN)/pytest -rA -q --lf --lfnf none
+FLAKY := echo "== passed alone, so each of these is flaky, and is to be mended"
 
 test: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
-	$(PYTEST)
+	$(PYTEST) || { $(AGAIN) && $(FLAKY); }
 
 test-all: $(READY)
-	$(PYTEST) --full --cov
+	$(PYTEST) --full --cov || { $(AGAIN) --full && $(FLAKY); }
 
 # Every file of bench/ that can be run is a benchmark; one alone: python -m bench.recorder
 bench: $(READY)

@@ -235,7 +235,7 @@ def summary(models: dict[str, dict[str, Any]]) -> dict[str, Any]:
         (one["hand"][name]["time"], one["hand"][f"ours at {name}"]["time"])
         for one in models.values()
         for name in one["hand"]
-        if not name.startswith("ours") and "time" in one["hand"][name]
+        if "time" in one["hand"].get(f"ours at {name}", {})
     ]
     found["never slower than by hand"] = f"{sum(b <= a for a, b in pairs)} of {len(pairs)}"
     found["median by hand"] = statistics.median([a for a, _ in pairs]) if pairs else None

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -265,3 +269,31 @@ def test_on_a_cpu_it_changes_nothing() -> None:
             squared(net, torch.ones(4, 8)).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
     assert is_equal(values(nets[0], one), values(nets[1], other))
+
+
+@pytest.mark.slow
+def test_killed_at_fifty_moments_it_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
+    training = Path(__file__).with_name("offloaded_training.py")
+    command = [sys.executable, str(training), str(tmp_path), "50", str(draws.seed())]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_nothing_grows_over_many_steps() -> None:
+    counted = torch.Tensor, torch.Stream, torch.Event
+    with emulate(streams="late"):
+        net = model()
+        optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+        planned(optimizer)
+        train(net, optimizer, 2)
+        seen = []
+        every = draws.count(10_000)
+        for number in range(every):
+            squared(net, torch.ones(4, 8, device="cuda")).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+            if number % (every // 5) == 0:
+                gc.collect()
+                kept = [one for one in gc.get_objects() if isinstance(one, counted)]
+                seen.append((len(kept), torch.cuda.memory_allocated()))
+    assert len(set(seen[1:])) == 1

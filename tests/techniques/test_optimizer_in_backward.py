@@ -113,6 +113,7 @@ def test_gradients_never_lie_there_together() -> None:
 
 
 def test_fewer_backwards_leave_the_update_to_the_step() -> None:
+    """pytorch#124523: accumulated gradients are not updated before the last backward."""
     original, planned = Run("AdamW", 3), Run("AdamW", 3, early=True)
     for run in (original, planned):
         run.train(0, 2)

@@ -10,7 +10,8 @@ from torchtrim.records.lever import Lever
 from torchtrim.records.plan import MemoryKind, Plan, Technique
 from torchtrim.techniques.base import names
 
-_LEAST_SAVING = 0.005
+# A plan or a lever that saves less of the peak is none.
+LEAST_SAVING = 0.005
 _RANK = EQUIVALENCES.index
 
 
@@ -47,7 +48,7 @@ def levers_of(
         planner = planner_of(name)
         bias = whole - planner.simulated_original
         plan = planner.floor_plan(0, bias=bias, memory_kind=kind)
-        if plan.techniques and plan.predicted.peak_bytes < (1 - _LEAST_SAVING) * whole:
+        if plan.techniques and plan.predicted.peak_bytes < (1 - LEAST_SAVING) * whole:
             found.append(_simulated(name, plan, allow))
     return tuple(sorted(found, key=lambda lever: lever.step_seconds))
 

@@ -14,7 +14,7 @@ from torchtrim.loops.findings import report_of
 from torchtrim.loops.fix import Fixing
 from torchtrim.loops.fixed import fixes_of, with_fixes
 from torchtrim.loops.lengths import longest_step, recording, uneven_note
-from torchtrim.loops.levers import Reached, levers_of
+from torchtrim.loops.levers import LEAST_SAVING, Reached, levers_of
 from torchtrim.loops.surviving import (
     failing_places,
     failure_note,
@@ -194,7 +194,7 @@ class Fitting:
         plan = planner.floor_plan(original.peak_bytes, bias=bias)
         planned = self.run_planned(plan)
         tried = Tried(plan, planned, planned.peak_bytes)
-        if tried.used < original.peak_bytes:
+        if tried.used <= (1 - LEAST_SAVING) * original.peak_bytes or planner.pinned.forced:
             return self._verified(original, original.peak_bytes, tried)
         unchanged = Tried.unchanged(original.peak_bytes)
         return self._verified(original, original.peak_bytes, unchanged)._replace(notes=(NOTHING,))
@@ -302,11 +302,14 @@ class Fitting:
 
     def _missed(self, original: Trial, budget: int, kind: MemoryKind, tried: Tried) -> Fit:
         """The plan that needs least, and the error that says so and has it."""
+        whole = measured(original, kind)
+        if tried.used > (1 - LEAST_SAVING) * whole and not self.planner(original).pinned.forced:
+            tried = Tried.unchanged(whole)
         found = self._verified(original, budget, tried)
         seconds = found.planned.seconds if found.planned is not None else original.seconds
         levers = levers_of(
             lambda name: self.planner(original, only=name),
-            measured(original, kind),
+            whole,
             kind,
             Reached(found.plan.techniques, tried.used, seconds),
             self._exclude,
