@@ -118,6 +118,14 @@ def test_a_rank_that_fails_ends_all_with_its_reason() -> None:
             runs.run("pipeline")
 
 
+@pytest.mark.slow
+def test_a_rank_that_dies_ends_all_and_is_named() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        runs = Runs(script("--dies"), plan(TWO, "1F1B", 2), 3, Path(folder), lambda _: None)
+        with pytest.raises(ScriptFailed, match=r"process died with 9|on rank"):
+            runs.run("pipeline")
+
+
 def test_a_live_model_and_another_device_are_refused() -> None:
     one = plan(TWO, "GPipe", 2)
     with pytest.raises(UsageError, match="verify its script"):

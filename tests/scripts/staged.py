@@ -1,8 +1,9 @@
 """A script whose step is `loss_fn(model(x), y)`, with dropout and clipped gradients.
 
-`--wrong` mixes samples.
+`--wrong` mixes samples; with `--dies` rank 1 does.
 """
 
+import os
 import sys
 
 import torch
@@ -43,6 +44,8 @@ model = Model()
 optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
 loss_fn = nn.CrossEntropyLoss()
 for step in range(8):
+    if "--dies" in sys.argv and os.environ.get("RANK") == "1" and step == 1:
+        os._exit(9)
     tokens = torch.randint(WORDS, (8, LENGTH + 1))
     optimizer.zero_grad()
     scores = model(tokens[:, :-1])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -19,6 +20,8 @@ _ENTRY = "torchtrim.run.stage_worker"
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 20.0
 _TAIL_CHARACTERS = 4000
+_LOST = ("connection closed", "connection reset", "gloo", "connection was")
+_REFUSED, _RAISED, _DIED, _LOST_RANK, _ENDED = range(5)
 Progress = Callable[[str], None]
 
 
@@ -33,6 +36,7 @@ def run_ranks(
     folders = [folder / f"rank{rank}" for rank in range(ranks)]
     task = msgspec.structs.replace(task, method=str((folder / "store").absolute()))
     processes: list[Process] = []
+    ending = _Ending(False, -1)
     try:
         for rank, own in enumerate(folders):
             own.mkdir()
@@ -40,42 +44,44 @@ def run_ranks(
             environment = _environment(rank, ranks)
             processes.append(start(_ENTRY, own, own / "output", environment, script.path))
         progress(f"{ranks} processes start" if ranks > 1 else "the script starts")
-        timed_out = _wait(processes, folders, script.timeout)
+        ending = _wait(processes, folders, script.timeout)
     finally:
         for process in processes:
             process.end()
-    return _outcomes(script, processes, folders, timed_out)
+    return _outcomes(script, processes, folders, ending)
 
 
 def _environment(rank: int, ranks: int) -> dict[str, str]:
     environment = {**environment_of_runs(), "CUDA_VISIBLE_DEVICES": ""}
     if ranks > 1:
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-        environment = {**environment, **own, "GLOO_SOCKET_IFNAME": _loopback()}
+        environment = {**environment, **own}
+        if sys.platform.startswith("linux"):
+            environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return environment
 
 
-def _loopback() -> str:
-    return os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+class _Ending(NamedTuple):
+    """How it ended: whether it took too long, and the rank that failed first, -1 for none."""
+
+    timed_out: bool
+    first: int
 
 
-def _wait(processes: Sequence[Process], folders: Sequence[Path], timeout: float) -> bool:
-    """Wait until all have ended, or, a little later, one without what was wanted.
-
-    True if it took too long.
-    """
+def _wait(processes: Sequence[Process], folders: Sequence[Path], timeout: float) -> _Ending:
+    """Wait until all have ended, or, a little later, one without what was wanted."""
     deadline = time.monotonic() + timeout
     left = list(range(len(processes)))
-    failing = False
+    first = -1
     while left:
         if time.monotonic() > deadline:
-            return not failing
+            return _Ending(first < 0, first)
         for rank in [one for one in left if processes[one].ended()]:
             left.remove(rank)
-            if not failing and not _is_well(folders[rank]):
-                failing, deadline = True, min(deadline, time.monotonic() + _GRACE_SECONDS)
+            if first < 0 and not _is_well(folders[rank]):
+                first, deadline = rank, min(deadline, time.monotonic() + _GRACE_SECONDS)
         time.sleep(_POLL_SECONDS)
-    return False
+    return _Ending(False, first)
 
 
 def _is_well(folder: Path) -> bool:
@@ -84,7 +90,7 @@ def _is_well(folder: Path) -> bool:
 
 
 def _outcomes(
-    script: Script, processes: Sequence[Process], folders: Sequence[Path], timed_out: bool
+    script: Script, processes: Sequence[Process], folders: Sequence[Path], ending: _Ending
 ) -> list[tuple[StageTrial, Path]]:
     found: list[tuple[StageTrial, Path]] = []
     errors: list[tuple[int, Exception]] = []
@@ -93,8 +99,10 @@ def _outcomes(
         output = (folder / "output").read_text(errors="replace")[-_TAIL_CHARACTERS:]
         if not path.exists():
             status = (folder / STATUS).read_text() if (folder / STATUS).exists() else ""
-            ended = Ended(None, process.returncode, output, status, timed_out)
-            errors.append((2, failure(ended, script.timeout)))
+            ended = Ended(None, process.returncode, output, status, ending.timed_out)
+            errors.append(
+                (_DIED if rank == ending.first else _ENDED, failure(ended, script.timeout))
+            )
             continue
         trial = msgspec.json.decode(path.read_bytes(), type=StageTrial)
         found.append((trial, folder))
@@ -106,12 +114,12 @@ def _outcomes(
 
 
 def _error(rank: int, ranks: int, trial: StageTrial, output: str) -> tuple[int, Exception]:
-    """What a rank failed with, and how late it comes: a lost connection follows from another's failure."""
+    """What a rank failed with, and how much it tells: a lost connection follows from another's failure."""
     crash = trial.crash
     assert crash is not None
     where = f" on rank {rank}" if ranks > 1 else ""
     if crash.kind == "refused":
-        return 0, ApplyFailed(crash.message)
-    lost = "Connection closed by peer" in crash.message or "gloo" in crash.message
+        return _REFUSED, ApplyFailed(crash.message)
     said = f"the script failed{where}: {crash.message}"
-    return 1 + lost, ScriptFailed(said, traceback=crash.traceback or output)
+    lost = any(word in crash.message.lower() for word in _LOST)
+    return _LOST_RANK if lost else _RAISED, ScriptFailed(said, traceback=crash.traceback or output)
