@@ -13,12 +13,10 @@ import msgspec
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtrim.errors import TorchtrimError
+from torchtrim.observe.count import Counter
 from torchtrim.observe.modules import Modules
-from torchtrim.observe.storages import Storages, parts_of
 from torchtrim.observe.watch import Listener, Watcher
 from torchtrim.records.files import write_atomically
 from torchtrim.records.plan import Plan
@@ -207,7 +205,7 @@ class StageRunner:
         counts = len(self.trial.seconds) % 2 == 1
         assert self.puts is not None
         assert self.puts.executor is not None
-        counting = _Counting([*self.puts.executor.kept(), *batch] if counts else ())
+        counting = Counter([*self.puts.executor.kept(), *batch] if counts else ())
         begin = time.perf_counter()
         with counting if counts else contextlib.nullcontext():
             yield
@@ -220,34 +218,6 @@ class StageRunner:
 
     def _write(self) -> None:
         write_atomically(self._folder / OUTCOME, msgspec.json.encode(self.trial))
-
-
-class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the storages that are made while it is on, beside those that were there before."""
-
-    def __init__(self, before: Sequence[torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.storages = Storages()
-        for tensor in before:
-            self.storages.see(tensor, -1)
-        self._start = self.storages.live_bytes
-
-    @property
-    def rise(self) -> int:
-        """By how many bytes storages rose at most."""
-        return max(0, self.storages.peak_bytes - self._start)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in pytree.tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                for part in parts_of(tensor):
-                    self.storages.see(part, self.storages.clock)
-        self.storages.clock += 1
-        self.storages.note_peak()
-        return result
 
 
 def main() -> None:
