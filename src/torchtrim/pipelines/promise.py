@@ -76,7 +76,7 @@ class Promise(Tensor):
     def __new__(cls, node: Node) -> Promise:
         """A tensor of the node's shape and type that holds nothing."""
         fake = node.fake
-        made: Promise = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: Promise = Tensor._make_wrapper_subclass(
             cls,
             fake.shape,
             strides=fake.stride(),
@@ -89,7 +89,7 @@ class Promise(Tensor):
 
     def __init__(self, node: Node) -> None: ...
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """What it is, without values."""
         return f"Promise(shape={tuple(self.node.fake.shape)}, dtype={self.node.fake.dtype})"
 
@@ -99,7 +99,9 @@ class Promise(Tensor):
         return _called(func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Whatever comes here looks for values."""
         raise _no_values(str(func))
 

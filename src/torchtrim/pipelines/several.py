@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,7 +54,8 @@ class Several:
                 self._owner.update((name, home) for name in self._names(module))
         self._device = next((p.device for p in window.root.parameters()), self._device)
         self._free()
-        window.root.register_state_dict_post_hook(functools.partial(self._gathered))
+        gathered = functools.partial(self._gathered)
+        window.root.register_state_dict_post_hook(gathered)  # type: ignore[no-untyped-call]
 
     def run(self, step: Step, numbers: Sequence[Node]) -> Sequence[Tensor]:
         """Add up the gradients of the step; the means of the numbers over all micro-batches."""
@@ -66,6 +68,7 @@ class Several:
 
         def loss_of(outputs: Any, batch: Tensor) -> Tensor:
             number = int(batch)
+            loss: Tensor
             loss, kept[number] = part_loss(step, outputs, number, count, numbers)
             return loss
 
@@ -263,6 +266,21 @@ def in_several_processes(root: nn.Module, pipeline: Pipeline) -> tuple[Engine, S
     return Engine(root, pipeline, executor, window), executor
 
 
+def _norm(grads: Sequence[Tensor], kind: float, group: Any) -> Tensor:
+    """The norm of the gradients of all ranks of a pipeline."""
+    largest = math.isinf(kind)
+    total = torch.zeros(1, dtype=torch.float64)
+    for grad in grads:
+        sizes = grad.detach().double().abs()
+        if largest:
+            total = torch.maximum(total, sizes.max().cpu())
+        else:
+            total += sizes.pow(kind).sum().cpu()
+    dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
+    norm = total if largest else total.pow(1 / kind)
+    return norm.to(torch.get_default_dtype()).squeeze(0)
+
+
 @contextlib.contextmanager
 def clipping_together(executor: Several) -> Any:
     """`torch.nn.utils.clip_grad_norm_` over the parameters of all ranks of a pipeline, while it lasts."""
@@ -274,11 +292,7 @@ def clipping_together(executor: Several) -> Any:
     ) -> Tensor:
         several = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         own = [p for p in several if p.grad is not None]
-        power = torch.zeros(1, dtype=torch.float64)
-        for parameter in own:
-            power += parameter.grad.detach().double().abs().pow(norm_type).sum().cpu()
-        dist.all_reduce(power, group=executor.group)
-        norm = power.pow(1 / norm_type).to(torch.get_default_dtype()).squeeze(0)
+        norm = _norm([p.grad for p in own if p.grad is not None], norm_type, executor.group)
         torch.nn.utils.clip_grads_with_norm_(own, max_norm, norm)
         return norm
 

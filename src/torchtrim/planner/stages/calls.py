@@ -160,7 +160,7 @@ class _Finder:
         return ("only a part of a tensor goes on there", 0) if size is None else ("", size)
 
     def _is_on_both_sides(self, number: int, at: int) -> bool:
-        reads = self._reads.get(number, ())
+        reads = self._reads.get(number, [])
         return bool(reads) and reads[0] < at <= reads[-1]
 
     def _whole(self, number: int, at: int) -> int | None:
