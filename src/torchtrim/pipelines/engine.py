@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -154,7 +155,7 @@ class Engine:
             )
         shapes, fakes = self._shapes(given, share)
         self._steps += 1
-        around = _autocast()
+        around = _surroundings()
         number = self._steps
 
         def run(node: Node) -> None:
@@ -193,15 +194,20 @@ class Engine:
         self.told(float(values[-1]))
 
 
-def _autocast() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """What the script's autocast is now, to be entered again later."""
+def _surroundings() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """What the model is called in, autocast and modes of functions, to be entered again later."""
     devices = [one for one in ("cpu", "cuda") if torch.is_autocast_enabled(one)]
+    modes = _get_current_function_mode_stack()
 
     @contextlib.contextmanager
     def entered() -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for device in devices:
                 stack.enter_context(torch.autocast(device, torch.get_autocast_dtype(device)))
+            now = _get_current_function_mode_stack()
+            for mode in modes:
+                if not any(mode is one for one in now):
+                    stack.enter_context(mode)
             yield
 
     return entered

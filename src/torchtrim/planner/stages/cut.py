@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, pairwise, product
 from math import comb
@@ -9,7 +10,7 @@ from math import comb
 from torchtrim.planner.stages.chain import Segment
 
 Cuts = tuple[int, ...]
-_FEW = 100
+_FEW, _MOST = 300, 600
 
 
 def balanced(segments: Sequence[Segment], stages: int, most_bytes: int | None = None) -> Cuts:
@@ -45,25 +46,37 @@ def balanced(segments: Sequence[Segment], stages: int, most_bytes: int | None = 
     return best[count][1]
 
 
-def improved(
-    cuts: Cuts, count: int, price: Callable[[Cuts], float], rounds: int = 20
-) -> tuple[Cuts, float]:
-    """Move one cut, or two, while that lowers the price; the cuts, and their price.
+def improved(cuts: Cuts, count: int, price: Callable[[Cuts], float]) -> tuple[Cuts, float]:
+    """Move one cut, or two, while that lowers the price, from here and elsewhere; the best, and its price.
 
-    Where there are few ways to cut, all of them are tried.
+    Where there are few ways to cut, all of them are tried. What a step takes has many local optima where
+    ranks
+    have several stages, so the search begins anew at random cuts, always the same, while it may try more.
     """
     if comb(count - 1, len(cuts)) <= _FEW:
         best = min(every(count, len(cuts) + 1), key=price)
         return best, price(best)
-    known = {cuts: price(cuts)}
-    for _ in range(rounds):
-        around = dict.fromkeys(one for one in _neighbours(cuts, count) if one not in known)
-        known.update((one, price(one)) for one in around)
+    known: dict[Cuts, float] = {}
+    drawn = random.Random(0)
+    best = _descend(cuts, count, price, known)
+    while len(known) < _MOST:
+        start = tuple(sorted(drawn.sample(range(1, count), len(cuts))))
+        best = min(best, _descend(start, count, price, known), key=lambda one: known[one])
+    return best, known[best]
+
+
+def _descend(
+    cuts: Cuts, count: int, price: Callable[[Cuts], float], known: dict[Cuts, float]
+) -> Cuts:
+    """Move to the best neighbour while there is a better one."""
+    known.setdefault(cuts, price(cuts))
+    while True:
+        around = dict.fromkeys(_neighbours(cuts, count))
+        known.update((one, price(one)) for one in around if one not in known)
         best = min((*around, cuts), key=lambda one: known[one])
         if known[best] >= known[cuts]:
-            break
+            return cuts
         cuts = best
-    return cuts, known[cuts]
 
 
 def _neighbours(cuts: Cuts, count: int) -> Iterator[Cuts]:
