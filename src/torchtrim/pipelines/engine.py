@@ -198,14 +198,14 @@ def _surroundings() -> Callable[[], contextlib.AbstractContextManager[None]]:
     """What the model is called in, autocast and modes of functions, to be entered again later."""
     kinds = [one for one in ("cpu", "cuda") if torch.is_autocast_enabled(one)]
     devices = [(one, torch.get_autocast_dtype(one)) for one in kinds]
-    modes = _get_current_function_mode_stack()
+    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def entered() -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for device, dtype in devices:
                 stack.enter_context(torch.autocast(device, dtype))
-            now = _get_current_function_mode_stack()
+            now = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
             for mode in modes:
                 if not any(mode is one for one in now):
                     stack.enter_context(mode)
