@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -264,40 +263,3 @@ def in_several_processes(root: nn.Module, pipeline: Pipeline) -> tuple[Engine, S
     window = Window(root, pipeline.cuts)
     executor = Several(window, pipeline)
     return Engine(root, pipeline, executor, window), executor
-
-
-def _norm(grads: Sequence[Tensor], kind: float, group: Any) -> Tensor:
-    """The norm of the gradients of all ranks of a pipeline."""
-    largest = math.isinf(kind)
-    total = torch.zeros(1, dtype=torch.float64)
-    for grad in grads:
-        sizes = grad.detach().double().abs()
-        if largest:
-            total = torch.maximum(total, sizes.max().cpu())
-        else:
-            total += sizes.pow(kind).sum().cpu()
-    dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
-    norm = total if largest else total.pow(1 / kind)
-    return norm.to(torch.get_default_dtype()).squeeze(0)
-
-
-@contextlib.contextmanager
-def clipping_together(executor: Several) -> Any:
-    """`torch.nn.utils.clip_grad_norm_` over the parameters of all ranks of a pipeline, while it lasts."""
-    original = torch.nn.utils.clip_grad_norm_
-
-    @functools.wraps(original)
-    def clip(
-        parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kw: Any
-    ) -> Tensor:
-        several = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        own = [p for p in several if p.grad is not None]
-        norm = _norm([p.grad for p in own if p.grad is not None], norm_type, executor.group)
-        torch.nn.utils.clip_grads_with_norm_(own, max_norm, norm)
-        return norm
-
-    torch.nn.utils.clip_grad_norm_ = clip
-    try:
-        yield
-    finally:
-        torch.nn.utils.clip_grad_norm_ = original

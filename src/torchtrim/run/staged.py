@@ -15,9 +15,10 @@ from torch import nn
 from torchtrim.errors import UsageError
 from torchtrim.observe.modules import Modules
 from torchtrim.observe.watch import Listener
+from torchtrim.pipelines.clipping import alone, among, clipping_together
 from torchtrim.pipelines.engine import Engine
 from torchtrim.pipelines.lone import in_one_process
-from torchtrim.pipelines.several import Several, clipping_together, in_several_processes
+from torchtrim.pipelines.several import Several, in_several_processes
 from torchtrim.records.pipeline import Pipeline
 from torchtrim.records.plan import Plan
 from torchtrim.techniques.fingerprint import fingerprint_of
@@ -57,9 +58,10 @@ class PutsInStages(Listener):
         self.root = root
         if self._several:
             self.engine, self.executor = in_several_processes(root, self._pipeline)
-            self._stack.enter_context(clipping_together(self.executor))
+            self._stack.enter_context(clipping_together(among(self.executor.group)))
         else:
             self.engine = in_one_process(root, self._pipeline)
+            self._stack.enter_context(clipping_together(alone))
         Swapped(root, self.engine.wrap)
         self.watches()
 
