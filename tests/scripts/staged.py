@@ -51,7 +51,7 @@ for step in range(8):
     scores = model(tokens[:, :-1])
     loss = loss_fn(scores.flatten(0, 1), tokens[:, 1:].flatten())
     loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     optimizer.step()
     print(f"step {step} loss {loss.item():.6f}", flush=True)
 saved = model.state_dict()
