@@ -5,7 +5,8 @@ import pytest
 
 from torchtrim.cli import main
 
-RUNS = ("--module", "-m", "--steps", "--warmup", "--timeout", "--device", "--json", "--format")
+SHOWN = ("--json", "--format", "--verbose", "-v", "--quiet", "-q")
+RUNS = ("--module", "-m", "--steps", "--warmup", "--timeout", "--device", *SHOWN)
 FITS = ("--memory", "--memory-kind", "--host-memory", "--allow")
 PLANS = (*FITS, "--plan")
 OPTIONS = {
@@ -24,7 +25,7 @@ OPTIONS = {
     ),
     "doctor": ("--json",),
     "estimate": (
-        *("--module", "-m", "--timeout", "--device", "--json", "--format"),
+        *("--module", "-m", "--timeout", "--device", *SHOWN),
         *("--fits", "--max-batch", "--out", "--no-source"),
     ),
     "explain": ("--json",),
@@ -41,7 +42,7 @@ OPTIONS = {
     "run": ("--module", "-m", "--plan"),
     "stream-check": (
         *RUNS[:2],
-        *("--timeout", "--json", "--format", "--frames", "--frames-of"),
+        *("--timeout", *SHOWN, "--frames", "--frames-of"),
         *("--out", "--no-source", "--max-growth"),
     ),
     "trace": ("--json", "--max-syncs", "--source", "--top"),
@@ -69,7 +70,7 @@ ARGUMENTS = {
     "undo": ("path",),
     "verify": ("script", "args"),
 }
-MOST_OPTIONS = 19
+MOST_OPTIONS = 21
 
 
 def verb(name: str) -> click.Command:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 
+import click
 import pytest
 
 from torchtrim.cli import output
@@ -67,3 +68,16 @@ def test_names_from_outside_are_made_harmless(capfd: pytest.CaptureFixture[str])
     with progress() as tell:
         tell("original\x1b[31m: step 1 of 5")
     assert "\x1b" not in said(capfd)[0]
+
+
+@pytest.mark.parametrize(("amount", "lines"), [("all", 4), (None, 2), ("headline", 0)])
+def test_verbose_tells_each_step_and_quiet_none(
+    amount: str | None, lines: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    context = click.Context(click.Command("verb"))
+    context.params["amount"] = amount
+    with context, progress() as tell:
+        for what in ("original", "planned"):
+            for step in (1, 2):
+                tell(f"{what}: step {step} of 2")
+    assert len(said(capfd)) == lines

@@ -47,9 +47,9 @@ def smallest(step: TrainStep) -> Fit:
 
 def test_a_tighter_budget_never_has_a_higher_peak() -> None:
     """pytorch#197838: `activation_memory_budget` at 0.05 takes four times the memory of 0.15."""
-    fits = fitting(train_step(encoder(), torch.randn(8, 48, 32)))
+    fits = fitting(train_step(encoder(layers=2), torch.randn(8, 48, 32)))
     low, whole = fits.smallest().plan.predicted.peak_bytes, fits.observe().peak_bytes
-    budgets = [low + (whole - low) * percent // 100 for percent in (5, 10, 15, 35, 70)]
+    budgets = [low + (whole - low) * percent // 100 for percent in (5, 15, 70)]
     peaks = []
     for budget in budgets:
         planned = fits.fit(budget).planned

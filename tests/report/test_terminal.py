@@ -22,13 +22,14 @@ def printed(
     terminal_like: bool = False,
     paths: dict[str, Path] = PATHS,
     next_command: str | None = NEXT,
+    amount: terminal.Amount = "screen",
 ) -> str:
     raw = io.BytesIO()
     with io.TextIOWrapper(raw, encoding=encoding, newline="\n") as file:
         console = Console(
             file=file, width=width, force_terminal=terminal_like, legacy_windows=False
         )
-        terminal.render(report, console, next_command=next_command, paths=paths)
+        terminal.render(report, console, next_command=next_command, paths=paths, amount=amount)
         file.flush()
         return raw.getvalue().decode(encoding)
 
@@ -198,3 +199,24 @@ def test_wide_characters_are_measured_in_cells() -> None:
     finding = msgspec.structs.replace(samples.FINDINGS[0], path="/模型/" * 30, message="注意" * 60)
     report = msgspec.structs.replace(samples.OPTIMIZE, findings=(finding,))
     assert max(map(cell_len, printed(report).splitlines())) <= 80
+
+
+@pytest.mark.parametrize("name", samples.ALL)
+def test_quiet_is_the_headline_and_what_was_written(name: str) -> None:
+    every = printed(samples.ALL[name]).splitlines()
+    lines = printed(samples.ALL[name], amount="headline").splitlines()
+    assert lines[0] == every[0]
+    assert lines[-1].startswith("wrote")
+    assert len(lines) <= len(every) // 2
+
+
+@pytest.mark.parametrize("name", samples.ALL)
+def test_verbose_leaves_nothing_out(name: str) -> None:
+    report = samples.ALL[name]
+    text = printed(report, amount="all")
+    assert " more" not in text
+    for finding in report.findings:
+        assert text.count(finding.code) >= sum(one.code == finding.code for one in report.findings)
+    joined = "".join(text.split())
+    for note in report.notes:
+        assert name == "hostile" or "".join(note.split()) in joined

@@ -80,6 +80,20 @@ _SHOWN = (
         callback=chosen_form,
         help="Format of stdout; text by default.",
     ),
+    click.option(
+        "--verbose",
+        "-v",
+        "amount",
+        flag_value="all",
+        help="All that was found, however long; each step of the work as it is done.",
+    ),
+    click.option(
+        "--quiet",
+        "-q",
+        "amount",
+        flag_value="headline",
+        help="The headline and what was written; of the work nothing.",
+    ),
 )
 
 

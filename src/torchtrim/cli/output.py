@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torchtrim.records.comparison import Change, Comparison
     from torchtrim.records.report import Report
     from torchtrim.records.trace import TraceReport
+    from torchtrim.report.terminal import Amount
 
 PLAN = "plan.toml"
 
@@ -38,7 +39,8 @@ class _Log:
 
     quiet_seconds, most_silent_seconds = 2.0, 20.0
 
-    def __init__(self) -> None:
+    def __init__(self, *, every: bool = False) -> None:
+        self._every = every
         self._begun = self._said = time.monotonic()
         self._text = self._key = ""
         self._lock = threading.Lock()
@@ -57,8 +59,11 @@ class _Log:
         """Note what is done now; it is said if it is another run than before."""
         key = text.partition(": ")[0] if ": " in text else _DIGITS.sub("", text)
         with self._lock:
+            new = self._every and text != self._text
             self._text = text
-            if key != self._key and time.monotonic() - self._begun >= self.quiet_seconds:
+            if new:
+                self._say()
+            elif key != self._key and time.monotonic() - self._begun >= self.quiet_seconds:
                 self._key = key
                 self._say()
 
@@ -78,12 +83,19 @@ class _Log:
 
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """Tells of long work on stderr: on a terminal in one line that changes, else line by line."""
+    """Tells of long work on stderr: on a terminal in one line that changes, else line by line.
+
+    With `--quiet` of the running verb it tells nothing, with `--verbose` all, line by line.
+    """
     from rich.console import Console
 
+    amount = _amount()
+    if amount == "headline":
+        yield lambda _: None
+        return
     console = Console(stderr=True)
-    if not console.is_terminal:
-        with _Log() as log:
+    if not console.is_terminal or amount == "all":
+        with _Log(every=amount == "all") as log:
             yield log.tell
         return
     with console.status("") as status:
@@ -189,7 +201,18 @@ def show(
         for name, path in (paths or {}).items()
         if name in ("page", "plan", "exported", "diff")
     }
-    terminal.render(result.report, Console(), next_command=next_command, paths=shown)
+    terminal.render(
+        result.report, Console(), next_command=next_command, paths=shown, amount=_amount()
+    )
+
+
+def _amount() -> Amount:
+    """How much the running verb is asked to say."""
+    import click
+
+    context = click.get_current_context(silent=True)
+    found: Amount | None = context.params.get("amount") if context is not None else None
+    return found or "screen"
 
 
 def _rendered(report: Report, form: str) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -16,12 +17,22 @@ from torchtrim.report.headline import headline
 from torchtrim.report.safe import keep_left, keep_right, sentence, wrap
 from torchtrim.report.sections import NARROW, Page, Room
 
+Amount = Literal["headline", "screen", "all"]
 _SCREEN = 24
 _LABEL = 13
 _WIDEST = 120
 _STYLES = {"good": "bold green", "bad": "bold red", "unsure": "bold yellow", "neutral": "bold"}
 
-
+_EVERY = 10_000
+_ALL = Room(
+    kinds=_EVERY,
+    holders=_EVERY,
+    findings=_EVERY,
+    notes=_EVERY,
+    fixes=_EVERY,
+    text=_EVERY,
+    gaps=True,
+)
 _ROOMS = (
     Room(kinds=7, holders=8, findings=12, notes=6, fixes=12, text=6, gaps=True),
     Room(kinds=5, holders=5, findings=8, notes=4, fixes=8, text=3, gaps=True),
@@ -44,8 +55,9 @@ def render(
     *,
     next_command: str | None,
     paths: Mapping[str, Path] = {},
+    amount: Amount = "screen",
 ) -> None:
-    """Print the report, in under a screen where it can be.
+    """Print the report, in under a screen where it can be; or its headline alone, or all of it.
 
     `paths` are the files that were written, by what they are; `next_command` is what to run next.
     """
@@ -56,7 +68,13 @@ def render(
         fancy=console.is_terminal and not console.options.ascii_only,
     )
     end = [*_written(page, paths), *_next(page, next_command)]
-    for line in [*_fitting(page, _SCREEN - len(end)), *end]:
+    if amount == "headline":
+        lines = [*_verdict(page, _ROOMS[-1]), *_written(page, paths)]
+    elif amount == "all":
+        lines = [*_lines(page, _ALL), *end]
+    else:
+        lines = [*_fitting(page, _SCREEN - len(end)), *end]
+    for line in lines:
         console.print(line, no_wrap=True, crop=False, overflow="ignore", soft_wrap=True)
 
 

@@ -19,7 +19,8 @@ class Layout(NamedTuple):
 
     `offsets`: where homes lie in the arena of `height` bytes; others have memory of their own.
     `peak`: the most bytes at any moment, arena, own memory and workspace together; `outputs` without the
-    workspace. `bound`: the most bytes that are alive at once in this order.
+    workspace. `bound`: the most bytes that are alive at once in this order. `room`: for each operator, by its
+    number, the bytes that it may allocate besides without raising the peak.
     """
 
     order: tuple[int, ...]
@@ -29,6 +30,7 @@ class Layout(NamedTuple):
     peak: int
     outputs: int
     bound: int
+    room: tuple[int, ...]
 
 
 def lay_out(graph: Graph, *, in_place: bool = True, arena: bool = True) -> Layout:
@@ -69,14 +71,17 @@ def _layout(
         now + _workspace(graph, number, homes, inside)
         for number, now in zip(order, alive, strict=True)
     ]
+    most = max(needed, default=0)
+    room = {number: most - now for number, now in zip(order, alive, strict=True)}
     return Layout(
         order=order,
         homes=homes,
         offsets={int(home): offset for home, offset in packing.offsets.items()},
         height=packing.height,
-        peak=packing.height + max(needed, default=0),
+        peak=packing.height + most,
         outputs=packing.height + max(alive, default=0),
         bound=_bound(graph, order, homes),
+        room=tuple(room[number] for number in range(len(order))),
     )
 
 

@@ -39,6 +39,7 @@ class Program:
         self.captured = captured
         self.graph, self.buffers, ways = graph_of(captured, whole)
         self.layout = lay_out(self.graph, in_place=switches.in_place, arena=switches.arena)
+        ways = _with_room(captured, self.graph, self.layout, ways, whole)
         self._steps = _steps(captured, self, ways, switches.release)
         some = next((value for value in captured.values if value.ours), None)
         self._device = some.device if some is not None else torch.device("cpu")
@@ -97,6 +98,29 @@ def graph_of(
     most = max(bound // _SHARE_OF_A_SLICE, _LEAST_SLICE)
     ways = [way_of(op, values, most, whole) for op in captured.ops]
     return bare._replace(nodes=_nodes(captured, buffers, ways)), buffers, ways
+
+
+def _with_room(
+    captured: Captured, graph: Graph, layout: Layout, ways: Sequence[Way | None], whole: float
+) -> list[Way | None]:
+    """How each operator writes where it takes all the memory that the plan's peak leaves it.
+
+    Slices are as large as that allows, since each has costs of its own; an operator that needs none then, and
+    has no place given, allocates by itself.
+    """
+    found: list[Way | None] = []
+    for op, way, node, room in zip(captured.ops, ways, graph.nodes, layout.room, strict=True):
+        if way is None or room <= way.workspace or not node.makes:
+            found.append(way)
+            continue
+        home = layout.homes[node.makes[0]]
+        apart = home == node.makes[0] and home not in layout.offsets
+        if apart and whole == 1 and way.own <= room:
+            found.append(way._replace(always=False))
+            continue
+        wide = way_of(op, captured.values, room, whole)
+        found.append(wide if wide is not None and wide.workspace <= room else way)
+    return found
 
 
 def _nodes(
