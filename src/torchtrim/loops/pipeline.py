@@ -28,8 +28,8 @@ from torchtrim.records.profile import Profile, is_emulated
 from torchtrim.records.report import Report, Result
 from torchtrim.records.trial import Request
 from torchtrim.report.assemble import with_plan
-from torchtrim.run.ranks import run_ranks
 from torchtrim.run.script import Script, working_folder
+from torchtrim.run.stage_ranks import run_ranks
 from torchtrim.run.stage_worker import VALUES, How, StageTask, StageTrial
 from torchtrim.run.trials import Progress, Workload
 from torchtrim.sync.model.devices import DEVICES
