@@ -26,9 +26,11 @@ if TYPE_CHECKING:
     from torchtrim.loops.lint import Checked as Checked
     from torchtrim.loops.lint import lint_report as lint_report
     from torchtrim.loops.live import run_checked as run_checked
+    from torchtrim.loops.made_for import check_script as check_script
     from torchtrim.loops.network import Optimized
     from torchtrim.loops.optimize import Fit
     from torchtrim.loops.optimize import optimize_report as optimize_report
+    from torchtrim.loops.pipeline import plan_pipeline as plan_pipeline
     from torchtrim.loops.plan import export_report as export_report
     from torchtrim.loops.plan import plan_report as plan_report
     from torchtrim.loops.serve import optimize_calls_instead as optimize_calls_instead
@@ -41,7 +43,6 @@ if TYPE_CHECKING:
     from torchtrim.loops.undo import settle as settle
     from torchtrim.loops.undo import undo as undo
     from torchtrim.loops.verify import check_certificate as check_certificate
-    from torchtrim.loops.verify import check_script as check_script
     from torchtrim.loops.verify import verify_pair as verify_pair
     from torchtrim.loops.verify import verify_report as verify_report
     from torchtrim.memory.packing import Packing as Packing
@@ -91,14 +92,16 @@ _HOMES = {
     "torchtrim.loops.fixed": ("fix_report", "with_fixes"),
     "torchtrim.loops.live": ("run_checked",),
     "torchtrim.loops.lint": ("Checked", "lint_report"),
+    "torchtrim.loops.made_for": ("check_script",),
     "torchtrim.loops.optimize": ("optimize_report",),
+    "torchtrim.loops.pipeline": ("plan_pipeline",),
     "torchtrim.loops.plan": ("export_report", "plan_report"),
     "torchtrim.loops.serve": ("optimize_calls_instead", "optimize_calls_report"),
     "torchtrim.loops.stream": ("StreamRequest",),
     "torchtrim.loops.stream_report": ("check_report", "compared_report"),
     "torchtrim.loops.tune_loader": ("tune_loader_report",),
     "torchtrim.loops.undo": ("Watch", "settle", "undo"),
-    "torchtrim.loops.verify": ("check_certificate", "check_script", "verify_report", "verify_pair"),
+    "torchtrim.loops.verify": ("check_certificate", "verify_report", "verify_pair"),
     "torchtrim.memory.packing": ("Packing", "pack", "why_invalid"),
     "torchtrim.memory.packing.table": ("read_buffers", "write_offsets"),
     "torchtrim.memory.peak": ("holders",),

@@ -35,7 +35,12 @@ OPTIONS = {
     "lint": ("--fix", "--unsafe-fixes", "--diff", "--select", "--format", "--no-cache"),
     "optimize": (*RUNS, *PLANS, "--out", "--no-source", "--mode", "--fix", "--unsafe-fixes"),
     "pack": ("--capacity", "--out", "--svg", "--alignment", "--seconds", "--json"),
-    "plan": (*RUNS, *PLANS, "--out", "--no-source", "--frontier", "--export", "--find-batch"),
+    "plan": (
+        *RUNS,
+        *PLANS,
+        *("--out", "--no-source", "--frontier", "--export", "--find-batch"),
+        *("--stages", "--replicas"),
+    ),
     "run": ("--module", "-m", "--plan", "--processes", "--verify-every", "--on-difference"),
     "stream-check": (
         *RUNS[:2],

@@ -37,6 +37,19 @@ if TYPE_CHECKING:
 )
 @click.option("--frontier", is_flag=True, help="Also what other budgets would cost.")
 @click.option(
+    "--stages",
+    type=click.IntRange(2, 4096),
+    metavar="N",
+    help="Plan a pipeline of N processes, each within the budget.",
+)
+@click.option(
+    "--replicas",
+    type=click.IntRange(1, 4096),
+    default=1,
+    metavar="R",
+    help="With --stages: R such pipelines, which share the batch.",
+)
+@click.option(
     "--find-batch",
     is_flag=True,
     help="No plan: the largest batch of the script's loaders that fits, predicted, and then run.",
@@ -44,7 +57,8 @@ if TYPE_CHECKING:
 def command(**options: Any) -> None:
     """Write a plan with which SCRIPT is predicted to stay within a budget.
 
-    With --export the plan is tried, and corrected by what it needs.
+    With --export the plan is tried, and corrected by what it needs. With --stages the model is cut into
+    stages for several processes, by its measured seconds and bytes.
 
     Exit code 1 if there is none.
     """
@@ -54,7 +68,8 @@ def command(**options: Any) -> None:
         return
     plan = plan_in(options, folder)
     with progress() as tell:
-        result = _planned(options, plan, tell)
+        plans = _pipelined if options["stages"] else _planned
+        result = plans(options, plan, tell)
     paths = write_files(result, folder, plan)
     following = command_for(options, "verify", "--plan", str(paths["plan"]))
     show(result, form=options["form"], next_command=following, paths=paths)
@@ -79,9 +94,34 @@ def _find_batch(options: dict[str, Any], folder: Path) -> None:
     raise click.exceptions.Exit(0 if result.report.estimated.growth[0].largest else 1)
 
 
+def _pipelined(options: dict[str, Any], plan: Path, tell: Callable[[str], None]) -> Result:
+    from torchtrim.api import plan_pipeline
+
+    for name in ("export", "frontier", "host_memory"):
+        if options[name]:
+            raise UsageError(
+                f"--{name.replace('_', '-')} is for plans of one process, and --stages plans several."
+            )
+    if options["memory_kind"] != "allocated" or pins_in(plan):
+        raise UsageError(
+            "a pipeline is planned by allocated bytes and without pins: leave --memory-kind out, and "
+            "the [pins] of the plan; another folder for it is --out."
+        )
+    return plan_pipeline(
+        script_of(options),
+        options["memory"],
+        request_of(options),
+        stages=options["stages"],
+        replicas=options["replicas"],
+        progress=tell,
+    )
+
+
 def _planned(options: dict[str, Any], plan: Path, tell: Callable[[str], None]) -> Result:
     from torchtrim.api import export_report, plan_report
 
+    if options["replicas"] > 1:
+        raise UsageError("--replicas is of pipelines: say of how many --stages.")
     if options["export"] and options["frontier"]:
         raise UsageError("--frontier tries nothing, and --export does. Run torchtrim twice.")
     report = functools.partial(plan_report, frontier=options["frontier"])

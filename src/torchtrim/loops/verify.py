@@ -6,10 +6,12 @@ from pathlib import Path
 
 import msgspec
 
-from torchtrim.errors import ApplyFailed, ScriptFailed, UsageError
+from torchtrim.errors import ScriptFailed, UsageError
 from torchtrim.loops.check import Compared, judged, kept, script_of, with_notes
 from torchtrim.loops.findings import report_of
+from torchtrim.loops.made_for import check_script
 from torchtrim.loops.optimize import Fitting
+from torchtrim.loops.pipeline import verify_pipeline
 from torchtrim.loops.serve import is_of_calls
 from torchtrim.observe.workload import TrainStep
 from torchtrim.records.kept_certificate import load_certificate
@@ -19,7 +21,6 @@ from torchtrim.records.trial import Request, Trial
 from torchtrim.report.assemble import with_plan, with_planned
 from torchtrim.run.script import Script, working_folder
 from torchtrim.run.trials import Progress, Workload, run_trial
-from torchtrim.techniques.fingerprint import sha256_of
 from torchtrim.verifier.certify import Contest, failed
 from torchtrim.verifier.ranks import certify_ranks
 
@@ -32,6 +33,8 @@ def verify_report(
     Raises `ApplyFailed` for a plan of another script.
     """
     check_script(plan, workload)
+    if plan.pipeline is not None:
+        return verify_pipeline(workload, plan, request, progress=progress)
     infers = is_of_calls(plan) and isinstance(workload, Script)
     asked = _with_round_trip(request, workload)
     fitting = Fitting(workload, msgspec.structs.replace(asked, infers=infers), progress)
@@ -110,17 +113,3 @@ def _with_round_trip(request: Request, workload: Workload) -> Request:
 def _run(workload: Workload, request: Request, what: str, progress: Progress) -> Trial:
     with working_folder() as folder:
         return run_trial(workload, request, folder, lambda text: progress(f"{what}: {text}"))
-
-
-def check_script(plan: Plan, workload: Workload) -> None:
-    """Raises `ApplyFailed` for a plan that was made for another script."""
-    path = workload.path if isinstance(workload, Script) else None
-    if path is None or not plan.script_sha256:
-        return
-    if not path.is_file():
-        raise UsageError(f"there is no script {path}.")
-    if sha256_of(path) != plan.script_sha256:
-        raise ApplyFailed(
-            f"the plan was made for {plan.script}, and {path.name} is another script or has changed "
-            "since. Plan again; or, if you know that it still fits, delete `script_sha256` from the plan."
-        )

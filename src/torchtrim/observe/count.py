@@ -117,7 +117,7 @@ def _counted(
 
 
 def _watched(call: Callable[[], Any], before: Iterable[Any]) -> Called:
-    counter = _Counter(before)
+    counter = Counter(before)
     with counter:
         result = call()
     del result
@@ -131,8 +131,8 @@ class _Faked(Storages):
         return "cpu" if device.type == "meta" else super()._device(device)
 
 
-class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the storages that operators make."""
+class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the storages that operators make, beside those of the tensors that were there before."""
 
     def __init__(self, before: Iterable[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -143,6 +143,11 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self.storages.see(part, -1)
         self.start = self.storages.live_bytes
         self.storages.note_peak()
+
+    @property
+    def rise(self) -> int:
+        """By how many bytes storages rose at most."""
+        return max(0, self.storages.peak_bytes - self.start)
 
     @property
     def made(self) -> int:

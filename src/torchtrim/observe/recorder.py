@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -429,7 +429,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             args[position] if position < len(args) else kwargs.get(name)
             for position, name in known.written
         ]
-        numbers = dict.fromkeys(map(self.storages.settle, _parts_among(values)))
+        parts = (part for tensor in tensors_among(values) for part in parts_of(tensor))
+        numbers = dict.fromkeys(map(self.storages.settle, parts))
         numbers.pop(-1, None)
         return tuple(numbers)
 
@@ -471,11 +472,6 @@ def _plainly(func: Any, args: Any, kwargs: Any) -> Any:
 def profiler_range(name: str) -> Any:
     """A range of the profiler's user scope, to be entered as often as wanted."""
     return _RecordFunctionFast(name, (), {"scope": "user_scope"})
-
-
-def _parts_among(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    for tensor in tensors_among(values):
-        yield from parts_of(tensor)
 
 
 def _skip_in_dynamo(function: Any) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
+import msgspec
+
 from torchtrim import __version__
+from torchtrim.records.pipeline import Pipeline
 from torchtrim.records.plan import MemoryKind, Plan, Prediction, Status, Technique
 from torchtrim.records.profile import Profile
 
@@ -41,6 +44,27 @@ def made_plan(
         status=status,
         bound_seconds=bound_seconds,
     )
+
+
+def pipeline_plan(
+    profile: Profile,
+    pipeline: Pipeline,
+    *,
+    fingerprint: Mapping[str, str],
+    budget_bytes: int,
+    script_sha256: str = "",
+) -> Plan:
+    """A plan of a model in stages, each rank of which is to stay within the budget."""
+    predicted = Prediction(peak_bytes=max(pipeline.peaks), step_seconds=pipeline.seconds)
+    made = made_plan(
+        profile,
+        fingerprint=fingerprint,
+        techniques=(),
+        predicted=predicted,
+        budget_bytes=budget_bytes,
+        script_sha256=script_sha256,
+    )
+    return msgspec.structs.replace(made, pipeline=pipeline)
 
 
 def _within(script: str, project: str) -> str:

@@ -19,6 +19,7 @@ from torchtrim.records.profile import Profile, check
 
 MOST_BYTES = 2**30
 _MOST_PLAN_BYTES = 2**22
+_TABLES = ("techniques", "fingerprint", "predicted", "pins", "pipeline")
 T = TypeVar("T")
 
 
@@ -186,7 +187,7 @@ def plan_text(plan: Plan) -> str:
     """The plan as TOML."""
     lines = [
         "# A plan of torchtrim. Apply it with: torchtrim run SCRIPT --plan THIS_FILE",
-        *_table(msgspec.to_builtins(plan), skip=("techniques", "fingerprint", "predicted", "pins")),
+        *_table(msgspec.to_builtins(plan), skip=_TABLES),
         "",
         "[fingerprint]  # leave a root out, and it is not checked",
         *_table(plan.fingerprint),
@@ -202,6 +203,10 @@ def plan_text(plan: Plan) -> str:
     ]
     for technique in plan.techniques:
         lines += ["", "[[techniques]]", *_table(msgspec.to_builtins(technique))]
+    if plan.pipeline is not None:
+        lines += ["", "[pipeline]", *_table(msgspec.to_builtins(plan.pipeline), skip=("stages",))]
+    for stage in plan.pipeline.stages if plan.pipeline is not None else ():
+        lines += ["", "[[pipeline.stages]]", *_table(msgspec.to_builtins(stage))]
     return "\n".join(lines) + "\n"
 
 

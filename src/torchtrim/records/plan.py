@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from torchtrim.records.finding import Equivalence
+from torchtrim.records.pipeline import Pipeline
 
 Text = Annotated[str, Meta(max_length=4096)]
 Bytes = Annotated[int, Meta(ge=0, le=2**62)]
@@ -37,7 +38,8 @@ class Plan(Struct, frozen=True, kw_only=True):
     script's. What is left out is not checked. `status`: whether no quicker choice of options fits, as far
     as the simulator knows; `bound_seconds`: what a step within the budget takes at least, None if unknown.
     `pins` are a person's: patterns of places by what holds there in every plan, `keep` for nothing at all,
-    or the name of a technique.
+    or the name of a technique. `pipeline`: the model in stages, in several processes; such a plan has no
+    techniques.
     """
 
     schema_version: Literal[1] = 1
@@ -47,11 +49,12 @@ class Plan(Struct, frozen=True, kw_only=True):
     fingerprint: dict[Text, Text]
     budget_bytes: Bytes
     memory_kind: MemoryKind = "allocated"
-    techniques: tuple[Technique, ...]
+    techniques: tuple[Technique, ...] = ()
     predicted: Prediction
     pins: dict[Text, tuple[Text, ...]] = {}
     status: Status = "feasible"
     bound_seconds: Annotated[float, Meta(ge=0)] | None = None
+    pipeline: Pipeline | None = None
 
     @property
     def gap(self) -> float | None:

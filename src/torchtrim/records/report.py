@@ -17,6 +17,7 @@ from torchtrim.records.fix import Fixes
 from torchtrim.records.job import ExchangeRow, RankFigures
 from torchtrim.records.lever import Lever, Part
 from torchtrim.records.loader import Tuning
+from torchtrim.records.pipeline import PipelineReport
 from torchtrim.records.plan import MemoryKind, Plan, Prediction, Status, Technique
 from torchtrim.records.profile import Profile
 
@@ -128,8 +129,9 @@ class Report(Struct, frozen=True, kw_only=True):
     its threads. `allowed` is what the
     allow-list covers of the findings. `waiting` is null where nothing waits or no device is known.
     `stream` is null but for verbs that watch a stream, `fixes` but for those that write source,
-    `estimated` but for an estimate, `tuned` but where a loader was tuned. `ranks` are the ranks of a job,
-    whose largest the other figures are of, and `exchanges` what they exchanged.
+    `estimated` but for an estimate, `tuned` but where a loader was tuned, `pipeline` but for one in stages.
+    `ranks` are the ranks of a job, whose largest the other figures are of, and `exchanges` what they
+    exchanged.
     """
 
     schema_version: Literal[2] = 2
@@ -160,6 +162,7 @@ class Report(Struct, frozen=True, kw_only=True):
     fixes: Fixes | None = None
     estimated: Estimated | None = None
     tuned: TunedLoader | None = None
+    pipeline: PipelineReport | None = None
     next: str = ""
     ranks: tuple[RankFigures, ...] = ()
     exchanges: tuple[ExchangeRow, ...] = ()

@@ -16,6 +16,7 @@ from torchtrim.records.fix import FixRecord, State
 from torchtrim.records.lever import Lever
 from torchtrim.records.profile import is_emulated
 from torchtrim.records.report import PlanSummary
+from torchtrim.report import stages
 from torchtrim.units import format_bytes, format_seconds
 
 Tone = Literal["good", "bad", "unsure", "neutral"]
@@ -407,7 +408,9 @@ def _figures(certificate: Certificate) -> str:
 
 
 def plan_lines(report: Report) -> list[str]:
-    """A line for each technique of the plan, and how sure it is that none is quicker."""
+    """A line for each technique of the plan, and how sure it is that none is quicker; or for each stage."""
+    if report.pipeline is not None:
+        return stages.lines(report.pipeline)
     if report.plan is None or not report.plan.techniques:
         return []
     return [*map(technique_line, report.plan.techniques), *sure_lines(report.plan)]

@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from torchtrim.records import Profile, Report
 from torchtrim.records.files import without_collection
-from torchtrim.report import estimates, facts, frontier
+from torchtrim.report import estimates, facts, frontier, stages
 from torchtrim.report.ranks import rank_lines
 from torchtrim.report.safe import clean, without_source
 from torchtrim.report.views import CAPS, draw, view
@@ -66,6 +66,7 @@ def _environment() -> Environment:
         facts=facts,
         estimates=estimates,
         rank_lines=rank_lines,
+        stages=stages,
         trade=frontier.chart,
         bytes=format_bytes,
         seconds=format_seconds,

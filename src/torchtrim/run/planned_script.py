@@ -23,6 +23,7 @@ from torchtrim.run import worker
 from torchtrim.run.eagerly import Eagerly
 from torchtrim.run.processes import LIFELINE, end_with_parent
 from torchtrim.run.script import Script
+from torchtrim.run.staged import PutsInStages, among_ranks
 from torchtrim.run.worker import run_target
 from torchtrim.techniques.apply import apply_plan
 from torchtrim.techniques.base import Handle
@@ -95,6 +96,9 @@ def run_planned(script: Script, plan: Plan | None, applier: Applier | None = Non
     target = script.target if script.module else str(script.path)
     if lifeline := os.environ.pop(LIFELINE, ""):
         end_with_parent(int(lifeline))
+    if plan is not None and plan.pipeline is not None:
+        _in_stages(script, target, plan)
+        return
     if plan is None or not plan.techniques:
         _as_python(script, target)
         return
@@ -125,15 +129,35 @@ def flush_files() -> None:
                 one.flush()
 
 
+def _in_stages(script: Script, target: str, plan: Plan) -> None:
+    """Run the script as one rank of the plan's pipeline."""
+    assert plan.pipeline is not None
+    puts = PutsInStages(plan, several=True, refused=lambda said: Ends(ApplyFailed(said)))
+    watcher = Watcher(puts)
+    puts.watches = watcher.remove
+    with among_ranks(plan.pipeline), contextlib.closing(puts):
+        try:
+            with watcher:
+                _as_python(script, target, passed=(TorchtrimError,))
+        except Ends as end:
+            raise end.error from None
+
+
 def _say_eager() -> None:
     print(_EAGER, file=sys.stderr, flush=True)
 
 
 def _as_python(
-    script: Script, target: str, ended: Callable[[BaseException | None], None] = lambda _: None
+    script: Script,
+    target: str,
+    ended: Callable[[BaseException | None], None] = lambda _: None,
+    passed: tuple[type[BaseException], ...] = (),
 ) -> None:
+    """Run it. `passed`: exceptions that are not the script's own."""
     try:
         _run(script, target, ended)
+    except passed:
+        raise
     except Exception as error:
         _show(error)
         _end(1)

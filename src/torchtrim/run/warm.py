@@ -15,7 +15,7 @@ from torchtrim.run.processes import Forked, Fresh, Process
 from torchtrim.run.read_at_import import what_it_changes, what_it_sets
 
 _MODULE = "torchtrim.run.warm_worker"
-_ENTRIES = ("torchtrim.run.worker", "torchtrim.run.stream_worker")
+_ENTRIES = ("torchtrim.run.worker", "torchtrim.run.stream_worker", "torchtrim.run.stage_worker")
 _GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 _PASSING = frozenset(("PYTEST_CURRENT_TEST", "PWD", "OLDPWD", "SHLVL", "_", "COLUMNS", "LINES"))
 _SWITCH = "TORCHTRIM_FRESH"

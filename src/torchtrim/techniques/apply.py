@@ -25,6 +25,11 @@ class Applied(Handles):
 
 def apply_to_its_own(plan: Plan, roots: Iterable[Root]) -> Applied:
     """Apply a plan to the roots that it was made for. Raises `ApplyFailed` for others."""
+    if plan.pipeline is not None:
+        raise ApplyFailed(
+            "the plan is a pipeline of several processes, and a live model is in one. Run the script with "
+            "torchrun: `torchtrim run SCRIPT --plan PLAN` says how."
+        )
     named = named_roots(roots)
     for name, root in named.items():
         if isinstance(root, nn.Module) and plan.fingerprint.get(

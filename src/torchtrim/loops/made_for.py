@@ -1,0 +1,23 @@
+"""Whether a plan was made for this script."""
+
+from __future__ import annotations
+
+from torchtrim.errors import ApplyFailed, UsageError
+from torchtrim.records.plan import Plan
+from torchtrim.run.script import Script
+from torchtrim.run.trials import Workload
+from torchtrim.techniques.fingerprint import sha256_of
+
+
+def check_script(plan: Plan, workload: Workload) -> None:
+    """Raises `ApplyFailed` for a plan that was made for another script."""
+    path = workload.path if isinstance(workload, Script) else None
+    if path is None or not plan.script_sha256:
+        return
+    if not path.is_file():
+        raise UsageError(f"there is no script {path}.")
+    if sha256_of(path) != plan.script_sha256:
+        raise ApplyFailed(
+            f"the plan was made for {plan.script}, and {path.name} is another script or has changed "
+            "since. Plan again; or, if you know that it still fits, delete `script_sha256` from the plan."
+        )

@@ -1,0 +1,275 @@
+"""Trains a model in stages: in several processes on torch's own schedules, or in one, in the same order."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+from torchtrim.errors import Unsupported
+from torchtrim.pipelines.promise import (
+    Ledger,
+    Node,
+    Part,
+    numbers_before,
+    refuse_sums,
+    rows_of,
+    samples_of,
+    tensors_before,
+)
+from torchtrim.pipelines.window import Shapes, Window
+from torchtrim.records.pipeline import Pipeline
+
+_SEED = 1_000_003
+_MOST_SUM = 2**20
+
+
+class Given(NamedTuple):
+    """A call of the model: its arguments as a tree, and which of its leaves are rows of a batch."""
+
+    leaves: tuple[Any, ...]
+    spec: pytree.TreeSpec
+    batch: int
+
+    @classmethod
+    def of(cls, args: Any, kwargs: Any) -> Given:
+        """Of a call's arguments. Raises `Unsupported` where there is no batch in them."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        batch = samples_of(one for one in leaves if isinstance(one, Tensor))
+        if not batch:
+            raise Unsupported(
+                "the model is called without a tensor, so there is no batch to take micro-batches of."
+            )
+        return cls(tuple(leaves), spec, batch)
+
+    def rows(self, number: int, count: int) -> Given:
+        """The same call for one of so many parts of the batch."""
+        parts = [
+            rows_of(one, self.batch, number, count) if isinstance(one, Tensor) else one
+            for one in self.leaves
+        ]
+        return Given(tuple(parts), self.spec, self.batch // count)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What is split with the batch, by the names under which stages get it."""
+        return {
+            f"given_{number}": one
+            for number, one in enumerate(self.leaves)
+            if isinstance(one, Tensor) and one.dim() and one.shape[0] % self.batch == 0
+        }
+
+    def called(self, tensors: dict[str, Tensor]) -> tuple[Any, Any]:
+        """Arguments with these tensors in place of the batch's."""
+        leaves = [tensors.get(f"given_{number}", one) for number, one in enumerate(self.leaves)]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return args, kwargs
+
+    def key(self) -> tuple[Any, ...]:
+        """Its shapes."""
+        return tuple(
+            (tuple(one.shape), one.dtype) if isinstance(one, Tensor) else str(one)
+            for one in self.leaves
+        )
+
+
+class Step(NamedTuple):
+    """A step that runs: the call, what of it is computed, shapes of a micro-batch, and the loss."""
+
+    number: int
+    given: Given
+    shapes: Shapes
+    loss: Node
+    around: Callable[[], contextlib.AbstractContextManager[None]]
+
+
+def checksum(step: Step) -> float:
+    """A small whole number of what the step was given, targets too: another one for another batch."""
+    given = (one for one in step.given.leaves if isinstance(one, Tensor))
+    sums = [float(one.detach().double().sum()) for one in (*given, *tensors_before(step.loss))]
+    return float(zlib.crc32(struct.pack(f"{len(sums)}d", *sums)) % _MOST_SUM)
+
+
+class Executor(Protocol):
+    """Runs a step's forward and backward.
+
+    `numbers` are kept for each micro-batch, and their means given back.
+    """
+
+    def prepare(self, shapes: Shapes) -> None:
+        """Called once, when it is known which module is in which stage."""
+        ...
+
+    def run(self, step: Step, numbers: Sequence[Node]) -> Sequence[Tensor]:
+        """Add up the gradients of the step; the means of the numbers over all micro-batches."""
+        ...
+
+
+class Engine:
+    """A model whose forward gives a promise, and whose backward runs the pipeline. `told` hears each loss."""
+
+    def __init__(
+        self, root: nn.Module, pipeline: Pipeline, executor: Executor, window: Window
+    ) -> None:
+        self._root = root
+        self._pipeline = pipeline
+        self._executor = executor
+        self._window = window
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._known: dict[Any, tuple[Shapes, Any]] = {}
+        self._steps = 0
+        self._prepared = False
+        self.told: Callable[[float], None] = lambda _: None
+
+    def wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward of the model in stages."""
+
+        @functools.wraps(forward)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                raise Unsupported(
+                    f"{type(self._root).__name__} is called without gradients, and in a pipeline no rank has "
+                    "all of it. Evaluate in a run of its own, without --plan, from a checkpoint."
+                )
+            return self._promised(Given.of(args, kwargs))
+
+        return call
+
+    def _promised(self, given: Given) -> Any:
+        share = self._pipeline.microbatches * self._pipeline.replicas
+        if given.batch % share:
+            raise Unsupported(
+                f"a batch of {given.batch} samples does not divide into {share} equal parts "
+                f"({self._pipeline.microbatches} micro-batches x {self._pipeline.replicas} "
+                f"replicas). If it is the "
+                "last of an epoch, give the loader drop_last=True; else plan again for this batch size."
+            )
+        shapes, fakes = self._shapes(given, share)
+        self._steps += 1
+        around = _surroundings()
+        number = self._steps
+
+        def run(node: Node) -> None:
+            refuse_sums(node)
+            self._run(Step(number, given, shapes, node, around))
+
+        return Ledger(given.batch, run, self._mode).outputs(fakes)
+
+    def _shapes(self, given: Given, share: int) -> tuple[Shapes, Any]:
+        """What a micro-batch looks like from stage to stage, and the whole batch's output."""
+        if given.key() not in self._known:
+            part = given.rows(0, share)
+            with self._mode, torch.random.fork_rng():
+                args, kwargs = self._fake(part)
+                shapes = self._window.record(args, kwargs)
+                args, kwargs = self._fake(given)
+                whole = self._window.root_forward(*args, **kwargs)
+            self._known[given.key()] = shapes, whole
+            if not self._prepared:
+                self._prepared = True
+                self._executor.prepare(shapes)
+        return self._known[given.key()]
+
+    def _fake(self, given: Given) -> tuple[Any, Any]:
+        leaves = [
+            self._mode.from_tensor(one) if isinstance(one, Tensor) else one for one in given.leaves
+        ]
+        args, kwargs = pytree.tree_unflatten(leaves, given.spec)
+        return args, kwargs
+
+    def _run(self, step: Step) -> None:
+        numbers = numbers_before(step.loss)
+        values = self._executor.run(step, numbers)
+        for node, value in zip(numbers, values, strict=True):
+            node.value = value
+        self.told(float(values[-1]))
+
+
+def _surroundings() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """What the model is called in, autocast and modes of functions, to be entered again later."""
+    kinds = [one for one in ("cpu", "cuda") if torch.is_autocast_enabled(one)]
+    devices = [(one, torch.get_autocast_dtype(one)) for one in kinds]
+    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def entered() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for device, dtype in devices:
+                stack.enter_context(torch.autocast(device, dtype))
+            now = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+            for mode in modes:
+                if not any(mode is one for one in now):
+                    stack.enter_context(mode)
+            yield
+
+    return entered
+
+
+class StageModule(nn.Module):
+    """One stage as a module: of what the stage before sent, and of the batch's own rows, its result.
+
+    `begin` sets the step; micro-batches then come in order.
+    """
+
+    def __init__(self, window: Window, pipeline: Pipeline, number: int, shapes: Shapes) -> None:
+        super().__init__()
+        self.pieces = nn.ModuleList(window.own(number, shapes))
+        for place, parameter in enumerate(window.loose()):
+            self.register_parameter(f"loose_{place}", parameter)
+        stages = pipeline.stages
+        self._again = bool(stages) and stages[number].recompute
+        self._number = number
+        self.__dict__["_window"] = window
+        self._batch = 0
+        self._step: Step | None = None
+
+    def begin(self, step: Step, first: int = 0) -> None:
+        """Set the step that follows, and the number of the first micro-batch that comes here."""
+        self._step, self._batch = step, first
+
+    def forward(self, *received: Tensor, **tensors: Tensor) -> Any:
+        """The stage's result for the next micro-batch."""
+        batch, self._batch = self._batch, self._batch + 1
+        return self.of_batch(batch, received[0] if self._number else None, tensors)
+
+    def of_batch(self, batch: int, received: Tensor | None, tensors: dict[str, Tensor]) -> Any:
+        """The stage's result for that micro-batch."""
+        assert self._step is not None
+        if self._again:
+            return checkpoint(self._run, batch, received, tensors, use_reentrant=False)
+        return self._run(batch, received, tensors)
+
+    def _run(self, batch: int, received: Tensor | None, tensors: dict[str, Tensor]) -> Any:
+        step = self._step
+        assert step is not None
+        args, kwargs = step.given.called(tensors)
+        with _random_numbers(step.number, self._number, batch), step.around():
+            given = self.__dict__["_window"].run(self._number, received, step.shapes, args, kwargs)
+        leaves = [one for one in pytree.tree_leaves(given) if isinstance(one, Tensor)]
+        return leaves[0] if len(leaves) == 1 else tuple(leaves)
+
+
+@contextlib.contextmanager
+def _random_numbers(step: int, stage: int, batch: int) -> Iterator[None]:
+    """Numbers of their own for each micro-batch and stage, on any rank; the script's go on as before."""
+    with torch.random.fork_rng():
+        torch.manual_seed(torch.initial_seed() + _SEED * (step * 4096 + stage) + batch)
+        yield
+
+
+def part_loss(step: Step, outputs: Any, number: int, count: int, numbers: Sequence[Node]) -> Any:
+    """The loss of one micro-batch, divided by how many there are, and the values of the numbers."""
+    leaves = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+    part = Part(leaves, number, count)
+    with step.around():
+        loss = part.value(step.loss)
+    return loss / count, [part.value(one).detach() for one in numbers]

@@ -1,0 +1,100 @@
+"""A pipeline in one process: gradients of micro-batches are added up in the schedule's own order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchtrim.errors import ApplyFailed
+from torchtrim.pipelines.engine import Engine, StageModule, Step, part_loss
+from torchtrim.pipelines.orders import order_of
+from torchtrim.pipelines.promise import Node
+from torchtrim.pipelines.window import Shapes, Window
+from torchtrim.records.pipeline import Order, Pipeline
+
+
+class Lone:
+    """Adds up the gradients of all micro-batches as the ranks of the pipeline would, replica by replica."""
+
+    def __init__(self, window: Window, pipeline: Pipeline) -> None:
+        self._window = window
+        self._pipeline = pipeline
+        self._order = known_order(pipeline)
+        self._stages: list[StageModule] = []
+
+    def prepare(self, shapes: Shapes) -> None:
+        """Make the stages."""
+        self._stages = [
+            StageModule(self._window, self._pipeline, number, shapes)
+            for number in range(self._window.count)
+        ]
+
+    def run(self, step: Step, numbers: Sequence[Node]) -> Sequence[Tensor]:
+        """Add up the gradients of the step; the means of the numbers over all micro-batches."""
+        pipeline = self._pipeline
+        for stage in self._stages:
+            stage.begin(step)
+        values: list[list[Tensor]] = []
+        sums: list[dict[nn.Parameter, Tensor]] = []
+        before = self._taken()
+        for replica in range(pipeline.replicas):
+            for batch in self._order.backwards():
+                values.append(self._one(step, replica, batch, numbers))
+            sums.append(self._taken())
+        self._put(before, sums)
+        return [torch.stack(one).mean() for one in zip(*values, strict=True)]
+
+    def _one(self, step: Step, replica: int, batch: int, numbers: Sequence[Node]) -> Any:
+        pipeline = self._pipeline
+        count = pipeline.microbatches * pipeline.replicas
+        number = replica * pipeline.microbatches + batch
+        tensors = step.given.rows(number, count).tensors()
+        passed: Any = None
+        for stage in self._stages:
+            passed = stage.of_batch(number, passed, tensors)
+        loss, values = part_loss(step, passed, number, count, numbers)
+        loss.backward()
+        return values
+
+    def _taken(self) -> dict[nn.Parameter, Tensor]:
+        """The gradients that are there, taken away where replicas each have their own."""
+        if self._pipeline.replicas == 1:
+            return {}
+        found = {p: p.grad for p in self._window.root.parameters() if p.grad is not None}
+        for parameter in found:
+            parameter.grad = None
+        return found
+
+    def _put(
+        self, before: dict[nn.Parameter, Tensor], sums: Sequence[dict[nn.Parameter, Tensor]]
+    ) -> None:
+        """Add up what replicas have."""
+        if self._pipeline.replicas == 1:
+            return
+        for parameter in self._window.root.parameters():
+            total: Tensor | None = None
+            for one in (*sums, before):
+                if parameter in one:
+                    total = one[parameter] if total is None else total + one[parameter]
+            parameter.grad = total
+
+
+def known_order(pipeline: Pipeline) -> Order:
+    """The order of the plan's schedule. Raises `ApplyFailed` where torch has none for its numbers."""
+    stages = len(pipeline.cuts) + 1
+    order = order_of(pipeline.schedule, pipeline.ranks, stages, pipeline.microbatches)
+    if order is None:
+        raise ApplyFailed(
+            f"torch has no {pipeline.schedule} of {stages} stages on {pipeline.ranks} ranks with "
+            f"{pipeline.microbatches} micro-batches. Plan again."
+        )
+    return order
+
+
+def in_one_process(root: nn.Module, pipeline: Pipeline) -> Engine:
+    """The model in stages, all of them here."""
+    window = Window(root, pipeline.cuts)
+    return Engine(root, pipeline, Lone(window, pipeline), window)

@@ -1,0 +1,118 @@
+"""The order in which each of torch's schedules works, read from the schedule itself."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+from torch import nn
+from torch.distributed import pipelining
+from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
+
+from torchtrim.records.pipeline import Action, Order, Schedule
+
+_CLASSES: dict[str, Any] = {
+    "GPipe": pipelining.ScheduleGPipe,
+    "1F1B": pipelining.Schedule1F1B,
+    "LoopedBFS": pipelining.ScheduleLoopedBFS,
+    "Interleaved1F1B": pipelining.ScheduleInterleaved1F1B,
+    "InterleavedZeroBubble": pipelining.ScheduleInterleavedZeroBubble,
+    "ZBVZeroBubble": pipelining.ScheduleZBVZeroBubble,
+    "DualPipeV": pipelining.ScheduleDualPipeV,
+}
+_SINGLE = ("GPipe", "1F1B")
+_VEES = ("ZBVZeroBubble", "DualPipeV")
+
+
+def schedule_class(schedule: Schedule) -> Any:
+    """Torch's class of that schedule."""
+    return _CLASSES[schedule]
+
+
+def is_single(schedule: Schedule) -> bool:
+    """Whether it has one stage a rank, and its class takes that alone."""
+    return schedule in _SINGLE
+
+
+def homes_of(schedule: Schedule, ranks: int, stages: int) -> tuple[int, ...]:
+    """The rank of each stage."""
+    style = "v" if schedule in _VEES else "loop"
+    mapping = generate_stage_to_rank_mapping(ranks, stages, style)
+    return tuple(mapping[stage] for stage in range(stages))
+
+
+@functools.lru_cache(maxsize=512)
+def order_of(schedule: Schedule, ranks: int, stages: int, microbatches: int) -> Order | None:
+    """What each rank does in torch's schedule; None where torch has none for such numbers."""
+    if stages % ranks or (schedule in _SINGLE) != (stages == ranks):
+        return None
+    homes = homes_of(schedule, ranks, stages)
+    own = [_Outline(stage, stages, ranks) for stage in range(stages) if homes[stage] == 0]
+    try:
+        made = _CLASSES[schedule](own[0] if schedule in _SINGLE else own, microbatches)
+    except (ValueError, AssertionError):
+        return None
+    if schedule == "1F1B":
+        return Order(_one_forward_one_backward(stages, microbatches), homes)
+    lines = made.pipeline_order
+    order = Order(tuple(tuple(_read(lines[rank])) for rank in range(ranks)), homes)
+    return order if _is_whole(order, microbatches) else None
+
+
+class _Outline(SimpleNamespace):
+    """What a schedule asks of a stage when it makes its order."""
+
+    def __init__(self, stage: int, stages: int, ranks: int) -> None:
+        super().__init__(
+            stage_index=stage,
+            num_stages=stages,
+            group_size=ranks,
+            group_rank=0,
+            submod=nn.Identity(),
+            is_first=stage == 0,
+            is_last=stage == stages - 1,
+            stage_index_to_group_rank={},
+        )
+
+
+def _read(actions: Any) -> Iterator[Action]:
+    for action in actions:
+        if action is None:
+            continue
+        if action.sub_actions is not None:
+            yield from _read(action.sub_actions)
+        elif action.computation_type.value in "FBIW":
+            yield Action(action.computation_type.value, action.stage_index, action.microbatch_index)
+
+
+def _one_forward_one_backward(stages: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
+    """What `Schedule1F1B` runs. Its own `pipeline_order` leaves out the None's, and numbers forwards anew."""
+    return tuple(tuple(_of_rank(rank, stages, microbatches)) for rank in range(stages))
+
+
+def _of_rank(rank: int, stages: int, microbatches: int) -> Iterator[Action]:
+    ahead = min(microbatches, stages - rank)
+    for batch in range(ahead):
+        yield Action("F", rank, batch)
+    for batch in range(microbatches):
+        yield Action("B", rank, batch)
+        if ahead + batch < microbatches:
+            yield Action("F", rank, ahead + batch)
+
+
+def _is_whole(order: Order, microbatches: int) -> bool:
+    """Whether each micro-batch goes forward and back once at each stage."""
+    done = [action for actions in order.ranks for action in actions]
+    if len(done) != len(set(done)):
+        return False
+    forwards = {action[1:] for action in done if action.kind == "F"}
+    inputs = {action[1:] for action in done if action.kind in "BI"}
+    weights = {action[1:] for action in done if action.kind in "BW"}
+    wanted = len(order.homes) * microbatches
+    return forwards == inputs == weights and len(forwards) == wanted
+
+
+logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.WARNING)

@@ -1,0 +1,296 @@
+"""What a model in stages gives back: a tensor without values, on which a script may compute its loss.
+
+The loss is computed later, for each micro-batch, where the last stage runs. Until `backward` is called on it,
+what the script does with the model's output is written down; shapes and types are known, values are not.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from torchtrim.errors import Unsupported
+
+_NOT_SPLIT = ("weight", "pos_weight")
+_SUMS = ("sum", "nansum")
+
+
+class Node:
+    """One step towards a loss: a leaf of the model's output, or a call. `fake` is its tensor without values.
+
+    `value`: what it is once the step has run, where that is one number.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        fake: Any,
+        *,
+        leaf: int = -1,
+        call: tuple[Callable[..., Any], Any, Any] | None = None,
+        item: int = -1,
+    ) -> None:
+        self.ledger = ledger
+        self.fake = fake
+        self.leaf = leaf
+        self.call = call
+        self.item = item
+        self.value: Tensor | None = None
+
+
+class Ledger:
+    """What a script computes from one output of a model. `batch`: how many samples the model was given.
+
+    `run` is called with the node on which `backward` is called.
+    """
+
+    def __init__(self, batch: int, run: Callable[[Node], None], mode: FakeTensorMode) -> None:
+        self.batch = batch
+        self.run = run
+        self.mode = mode
+        self.over = False
+
+    def outputs(self, fakes: Any) -> Any:
+        """The model's output: the same tree, with a promise for each tensor."""
+        leaves, spec = pytree.tree_flatten(fakes)
+        number = itertools.count()
+        promised = [
+            Promise(Node(self, one, leaf=next(number))) if isinstance(one, Tensor) else one
+            for one in leaves
+        ]
+        return pytree.tree_unflatten(promised, spec)
+
+
+class Promise(Tensor):
+    """A tensor of known shape whose values come later."""
+
+    node: Node
+
+    @staticmethod
+    def __new__(cls, node: Node) -> Promise:
+        """A tensor of the node's shape and type that holds nothing."""
+        fake = node.fake
+        made: Promise = Tensor._make_wrapper_subclass(
+            cls,
+            fake.shape,
+            strides=fake.stride(),
+            dtype=fake.dtype,
+            device=fake.device,
+            requires_grad=False,
+        )
+        made.node = node
+        return made
+
+    def __init__(self, node: Node) -> None: ...
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """What it is, without values."""
+        return f"Promise(shape={tuple(self.node.fake.shape)}, dtype={self.node.fake.dtype})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Write the call down, and say of what shape it is."""
+        return _called(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Whatever comes here looks for values."""
+        raise _no_values(str(func))
+
+
+def _no_values(what: str) -> Unsupported:
+    return Unsupported(
+        f"the script looks at values of the model's output ({what}) before backward has run, and in a "
+        "pipeline they are computed by backward, on the rank of the last stage. Move that behind "
+        "`loss.backward()`, where the loss has its value, or leave it out."
+    )
+
+
+def _called(func: Any, args: Any, kwargs: Any) -> Any:
+    nodes = [one.node for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Promise)]
+    name = getattr(func, "__name__", str(func))
+    if name == "backward":
+        _run(nodes[0], args, kwargs)
+        return None
+    args, kwargs = _with_values(args), _with_values(kwargs)
+    ledger = next((node.ledger for node in nodes if value_of(node) is None), None)
+    if ledger is None:
+        return func(*args, **kwargs)
+    if ledger.over:
+        raise _no_values(name)
+    try:
+        with ledger.mode, torch._C.DisableTorchFunctionSubclass():
+            fakes = func(*_with_fakes(args, ledger), **_with_fakes(kwargs, ledger))
+    except Exception as error:
+        if "data-dependent" in str(error).lower() or "DataDependent" in type(error).__name__:
+            raise _no_values(name) from None
+        raise
+    kept = pytree.tree_map_only(Promise, lambda one: one.node, (args, kwargs))
+    return _promised(ledger, (func, *kept), fakes)
+
+
+def _run(node: Node, args: Any, kwargs: Any) -> None:
+    if len(args) > 1 or any(value not in (None, False) for value in kwargs.values()):
+        raise Unsupported(
+            "backward() of a pipeline takes no arguments: neither a gradient, nor retain_graph, nor inputs."
+        )
+    if node.fake.dim():
+        raise Unsupported("backward() of a pipeline is for a loss that is one number.")
+    if node.ledger.over:
+        raise Unsupported("backward() has run for this output already; call the model again first.")
+    node.ledger.run(node)
+    node.ledger.over = True
+
+
+def _promised(ledger: Ledger, call: tuple[Any, Any, Any], fakes: Any) -> Any:
+    if isinstance(fakes, Tensor):
+        return Promise(Node(ledger, fakes, call=call))
+    if isinstance(fakes, (tuple, list)) and any(isinstance(one, Tensor) for one in fakes):
+        made = [Promise(Node(ledger, one, call=call, item=n)) for n, one in enumerate(fakes)]
+        return type(fakes)(made) if type(fakes) in (tuple, list) else tuple(made)
+    return fakes
+
+
+def _with_fakes(tree: Any, ledger: Ledger) -> Any:
+    tree = pytree.tree_map_only(Promise, lambda one: one.node.fake, tree)
+    real = lambda one: ledger.mode.from_tensor(one) if not _is_fake(one) else one  # noqa: E731
+    return pytree.tree_map_only(Tensor, real, tree)
+
+
+def _is_fake(tensor: Tensor) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
+def _with_values(tree: Any) -> Any:
+    """The tree with values where they are known."""
+
+    def known(one: Promise) -> Tensor:
+        value = value_of(one.node)
+        return one if value is None else value
+
+    return pytree.tree_map_only(Promise, known, tree)
+
+
+def value_of(node: Node) -> Tensor | None:
+    """The node's value where it is known, or follows from such."""
+    if node.value is None and node.call is not None and node.ledger.over:
+        func, args, kwargs = node.call
+        inner = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Node)]
+        if all(value_of(one) is not None for one in inner):
+            values = pytree.tree_map_only(Node, value_of, (args, kwargs))
+            given = func(*values[0], **values[1])
+            node.value = given[node.item] if node.item >= 0 else given
+    return node.value
+
+
+def numbers_before(node: Node) -> list[Node]:
+    """The nodes that are one number and lead to this one, itself last."""
+    found: dict[int, Node] = {}
+
+    def visit(one: Node) -> None:
+        if id(one) in found:
+            return
+        if one.call is not None:
+            for inner in pytree.tree_leaves(one.call[1:]):
+                if isinstance(inner, Node):
+                    visit(inner)
+        found[id(one)] = one
+
+    visit(node)
+    return [one for one in found.values() if isinstance(one.fake, Tensor) and one.fake.dim() == 0]
+
+
+def tensors_before(node: Node) -> Iterator[Tensor]:
+    """The tensors of the script's own that go into the node, such as targets."""
+    seen: set[int] = set()
+    left = [node]
+    while left:
+        one = left.pop()
+        if id(one) in seen or one.call is None:
+            continue
+        seen.add(id(one))
+        for inner in pytree.tree_leaves(one.call[1:]):
+            if isinstance(inner, Node):
+                left.append(inner)
+            elif isinstance(inner, Tensor):
+                yield inner
+
+
+def refuse_sums(node: Node) -> None:
+    """Raises `Unsupported` for a loss that adds up samples: of micro-batches the mean is taken."""
+    for one in numbers_before(node):
+        if one.call is None:
+            continue
+        func, args, kwargs = one.call
+        name = getattr(func, "__name__", "")
+        if kwargs.get("reduction") == "sum" or (name in _SUMS and _sums_all(args, kwargs)):
+            raise Unsupported(
+                f"the loss adds up its samples ({name}), and a pipeline takes the mean over its "
+                f"micro-batches. "
+                "Use the mean over the samples of a batch."
+            )
+
+
+def _sums_all(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    return len(args) == 1 and not kwargs and isinstance(args[0], Node) and args[0].fake.dim() > 0
+
+
+class Part:
+    """Computes what was promised for one micro-batch: `number` of `count`."""
+
+    def __init__(self, leaves: Sequence[Tensor], number: int, count: int) -> None:
+        self._leaves = leaves
+        self._number, self._count = number, count
+        self._known: dict[int, Any] = {}
+
+    def value(self, node: Node) -> Any:
+        """The node's value for this micro-batch."""
+        if id(node) not in self._known:
+            self._known[id(node)] = self._computed(node)
+        return self._known[id(node)]
+
+    def _computed(self, node: Node) -> Any:
+        if node.call is None:
+            return self._leaves[node.leaf]
+        func, args, kwargs = node.call
+        batch = node.ledger.batch
+        values = [self._split(one, batch) for one in args]
+        named = {k: v if k in _NOT_SPLIT else self._split(v, batch) for k, v in kwargs.items()}
+        try:
+            given = func(*values, **named)
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise Unsupported(
+                f"the loss cannot be computed for a part of the batch: {error}. It is written with "
+                f"sizes of the "
+                "whole batch; write -1 for the batch, as in `view(-1, classes)`."
+            ) from error
+        return given[node.item] if node.item >= 0 else given
+
+    def _split(self, tree: Any, batch: int) -> Any:
+        tree = pytree.tree_map_only(Tensor, lambda one: self._rows(one, batch), tree)
+        return pytree.tree_map_only(Node, self.value, tree)
+
+    def _rows(self, tensor: Tensor, batch: int) -> Tensor:
+        return rows_of(tensor, batch, self._number, self._count)
+
+
+def rows_of(tensor: Tensor, batch: int, number: int, count: int) -> Tensor:
+    """The rows of a tensor that belong to one of so many parts of the batch; all of one without a batch."""
+    if isinstance(tensor, torch.nn.Parameter) or not tensor.dim() or tensor.shape[0] % batch:
+        return tensor
+    return tensor.tensor_split(count)[number]
+
+
+def samples_of(tensors: Iterator[Tensor]) -> int:
+    """How many samples a batch has: the first size of the first tensor that has one."""
+    return next((tensor.shape[0] for tensor in tensors if tensor.dim()), 0)

@@ -1,0 +1,265 @@
+"""A pipeline in several processes, on the schedules of `torch.distributed.pipelining`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+from torchtrim.errors import ApplyFailed, Unsupported
+from torchtrim.pipelines.engine import Engine, Given, StageModule, Step, checksum, part_loss
+from torchtrim.pipelines.lone import known_order
+from torchtrim.pipelines.orders import is_single, schedule_class
+from torchtrim.pipelines.promise import Node
+from torchtrim.pipelines.window import Meta, Shapes, Window
+from torchtrim.records.pipeline import Pipeline
+
+Trace = Callable[[Sequence[Tensor]], contextlib.AbstractContextManager[None]]
+
+
+class Several:
+    """This rank's stages. Ranks `replica * ranks <= i < (replica + 1) * ranks` are one pipeline.
+
+    `around`: of the batch, what the schedule's own step is run in, for those who measure it.
+    """
+
+    def __init__(self, window: Window, pipeline: Pipeline) -> None:
+        self._window = window
+        self._pipeline = pipeline
+        self._order = known_order(pipeline)
+        self._device = torch.device("cpu")
+        self._modules: dict[int, StageModule] = {}
+        self._schedules: dict[Any, Any] = {}
+        self._owner: dict[str, int] = {}
+        self.around: Trace = lambda _: contextlib.nullcontext()
+        rank, ranks = dist.get_rank(), pipeline.ranks
+        self.replica, self.place = divmod(rank, ranks)
+        self._across, self.group = _groups(pipeline)
+
+    def prepare(self, shapes: Shapes) -> None:
+        """Make this rank's stages, and free what belongs to others."""
+        window = self._window
+        self._check_alike()
+        own = [stage for stage, home in enumerate(self._order.homes) if home == self.place]
+        self._modules = {s: StageModule(window, self._pipeline, s, shapes) for s in own}
+        for stage, home in enumerate(self._order.homes):
+            for module in window.own(stage, shapes):
+                self._owner.update((name, home) for name in self._names(module))
+        self._device = next((p.device for p in window.root.parameters()), self._device)
+        self._free()
+        gathered = functools.partial(self._gathered)
+        window.root.register_state_dict_post_hook(gathered)  # type: ignore[no-untyped-call]
+
+    def run(self, step: Step, numbers: Sequence[Node]) -> Sequence[Tensor]:
+        """Add up the gradients of the step; the means of the numbers over all micro-batches."""
+        pipeline = self._pipeline
+        count = pipeline.microbatches * pipeline.replicas
+        begins = self.replica * pipeline.microbatches
+        for module in self._modules.values():
+            module.begin(step, begins)
+        kept: dict[int, list[Tensor]] = {}
+
+        def loss_of(outputs: Any, batch: Tensor) -> Tensor:
+            number = int(batch)
+            loss: Tensor
+            loss, kept[number] = part_loss(step, outputs, number, count, numbers)
+            return loss
+
+        before = self._taken()
+        self._one_step(step, loss_of, begins)
+        self._add_replicas(before)
+        return self._means(kept, len(numbers), checksum(step))
+
+    def kept(self) -> list[Tensor]:
+        """What is there between steps: parameters, gradients, and the buffers in which ranks receive."""
+        parameters = [*self._window.root.parameters(), *self._window.root.buffers()]
+        grads = [p.grad for p in self._window.root.parameters() if p.grad is not None]
+        received = [
+            info.buffer
+            for schedule in self._schedules.values()
+            for stage in getattr(schedule, "_stages", None) or [schedule._stage]
+            for infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values())
+            for info in infos
+            if info.buffer is not None
+        ]
+        return [*parameters, *grads, *received]
+
+    def _one_step(self, step: Step, loss_of: Any, begins: int) -> None:
+        given = step.given.rows(self.replica, self._pipeline.replicas)
+        tensors = given.tensors()
+        schedule = self._schedule(given, step.shapes)
+        schedule._loss_fn = loss_of
+        last = len(self._order.homes) - 1 in self._modules
+        batches = torch.arange(begins, begins + self._pipeline.microbatches)
+        args = tuple(tensors.values())[:1] if 0 in self._modules else ()
+        with self.around(tuple(tensors.values())):
+            schedule.step(
+                *args,
+                target=batches if last else None,
+                losses=[] if last else None,
+                return_outputs=False,
+                **tensors,
+            )
+
+    def _schedule(self, given: Given, shapes: Shapes) -> Any:
+        """Torch's schedule for batches of that shape."""
+        key = given.key()
+        if key not in self._schedules:
+            stages = [self._stage(number, given, shapes) for number in self._modules]
+            made = schedule_class(self._pipeline.schedule)
+            self._schedules[key] = made(
+                stages[0] if is_single(self._pipeline.schedule) else stages,
+                self._pipeline.microbatches,
+                loss_fn=_unset,
+                scale_grads=False,
+            )
+        return self._schedules[key]
+
+    def _stage(self, number: int, given: Given, shapes: Shapes) -> PipelineStage:
+        first = next(iter(given.rows(0, self._pipeline.microbatches).tensors().values()))
+        begins = [Meta.of(first), *shapes.received]
+        ends = [*shapes.received, Meta((), torch.float32, self._device)]
+        return PipelineStage(
+            self._modules[number],
+            number,
+            len(self._order.homes),
+            self._device,
+            input_args=_blank(begins[number], graded=number > 0),
+            output_args=_blank(ends[number], graded=True),
+            group=self.group,
+        )
+
+    def _means(self, kept: dict[int, list[Tensor]], count: int, given: float) -> Sequence[Tensor]:
+        """The mean of each number over all micro-batches, on every rank. `given`: a checksum of the batch."""
+        pipeline = self._pipeline
+        sums = torch.zeros(count, dtype=torch.float64)
+        total = pipeline.microbatches * pipeline.replicas
+        if kept and count:
+            rows = torch.stack([torch.stack([v.double() for v in one]) for one in kept.values()])
+            sums = rows.sum(0).cpu()
+        dtypes = [value.dtype for value in next(iter(kept.values()), [])]
+        sums = torch.cat([sums, torch.tensor([given, given * given], dtype=torch.float64)])
+        dist.all_reduce(sums)
+        _check_given(sums[-2:].tolist())
+        sums = sums[:-2]
+        default = torch.get_default_dtype()
+        return [
+            (value / total).to(dtypes[n] if dtypes else default) for n, value in enumerate(sums)
+        ]
+
+    def _taken(self) -> dict[nn.Parameter, Tensor]:
+        """Where there are replicas, the gradients of earlier passes: they are added once."""
+        if self._pipeline.replicas == 1:
+            return {}
+        found = {p: p.grad for p in self._parameters() if p.grad is not None}
+        for parameter in found:
+            parameter.grad = None
+        return found
+
+    def _add_replicas(self, before: dict[nn.Parameter, Tensor]) -> None:
+        if self._pipeline.replicas == 1:
+            return
+        for parameter in self._parameters():
+            grad = parameter.grad
+            if grad is not None:
+                dist.all_reduce(grad, group=self._across)
+                if parameter in before:
+                    grad.add_(before[parameter])
+            elif parameter in before:
+                parameter.grad = before[parameter]
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return list(
+            dict.fromkeys(p for module in self._modules.values() for p in module.parameters())
+        )
+
+    def _names(self, module: nn.Module) -> list[str]:
+        inside = {id(one) for one in (*module.parameters(), *module.buffers())}
+        root = self._window.root
+        tensors = (*root.named_parameters(), *root.named_buffers())
+        return [name for name, one in tensors if id(one) in inside]
+
+    def _free(self) -> None:
+        """Give up the values of parameters of other ranks; their shapes stay."""
+        for name, parameter in self._window.root.named_parameters():
+            if self._owner.get(name, self.place) != self.place:
+                parameter.grad = None
+                blank = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+                parameter.data = blank.expand(parameter.shape)
+
+    def _gathered(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        """A whole state_dict, on every rank: each gives what it owns. All ranks have to ask for it."""
+        for name, home in self._owner.items():
+            key = prefix + name
+            if key in state:
+                whole = state[key].detach().clone().contiguous()
+                source = self.replica * self._pipeline.ranks + home
+                dist.broadcast(whole, source, group=self.group)
+                state[key] = whole
+
+    def _check_alike(self) -> None:
+        """Raises `ApplyFailed` on all ranks where they have made different models."""
+        total = torch.zeros(1, dtype=torch.float64)
+        for parameter in self._window.root.parameters():
+            total += parameter.detach().double().sum().cpu()
+        sums = [torch.zeros_like(total) for _ in range(dist.get_world_size())]
+        dist.all_gather(sums, total)
+        if any(not torch.equal(one, sums[0]) for one in sums):
+            raise ApplyFailed(
+                "the ranks have made models with different parameters. Every rank runs the whole "
+                "script, so it "
+                "has to seed its random numbers alike on all of them: leave the rank out of the seed."
+            )
+
+
+def _check_given(sums: Sequence[float]) -> None:
+    """Raises `Unsupported` on all ranks where one was given another batch."""
+    world = dist.get_world_size()
+    if sums[0] ** 2 != world * sums[1]:
+        raise Unsupported(
+            "the ranks were given different batches. Every rank of a pipeline reads the same ones: leave "
+            "DistributedSampler and the rank out of the loader, and seed what shuffles it."
+        )
+
+
+def _unset(*_: Any) -> Tensor:
+    raise AssertionError("set before each step")
+
+
+def _blank(meta: Meta, *, graded: bool) -> Tensor:
+    blank = torch.empty(meta.shape, dtype=meta.dtype, device="meta")
+    return blank.requires_grad_(graded and meta.dtype.is_floating_point)
+
+
+def _groups(pipeline: Pipeline) -> tuple[Any, Any]:
+    """The group of this rank's place across replicas, and that of its pipeline."""
+    world = dist.get_world_size()
+    if world != pipeline.processes:
+        raise Unsupported(
+            f"the plan is for {pipeline.processes} processes ({pipeline.ranks} ranks x {pipeline.replicas} "
+            f"replicas), and {world} run. Start it with torchrun --nproc-per-node {pipeline.processes}."
+        )
+    if pipeline.replicas == 1:
+        return None, None
+    rank = dist.get_rank()
+    across = [
+        dist.new_group(list(range(place, world, pipeline.ranks))) for place in range(pipeline.ranks)
+    ]
+    within = [
+        dist.new_group(list(range(first, first + pipeline.ranks)))
+        for first in range(0, world, pipeline.ranks)
+    ]
+    return across[rank % pipeline.ranks], within[rank // pipeline.ranks]
+
+
+def in_several_processes(root: nn.Module, pipeline: Pipeline) -> tuple[Engine, Several]:
+    """The model in stages, this rank's here. A process group is there already."""
+    window = Window(root, pipeline.cuts)
+    executor = Several(window, pipeline)
+    return Engine(root, pipeline, executor, window), executor

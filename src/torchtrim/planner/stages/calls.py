@@ -1,0 +1,176 @@
+"""The calls of one forward pass of a model, as a tree, and where it may be cut."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from math import prod
+from typing import NamedTuple
+
+from torchtrim.errors import Unsupported
+from torchtrim.records.profile import Call, Profile
+
+_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "complex64": 8}
+
+
+class Pass(NamedTuple):
+    """One forward pass of a model and its loss: operators `first <= i < last`, its own to `returned`."""
+
+    root: str
+    call: Call
+    first: int
+    returned: int
+    last: int
+
+
+class Cut(NamedTuple):
+    """A place where a stage may begin: before this call of a module. `bytes`: what crosses there."""
+
+    where: str
+    operator: int
+    storage: int
+    bytes: int
+
+
+class Cuts(NamedTuple):
+    """The places where a model may be cut, in order, and why not elsewhere: reasons by how often."""
+
+    cuts: tuple[Cut, ...]
+    reasons: tuple[str, ...]
+
+
+def pass_of(profile: Profile) -> Pass:
+    """The forward pass of the model with the most parameters. Raises `Unsupported` where none trains."""
+    roots = [call for call in profile.calls if call.depth == 0 and call.graded]
+    roots = [call for call in roots if call.first < call.last and _backward_after(profile, call)]
+    if not roots:
+        raise Unsupported(
+            "no model of the recorded step runs forward with gradients and then backward, so there "
+            "is nothing "
+            "to cut into stages. A pipeline is for a step of the form loss_fn(model(x), y)."
+        )
+    call = max(roots, key=lambda one: (_weight(profile, one), -one.first))
+    return Pass(
+        profile.modules[call.module].path,
+        call,
+        call.first,
+        call.last,
+        _backward_after(profile, call),
+    )
+
+
+def _weight(profile: Profile, call: Call) -> int:
+    path = profile.modules[call.module].path
+    return sum(
+        module.parameter_bytes
+        for module in profile.modules
+        if module.path == path or module.path.startswith(f"{path}.")
+    )
+
+
+def _backward_after(profile: Profile, call: Call) -> int:
+    """The first operator of the backward that follows the call, 0 where there is none."""
+    for index in range(call.last, len(profile.operators)):
+        if profile.operators[index].phase == "backward":
+            return index
+    return 0
+
+
+def cuts_of(profile: Profile, made: Pass) -> Cuts:
+    """Where the model may be cut: where one tensor alone goes from what is before to what is after."""
+    finder = _Finder(profile, made)
+    found, reasons = [], Counter[str]()
+    for call in finder.candidates():
+        reason, size = finder.judged(call)
+        if reason:
+            reasons[reason] += 1
+        else:
+            found.append(Cut(finder.below(call), call.first, call.inputs[0], size))
+    return Cuts(tuple(found), tuple(reason for reason, _ in reasons.most_common()))
+
+
+class _Finder:
+    """Looks at what crosses each place of a forward pass."""
+
+    def __init__(self, profile: Profile, made: Pass) -> None:
+        self._profile = profile
+        self._pass = made
+        self._reads: defaultdict[int, list[int]] = defaultdict(list)
+        self._made: dict[int, int] = {}
+        self._trained: set[int] = set()
+        self._names = {
+            number: one.name
+            for number, one in enumerate(profile.storages)
+            if one.kind == "parameter"
+        }
+        self._follow()
+
+    def _follow(self) -> None:
+        """Find what is read where, and what depends on parameters: the rest each stage makes for itself."""
+        for index in range(self._pass.first, self._pass.last):
+            op = self._profile.operators[index]
+            inputs = {use.storage for use in op.inputs}
+            for number in inputs:
+                self._reads[number].append(index)
+            for use in op.outputs:
+                if use.storage not in inputs:
+                    self._made.setdefault(use.storage, index)
+                if any(one in self._trained or one in self._names for one in inputs):
+                    self._trained.add(use.storage)
+        self._trained -= set(self._names)
+        for number in self._pass.call.outputs:
+            self._reads[number].append(self._pass.last)
+
+    def below(self, call: Call) -> str:
+        """The module's path below the root."""
+        return self._profile.modules[call.module].path.removeprefix(f"{self._pass.root}.")
+
+    def candidates(self) -> Iterator[Call]:
+        """The calls inside the model that begin after something else, the outermost where several begin."""
+        inside = [
+            call
+            for call in self._profile.calls
+            if call.depth > 0
+            and self._pass.first < call.first < call.last <= self._pass.returned
+            and self._profile.modules[call.module].path.startswith(f"{self._pass.root}.")
+        ]
+        times = Counter(call.module for call in inside)
+        begun: set[int] = set()
+        for call in sorted(inside, key=lambda one: (one.first, one.depth)):
+            if call.first not in begun and times[call.module] == 1:
+                begun.add(call.first)
+                yield call
+
+    def judged(self, call: Call) -> tuple[str, int]:
+        """Why there is no cut before the call, empty where there is, and how many bytes cross."""
+        at, where = call.first, self.below(call)
+        tied = next((n for n in self._names if self._is_on_both_sides(n, at)), None)
+        if tied is not None:
+            return f"{self._names[tied]} is used before it and after it (tied weights)", 0
+        crossing = {n for n, made in self._made.items() if made < at and n in self._trained}
+        crossing = {n for n in crossing if any(read >= at for read in self._reads[n])}
+        given = call.inputs[0] if call.inputs else -1
+        if crossing - {given}:
+            return "more than one tensor crosses it, such as a skip connection", 0
+        if given not in crossing:
+            return f"what goes into {where} is not its first argument", 0
+        if any(read >= call.last for read in self._reads[given]):
+            return f"what goes into {where} is used again after it, as in a residual block", 0
+        size = self._whole(given, at)
+        return ("only a part of a tensor goes on there", 0) if size is None else ("", size)
+
+    def _is_on_both_sides(self, number: int, at: int) -> bool:
+        reads = self._reads.get(number, [])
+        return bool(reads) and reads[0] < at <= reads[-1]
+
+    def _whole(self, number: int, at: int) -> int | None:
+        """The storage's bytes if what first reads it after the cut reads all of it."""
+        size = self._profile.storages[number].bytes
+        for index in self._reads[number]:
+            if index < at or index >= self._pass.last:
+                continue
+            for use in self._profile.operators[index].inputs:
+                if use.storage == number:
+                    item = _BYTES.get(use.dtype.removeprefix("torch."), 4)
+                    return size if prod(use.shape) * item == size else None
+        return None

@@ -1,0 +1,293 @@
+"""A profile -> a chain of segments between the places where it may be cut, with what each costs."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from torchtrim.errors import Unsupported
+from torchtrim.memory.curve import Life, bytes_over_time
+from torchtrim.planner.stages.calls import Pass, cuts_of, pass_of
+from torchtrim.records.profile import Operator, Profile
+
+_OF_BATCH = ("activation", "temporary", "input")
+
+
+class Segment(NamedTuple):
+    """What is between two places of a model where it may be cut, for one micro-batch.
+
+    `where` is the module with which it begins. Seconds: `forward`; backward to the `inputs` and to the
+    `weights`; `update` of its parameters. Bytes: `given`, the tensor with which it begins; `held`, what
+    forward leaves for backward; `rise` and `back`, how far forward and backward go above what is held before
+    them, and `first`, backward where its gradients are new and stay; `sent`, its result where only a stage
+    keeps it; `waiting`, gradients kept between backward to the inputs and to the weights; `gradients`
+    that a step makes and `state`, that is parameters, optimizer state, buffers and gradients kept between
+    steps.
+    """
+
+    where: str
+    forward: float
+    inputs: float
+    weights: float
+    update: float = 0.0
+    given: int = 0
+    held: int = 0
+    rise: int = 0
+    back: int = 0
+    first: int = 0
+    sent: int = 0
+    waiting: int = 0
+    gradients: int = 0
+    state: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.inputs + self.weights
+
+
+class Chain(NamedTuple):
+    """A model as segments in order.
+
+    `batch`: how many samples a whole batch has. `share`: of it in a micro-batch.
+    """
+
+    root: str
+    segments: tuple[Segment, ...]
+    batch: int
+    share: float = 1.0
+
+
+class Reader:
+    """Reads chains, for micro-batches of any size, from one profile. Raises `Unsupported` with the reason.
+
+    `seconds`: what the step takes without a recorder. `times`: what each operator takes, where that is not
+    what the profile says, such as on another device.
+    """
+
+    def __init__(
+        self, profile: Profile, seconds: float, times: Sequence[float] | None = None
+    ) -> None:
+        self._profile = profile
+        self._times = times or [op.seconds for op in profile.operators]
+        self._pass = pass_of(profile)
+        self._refuse()
+        found = cuts_of(profile, self._pass)
+        self.reasons = found.reasons
+        self._cuts = found.cuts
+        self._starts = (self._pass.first, *(cut.operator for cut in found.cuts))
+        self._scale = 1.0 if times else _scale(profile, seconds)
+        self._usual = _usual(profile, self._times)
+        self._homes = dict(self._attributed())
+        self._readers = self._first_readers()
+        self._update_seconds = sum(
+            seconds
+            for op, seconds in zip(profile.operators, self._times, strict=True)
+            if op.phase == "optimizer"
+        )
+        self._grads_are_fresh = not any(
+            one.kind == "gradient" and one.birth < 0 for one in profile.storages
+        )
+        self._all_parameters = sum(one.bytes for one in profile.storages if one.kind == "parameter")
+
+    @property
+    def root(self) -> str:
+        """The model's name."""
+        return self._pass.root
+
+    @property
+    def batch(self) -> int:
+        """How many samples the model was given: the first size of its first input."""
+        given = self._pass.call.inputs[:1]
+        for index in range(self._pass.first, self._pass.last):
+            for use in self._profile.operators[index].inputs:
+                if use.storage in given and use.shape:
+                    return use.shape[0]
+        return 1
+
+    def _refuse(self) -> None:
+        ops = self._profile.operators[self._pass.first : self._pass.last]
+        norm = next((op for op in ops if "batch_norm" in op.name), None)
+        if norm is not None:
+            raise Unsupported(
+                f"{self.root} normalizes by the statistics of a batch ({norm.name}), and a pipeline runs "
+                "micro-batches, whose statistics are others: it would be another function. Use GroupNorm or "
+                "LayerNorm, or freeze the BatchNorm with .eval()."
+            )
+
+    def chain(self, share: float) -> Chain:
+        """The chain for micro-batches that are this share of the batch."""
+        begun = [("", 0), *((cut.where, cut.bytes) for cut in self._cuts)]
+        curves = _Curves(self._profile, self._pass, share)
+        segments = tuple(
+            self._segment(number, where, int(given * share), share, curves)
+            for number, (where, given) in enumerate(begun)
+        )
+        return Chain(self.root, segments, self.batch, share)
+
+    def _segment(
+        self, number: int, where: str, given: int, share: float, curves: _Curves
+    ) -> Segment:
+        forward, inputs, weights = (
+            sum(self._seconds(index, share) for index in self._ops(number, kind)) for kind in "FIW"
+        )
+        parameters, state = self._kept(number)
+        fresh = self._grads_are_fresh
+        updates = self._update_seconds
+        return Segment(
+            where,
+            forward,
+            inputs,
+            weights,
+            updates * self._scale * parameters / max(self._all_parameters, 1),
+            given,
+            *curves.of(self._ops(number, "F"), [*self._ops(number, "I"), *self._ops(number, "W")]),
+            sent=self._sent(number, share),
+            waiting=self._waiting(number, share),
+            gradients=parameters if fresh else 0,
+            state=parameters + state + (0 if fresh else parameters),
+        )
+
+    def _ops(self, number: int, kind: str) -> list[int]:
+        return self._homes.get((number, kind), [])
+
+    def _sent(self, number: int, share: float) -> int:
+        """What the segment's result needs where autograd does not keep it, and a stage has to."""
+        if number >= len(self._cuts):
+            return 0
+        cut = self._cuts[number]
+        kept = self._profile.storages[cut.storage].death > self._pass.last
+        return 0 if kept else int(cut.bytes * share)
+
+    def _home(self, operator: int) -> int:
+        return max(bisect_right(self._starts, operator) - 1, 0)
+
+    def _attributed(self) -> Iterator[tuple[tuple[int, str], list[int]]]:
+        """The operators of each segment: forward, backward to the inputs and to the weights."""
+        found: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
+        for index in range(self._pass.first, self._pass.last):
+            found[self._home(index), "F"].append(index)
+        last = len(self._starts) - 1
+        for index, op in self._backwards():
+            if self._pass.first <= op.forward < self._pass.last:
+                last = self._home(op.forward)
+            found[last, "W" if self._is_of_weights(op) else "I"].append(index)
+        return iter(found.items())
+
+    def _backwards(self) -> Iterator[tuple[int, Operator]]:
+        """The backward operators that follow the pass, up to another forward or an update."""
+        for index in range(self._pass.last, len(self._profile.operators)):
+            op = self._profile.operators[index]
+            if op.phase not in ("backward", "recompute", "other"):
+                return
+            yield index, op
+
+    def _is_of_weights(self, op: Operator) -> bool:
+        kinds = {self._profile.storages[use.storage].kind for use in op.outputs}
+        return kinds == {"gradient"}
+
+    def _seconds(self, index: int, share: float) -> float:
+        """What the operator takes of a part of the batch; a small one takes as long as other small ones."""
+        seconds = self._times[index]
+        return self._scale * max(seconds * share, min(seconds, self._usual))
+
+    def _first_readers(self) -> dict[int, int]:
+        """The segment that first reads each storage."""
+        found: dict[int, int] = {}
+        for index in range(self._pass.first, self._pass.last):
+            for use in self._profile.operators[index].inputs:
+                found.setdefault(use.storage, self._home(index))
+        return found
+
+    def _kept(self, number: int) -> tuple[int, int]:
+        """Bytes of the segment's parameters, and of its buffers and optimizer states."""
+        own = [s for s, home in self._readers.items() if home == number]
+        storages = self._profile.storages
+        parameters = sum(storages[s].bytes for s in own if storages[s].kind == "parameter")
+        others = sum(storages[s].bytes for s in own if storages[s].kind == "buffer")
+        states = {
+            state
+            for step in self._profile.optimizer_steps
+            for update in step.updates
+            if self._readers.get(update.parameter) == number
+            for state in update.states
+        }
+        return parameters, others + sum(storages[s].bytes for s in states)
+
+    def _waiting(self, number: int, share: float) -> int:
+        """Gradients that backward to the weights reads, and backward to the inputs has made."""
+        storages = self._profile.storages
+        found: set[int] = set()
+        for index in (*self._ops(number, "I"), *self._ops(number, "W")):
+            op = self._profile.operators[index]
+            if any(storages[use.storage].kind == "gradient" for use in op.outputs):
+                found |= {use.storage for use in op.inputs}
+        made = [storages[s] for s in found]
+        return int(
+            share
+            * sum(s.bytes for s in made if s.birth >= self._pass.last and s.kind != "gradient")
+        )
+
+
+class _Curves:
+    """Bytes over the recorded pass, each segment's own, as a micro-batch would have them.
+
+    A gradient is as large for a micro-batch; all else is as large as its share of the batch.
+    """
+
+    def __init__(self, profile: Profile, made: Pass, share: float) -> None:
+        self._operators = profile.operators
+        self._turn = made.last
+        self._share = share
+        given = set(made.call.inputs)
+        self._lives: list[Life] = []
+        self._gradients: list[Life] = []
+        for number, one in enumerate(profile.storages):
+            if not one.counted or one.birth < made.first or number in given:
+                continue
+            if one.kind in _OF_BATCH:
+                self._lives.append((int(one.bytes * share), one.birth, one.death))
+            else:
+                self._gradients.append((one.bytes, one.birth, one.death))
+
+    def of(self, forward: Sequence[int], backward: Sequence[int]) -> tuple[int, int, int, int]:
+        """Bytes held after forward; the highest over them in forward, in backward, and in the first one."""
+        if not forward:
+            return 0, 0, 0, 0
+        first, end = forward[0], forward[-1] + 1
+        own = [life for life in self._lives if first <= life[1] < end]
+        held = sum(size for size, _, death in own if death > self._turn)
+        rise = max(self._highest(own, first, end), held)
+        if not backward:
+            return held, rise, held, held
+        low, high = min(backward), max(backward) + 1
+        own += [life for life in self._lives if low <= life[1] < high]
+        new = [life for life in self._gradients if low <= life[1] < high]
+        brief = [(size, birth, birth + 1) for size, birth, _ in new]
+        back, stays = (self._highest(own + more, low, high) for more in (brief, new))
+        return held, rise, max(back, held), max(stays, held)
+
+    def _highest(self, lives: Sequence[Life], first: int, end: int) -> int:
+        """The highest in a span of operators, what an operator takes while it runs included."""
+        moved = [(size, birth - first, death - first) for size, birth, death in lives]
+        live = bytes_over_time(end - first, moved)
+        before = bytes_over_time(end - first, ((size, at + 1, to) for size, at, to in moved))
+        return max(
+            max(now, then + int(op.transient_bytes * self._share))
+            for now, then, op in zip(live, before, self._operators[first:end], strict=True)
+        )
+
+
+def _scale(profile: Profile, seconds: float) -> float:
+    recorded = sum(op.seconds for op in profile.operators)
+    return seconds / recorded if recorded and seconds else 1.0
+
+
+def _usual(profile: Profile, seconds: Sequence[float]) -> float:
+    """What an operator takes that does next to nothing: the first tenth of all."""
+    phases = ("forward", "backward")
+    both = zip(profile.operators, seconds, strict=True)
+    times = sorted(one for op, one in both if op.phase in phases)
+    return times[len(times) // 10] if times else 0.0

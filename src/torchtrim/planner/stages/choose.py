@@ -1,0 +1,242 @@
+"""Chooses cuts, a schedule and micro-batches by the simulated time of a step within a budget."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from torchtrim.errors import InfeasibleBudget, Unsupported
+from torchtrim.planner.stages.chain import Chain
+from torchtrim.planner.stages.costs import Link, StageCost, stages_of
+from torchtrim.planner.stages.cut import Cuts, balanced, improved
+from torchtrim.planner.stages.timing import Simulated, rank_peak, step_seconds, timed
+from torchtrim.records.pipeline import (
+    SCHEDULES,
+    SPLITS_BACKWARD,
+    Order,
+    Pipeline,
+    Schedule,
+    Stage,
+)
+from torchtrim.units import format_bytes
+
+Orders = Callable[[Schedule, int, int, int], Order | None]
+_MOST_MICROBATCHES = 64
+_STAGES_A_RANK = (1, 2)
+_IMPROVED = 8
+
+
+class Ways(NamedTuple):
+    """What a pipeline may be: how many ranks and replicas, which schedules, how many micro-batches."""
+
+    ranks: int
+    replicas: int = 1
+    schedules: Sequence[Schedule] = SCHEDULES
+    microbatches: Sequence[int] = ()
+    link: Link = Link()
+
+
+class Candidate(NamedTuple):
+    """One way to run the model in stages, simulated."""
+
+    schedule: Schedule
+    microbatches: int
+    cuts: Cuts
+    again: tuple[int, ...]
+    stages: tuple[StageCost, ...]
+    simulated: Simulated
+    order: Order
+
+    @property
+    def peak(self) -> int:
+        """The highest peak of any rank."""
+        return max(self.simulated.peaks)
+
+
+class Chosen(NamedTuple):
+    """The quickest that fits, and the best of each schedule, the quickest first."""
+
+    best: Candidate
+    others: tuple[Candidate, ...]
+    pipeline: Pipeline
+
+
+def choose(
+    chain_of: Callable[[float], Chain], ways: Ways, budget: int | None, orders: Orders
+) -> Chosen:
+    """The quickest pipeline whose ranks all stay within `budget` bytes.
+
+    `chain_of` gives the model for micro-batches of a share of the batch. Raises `Unsupported` where the
+    model has too few places to cut, and `InfeasibleBudget` where no rank's plan fits.
+    """
+    found = list(_candidates(chain_of, ways, budget, orders))
+    if not found:
+        raise Unsupported(_nothing(chain_of(1.0), ways))
+    found = _improved(found, chain_of, ways, budget)
+    fits = [one for one in found if budget is None or one.peak <= budget]
+    if not fits:
+        raise _infeasible(min(found, key=lambda one: one.peak))
+    fits.sort(key=lambda one: (one.simulated.seconds, one.peak))
+    best = fits[0]
+    by_schedule = {one.schedule: one for one in reversed(fits)}
+    others = sorted(by_schedule.values(), key=lambda one: one.simulated.seconds)
+    return Chosen(best, tuple(others), _pipeline(chain_of(1.0).root, best, ways))
+
+
+def _candidates(
+    chain_of: Callable[[float], Chain], ways: Ways, budget: int | None, orders: Orders
+) -> Iterator[Candidate]:
+    batch = chain_of(1.0).batch
+    for microbatches in _microbatches(batch, ways):
+        chain = chain_of(1 / (microbatches * ways.replicas))
+        for schedule in ways.schedules:
+            for each in _STAGES_A_RANK:
+                count = each * ways.ranks
+                order = orders(schedule, ways.ranks, count, microbatches)
+                if order is not None and count <= len(chain.segments):
+                    cuts = _cut(chain, count, budget)
+                    yield _candidate(chain, schedule, microbatches, cuts, order, ways, budget)
+
+
+def _microbatches(batch: int, ways: Ways) -> list[int]:
+    """The numbers of micro-batches that divide the batch of a replica."""
+    own = batch // ways.replicas
+    if batch % ways.replicas:
+        return []
+    wanted = ways.microbatches or range(1, min(own, _MOST_MICROBATCHES) + 1)
+    return [count for count in wanted if own and own % count == 0]
+
+
+@functools.lru_cache(maxsize=256)
+def _cut(chain: Chain, count: int, budget: int | None) -> Cuts:
+    return balanced(chain.segments, count, budget)
+
+
+def _candidate(
+    chain: Chain,
+    schedule: Schedule,
+    microbatches: int,
+    cuts: Cuts,
+    order: Order,
+    ways: Ways,
+    budget: int | None,
+) -> Candidate:
+    """The candidate, with stages that recompute where ranks would be over the budget."""
+    again: tuple[int, ...] = ()
+    stages = stages_of(chain, cuts)
+    if budget is not None and schedule not in SPLITS_BACKWARD:
+        again = _recomputed(chain, cuts, stages, order, microbatches, budget)
+        stages = stages_of(chain, cuts, again)
+    simulated = timed(stages, order, microbatches, ways.link)
+    return Candidate(schedule, microbatches, cuts, again, tuple(stages), simulated, order)
+
+
+def _recomputed(
+    chain: Chain,
+    cuts: Cuts,
+    stages: Sequence[StageCost],
+    order: Order,
+    microbatches: int,
+    budget: int,
+) -> tuple[int, ...]:
+    """On each rank over the budget, the stages that hold most, one after the other, until it fits."""
+    again: list[int] = []
+    for rank in range(len(order.ranks)):
+        own = [stage for stage, home in enumerate(order.homes) if home == rank]
+        for stage in sorted(own, key=lambda one: -stages[one].held):
+            if rank_peak(stages_of(chain, cuts, again), order, rank, microbatches) <= budget:
+                break
+            again.append(stage)
+    return tuple(sorted(again))
+
+
+def _improved(
+    found: list[Candidate],
+    chain_of: Callable[[float], Chain],
+    ways: Ways,
+    budget: int | None,
+) -> list[Candidate]:
+    """The best few with their cuts moved while that makes the simulated step shorter."""
+
+    def rank(one: Candidate) -> tuple[bool, float]:
+        return (budget is not None and one.peak > budget, one.simulated.seconds)
+
+    found = sorted(found, key=rank)
+    best = []
+    for one in found[:_IMPROVED]:
+        chain = chain_of(1 / (one.microbatches * ways.replicas))
+
+        def price(cuts: Cuts, one: Candidate = one, chain: Chain = chain) -> float:
+            stages = stages_of(chain, cuts, one.again)
+            seconds = step_seconds(stages, one.order, ways.link)
+            return seconds + _over(stages, one, budget) * 10 * seconds
+
+        cuts, _ = improved(one.cuts, len(chain.segments), price)
+        best.append(
+            _candidate(chain, one.schedule, one.microbatches, cuts, one.order, ways, budget)
+        )
+    return [*best, *found[_IMPROVED:], *found[:_IMPROVED]]
+
+
+def _over(stages: Sequence[StageCost], one: Candidate, budget: int | None) -> float:
+    """By how much the worst rank is over the budget, as a share of it."""
+    if budget is None:
+        return 0.0
+    ranks = range(len(one.order.ranks))
+    peak = max(rank_peak(stages, one.order, rank, one.microbatches) for rank in ranks)
+    return max(0.0, peak / budget - 1)
+
+
+def _pipeline(root: str, best: Candidate, ways: Ways) -> Pipeline:
+    return Pipeline(
+        root=root,
+        cuts=tuple(stage.where for stage in best.stages[1:]),
+        schedule=best.schedule,
+        ranks=ways.ranks,
+        microbatches=best.microbatches,
+        replicas=ways.replicas,
+        seconds=best.simulated.seconds,
+        bubble=best.simulated.bubble,
+        peaks=best.simulated.peaks,
+        stages=tuple(
+            Stage(
+                first=cost.where,
+                rank=best.order.homes[number],
+                forward_seconds=cost.forward,
+                backward_seconds=cost.backward,
+                held_bytes=cost.held,
+                state_bytes=cost.state + cost.gradients,
+                recompute=cost.recompute,
+            )
+            for number, cost in enumerate(best.stages)
+        ),
+    )
+
+
+def _nothing(chain: Chain, ways: Ways) -> str:
+    if len(chain.segments) < ways.ranks:
+        return (
+            f"{chain.root} can be cut into {len(chain.segments)} stages at most, and {ways.ranks} "
+            f"are wanted. "
+            "A stage begins where one tensor alone goes from one module to the next."
+        )
+    return (
+        f"no schedule of torch runs {ways.ranks} ranks x {ways.replicas} replicas on a batch of "
+        f"{chain.batch} "
+        "samples, which has to divide into equal micro-batches. Give the loader another batch size, "
+        "or ask for "
+        "fewer --stages or --replicas."
+    )
+
+
+def _infeasible(smallest: Candidate) -> InfeasibleBudget:
+    peak = smallest.peak
+    rank = smallest.simulated.peaks.index(peak)
+    return InfeasibleBudget(
+        f"no pipeline fits: the smallest peak of the largest rank is {format_bytes(peak)}, on rank {rank} "
+        f"({smallest.schedule}, {smallest.microbatches} micro-batches). Give it more --memory or "
+        f"more --stages.",
+        smallest_bytes=peak,
+        set_by=f"rank {rank}",
+    )

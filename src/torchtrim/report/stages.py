@@ -1,0 +1,124 @@
+"""A pipeline in words, as a table of its stages, and its schedule as the familiar coloured bars."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from markupsafe import Markup
+
+from torchtrim.records import Report
+from torchtrim.records.pipeline import Bar, PipelineReport
+from torchtrim.units import format_bytes, format_seconds
+
+_WIDTH, _HEIGHT, _GAP = 1000.0, 26, 4
+_NAMES = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward to the inputs",
+    "W": "backward to the weights",
+}
+_SHADES = {"F": "forward", "B": "backward", "I": "backward", "W": "recompute"}
+_NARROWEST = 13.0
+
+
+def lines(found: PipelineReport) -> list[str]:
+    """What is planned, a line for the whole and one for each stage."""
+    one = found.pipeline
+    replicas = f" x {one.replicas} replicas" if one.replicas > 1 else ""
+    count = len(one.cuts) + 1
+    return [
+        f"{one.schedule}: {count} stages on {one.ranks} ranks{replicas}, {one.microbatches} micro-batches, "
+        f"bubble {100 * one.bubble:.0f} %",
+        *(_stage(found, number) for number in range(len(one.stages))),
+    ]
+
+
+def _stage(found: PipelineReport, number: int) -> str:
+    stage = found.pipeline.stages[number]
+    again = ", recomputes" if stage.recompute else ""
+    return (
+        f"stage {number} on rank {stage.rank}, from {stage.first or 'the beginning'}: "
+        f"{format_seconds(stage.forward_seconds)} + {format_seconds(stage.backward_seconds)}, "
+        f"{format_bytes(stage.held_bytes)} x {found.in_flight[number]} in flight{again}; "
+        f"its rank's peak {format_bytes(found.pipeline.peaks[stage.rank])}"
+    )
+
+
+def rows(report: Report) -> list[tuple[str, ...]]:
+    """The stages: number, rank, first module, forward, backward, held, in flight, state, rank's peak."""
+    found = report.pipeline
+    if found is None:
+        return []
+    return [
+        (
+            f"{number}{' (recomputes)' if stage.recompute else ''}",
+            str(stage.rank),
+            stage.first or "the beginning",
+            format_seconds(stage.forward_seconds),
+            format_seconds(stage.backward_seconds),
+            format_bytes(stage.held_bytes),
+            str(found.in_flight[number]),
+            format_bytes(stage.state_bytes),
+            format_bytes(found.pipeline.peaks[stage.rank]),
+        )
+        for number, stage in enumerate(found.pipeline.stages)
+    ]
+
+
+def bars(report: Report) -> Markup:
+    """One step: a line for each rank, forward and backward of each micro-batch.
+
+    Empty where there are too many.
+    """
+    found = report.pipeline
+    if found is None or not found.bars:
+        return Markup()
+    end = max(bar.end for bar in found.bars)
+    ranks = found.pipeline.ranks
+    height = ranks * (_HEIGHT + _GAP)
+    drawn = Markup().join(_bar(bar, end, bar.stage >= ranks) for bar in found.bars)
+    label = f"One step of {found.pipeline.schedule} on {ranks} ranks, {format_seconds(end)}"
+    return Markup(
+        '<svg class="schedule" viewBox="0 0 {width} {height}" role="img" aria-label="{label}">{drawn}</svg>'
+    ).format(width=int(_WIDTH), height=height, label=label, drawn=drawn)
+
+
+def _bar(bar: Bar, end: float, later: bool) -> Markup:
+    left, wide = _WIDTH * bar.start / end, _WIDTH * (bar.end - bar.start) / end
+    top = bar.rank * (_HEIGHT + _GAP)
+    text = (
+        Markup('<text x="{:.1f}" y="{:.1f}">{}</text>').format(
+            left + wide / 2, top + 0.7 * _HEIGHT, bar.batch
+        )
+        if wide >= _NARROWEST
+        else ""
+    )
+    said = f"{_NAMES[bar.kind]}, stage {bar.stage}, micro-batch {bar.batch}"
+    return Markup(
+        '<g class="p-{shade}{late}"><title>{said}</title>'
+        '<rect x="{left:.2f}" y="{top}" width="{wide:.2f}" height="{high}"/>{text}</g>'
+    ).format(
+        shade=_SHADES[bar.kind],
+        late=" late" if later else "",
+        said=said,
+        left=left,
+        top=top,
+        wide=max(wide, 0.3),
+        high=_HEIGHT,
+        text=text,
+    )
+
+
+def schedules(report: Report) -> Sequence[tuple[str, ...]]:
+    """The schedules that fit, the quickest first: name, micro-batches, step, bubble, largest peak."""
+    found = report.pipeline
+    return [
+        (
+            one.schedule,
+            str(one.microbatches),
+            format_seconds(one.seconds),
+            f"{100 * one.bubble:.0f} %",
+            format_bytes(one.peak_bytes),
+        )
+        for one in (found.schedules if found else ())
+    ]

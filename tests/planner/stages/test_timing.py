@@ -1,0 +1,89 @@
+"""Simulated pipelines, where it is known what comes out."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchtrim.errors import InfeasibleBudget, Unsupported
+from torchtrim.pipelines.orders import order_of
+from torchtrim.planner.stages.chain import Chain, Segment
+from torchtrim.planner.stages.choose import Ways, choose
+from torchtrim.planner.stages.costs import Link, StageCost, stages_of
+from torchtrim.planner.stages.timing import rank_peak, timed
+from torchtrim.records.pipeline import Order, Schedule
+
+FREE = Link(latency=0.0, bytes_per_second=float("inf"))
+
+
+def even(stages: int) -> tuple[StageCost, ...]:
+    """Forward takes 1, each half of backward 1; 10 bytes are held."""
+    one = Segment("a", 1.0, 1.0, 1.0, held=10, rise=12, back=14, first=14)
+    return tuple(stages_of(Chain("Net", (one,) * stages, 64), range(1, stages)))
+
+
+def known(schedule: Schedule, ranks: int, stages: int, batches: int) -> Order:
+    order = order_of(schedule, ranks, stages, batches)
+    assert order is not None
+    return order
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("batches", [8, 16])
+def test_the_bubble_of_a_plain_pipeline_is_as_in_the_paper(ranks: int, batches: int) -> None:
+    """GPipe and 1F1B: (S - 1) / (M + S - 1) of the time; arXiv:1811.06965 and 1806.03377."""
+    for schedule in ("GPipe", "1F1B"):
+        found = timed(even(ranks), known(schedule, ranks, ranks, batches), batches, FREE)
+        assert found.seconds == pytest.approx(3 * (batches + ranks - 1))
+        assert found.bubble == pytest.approx((ranks - 1) / (batches + ranks - 1))
+
+
+def test_interleaving_makes_the_bubble_smaller_and_splitting_backward_smaller_still() -> None:
+    """Two stages a rank halve the bubble, arXiv:2104.04473; zero bubble needs less, arXiv:2401.10241."""
+    plain = timed(even(4), known("1F1B", 4, 4, 16), 16, FREE)
+    looped = timed(even(8), known("Interleaved1F1B", 4, 8, 16), 16, FREE)
+    zero = timed(even(8), known("ZBVZeroBubble", 4, 8, 16), 16, FREE)
+    assert looped.bubble < 0.65 * plain.bubble
+    assert zero.bubble < looped.bubble
+
+
+def test_peaks_count_what_is_in_flight() -> None:
+    stages, order = even(4), known("1F1B", 4, 4, 8)
+    # Rank 0 holds 4 micro-batches, and backward of one rises by 4 above its 10.
+    assert [rank_peak(stages, order, rank, 8) for rank in range(4)] == [44, 34, 24, 14]
+    order = known("GPipe", 4, 4, 8)
+    assert rank_peak(stages, order, 0, 8) == 84
+
+
+def test_sending_takes_time_between_ranks_alone() -> None:
+    one = Segment("a", 1.0, 1.0, 1.0, given=100)
+    stages = stages_of(Chain("Net", (one, one, one, one), 8), (1, 2, 3))
+    slow = Link(latency=0.0, bytes_per_second=100.0)
+    loop = timed(stages, known("LoopedBFS", 2, 4, 2), 2, FREE).seconds
+    assert timed(stages, known("LoopedBFS", 2, 4, 2), 2, slow).seconds > loop
+    vee = known("ZBVZeroBubble", 2, 4, 4)
+    bars = timed(stages, vee, 4, slow).bars
+    ends = {bar.action[:3]: bar for line in bars for bar in line}
+    assert ends["F", 2, 0].start == ends["F", 1, 0].end
+
+
+def held(count: int) -> Chain:
+    one = Segment("a", 1.0, 1.0, 1.0, held=1000, rise=1000, back=1000, first=1000, state=10)
+    return Chain("Net", (one,) * count, 16)
+
+
+def test_a_budget_is_met_by_recomputing_or_said_to_be_out_of_reach() -> None:
+    loose = choose(lambda _: held(4), Ways(2, 1, ("GPipe",), (4,)), None, order_of)
+    assert not any(stage.recompute for stage in loose.pipeline.stages)
+    tight = choose(lambda _: held(4), Ways(2, 1, ("GPipe",), (4,)), 5000, order_of)
+    assert all(stage.recompute for stage in tight.pipeline.stages)
+    assert tight.best.peak <= 5000
+    assert tight.pipeline.seconds > loose.pipeline.seconds
+    with pytest.raises(InfeasibleBudget, match="more --memory or more --stages"):
+        choose(lambda _: held(4), Ways(2, 1, ("GPipe",), (4,)), 1500, order_of)
+
+
+def test_too_few_places_and_batches_that_do_not_divide_say_so() -> None:
+    with pytest.raises(Unsupported, match="2 stages at most"):
+        choose(lambda _: held(2), Ways(4), None, order_of)
+    with pytest.raises(Unsupported, match="another batch size"):
+        choose(lambda _: held(4), Ways(2, 3), None, order_of)
