@@ -23,13 +23,16 @@ from msgspec.structs import replace
 from torchtrim.memory.timeline import timeline
 from torchtrim.records.profile import (
     Call,
+    Collective,
     Kind,
     LoaderWait,
     Module,
     Operator,
+    OptimizerStep,
     Phase,
     Place,
     Profile,
+    Replica,
     SavedTensor,
     Storage,
     Sync,
@@ -77,6 +80,9 @@ class Step:
         self.waits: list[LoaderWait] = []
         self.syncs: list[Sync] = []
         self.saved: list[SavedTensor] = []
+        self.collectives: list[Collective] = []
+        self.replicas: list[Replica] = []
+        self.optimizer_steps: list[OptimizerStep] = []
         self._running: list[int] = []
         self._clock = 0.0
 
@@ -188,6 +194,31 @@ class Step:
         """A wait for the data loader."""
         self.waits.append(LoaderWait(0.0, seconds, workers))
 
+    def exchange(
+        self,
+        size: int,
+        seconds: float,
+        *,
+        phase: Phase = "backward",
+        line: int = 0,
+        group: str = "0",
+    ) -> None:
+        """An all-reduce that is under way for so long; the rank goes on."""
+        made = self.op("c10d::allreduce_", phase=phase, seconds=0.0, line=line)
+        self.collectives.append(
+            Collective("allreduce", made.index, group, 2, size, self._clock, seconds)
+        )
+
+    def idle(self, seconds: float) -> None:
+        """Nothing runs for so long."""
+        self._clock += seconds
+
+    def replica(self, gradient_bytes: int, *, find_unused: bool = False, unused: int = 0) -> None:
+        """The module declared last is in `DistributedDataParallel`."""
+        self.replicas.append(
+            Replica(0, 25 * 2**20, gradient_bytes, unused, find_unused, False, False)
+        )
+
     def sync(
         self,
         row: str,
@@ -204,7 +235,9 @@ class Step:
         else:
             self.syncs.append(Sync(row, -1, phase, self._place(SCRIPT, line), -1, seconds))
 
-    def profile(self, *, seconds: float | None = None, project: str = "") -> Profile:
+    def profile(
+        self, *, seconds: float | None = None, project: str = "", rank: int = 0, clock: float = 0.0
+    ) -> Profile:
         """The profile, checked. The step took as long as its operators and waits, if not said."""
         count = len(self.operators)
         storages = [_until(storage, count) for storage in self.storages]
@@ -230,6 +263,12 @@ class Step:
             syncs=self.syncs,
             saved=self.saved,
             saved_known=bool(self.saved),
+            optimizer_steps=self.optimizer_steps,
+            rank=rank,
+            world=2 if self.collectives else 1,
+            clock=clock,
+            collectives=self.collectives,
+            replicas=self.replicas,
         )
         assert check(profile) is None
         peak = max(timeline(profile).high, default=0)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from torchtrim.loops.stream import StreamRequest as StreamRequest
     from torchtrim.loops.stream_report import check_report as check_report
     from torchtrim.loops.stream_report import compared_report as compared_report
+    from torchtrim.loops.tune_loader import tune_loader_report as tune_loader_report
     from torchtrim.loops.undo import Watch as Watch
     from torchtrim.loops.undo import settle as settle
     from torchtrim.loops.undo import undo as undo
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from torchtrim.records.report import Result as Result
     from torchtrim.records.sharding import Sharding as Sharding
     from torchtrim.records.trial import Request as Request
+    from torchtrim.records.trial import Tunes as Tunes
     from torchtrim.report.changes import compare as compare
     from torchtrim.report.network_graph import NetworkPicture
     from torchtrim.report.saving import SavingPicture
@@ -72,6 +74,7 @@ if TYPE_CHECKING:
     from torchtrim.rules.registry import explain as explain
     from torchtrim.rules.registry import rule as rule
     from torchtrim.rules.source import Source as Source
+    from torchtrim.run.launch import launch as launch
     from torchtrim.run.planned_script import run_planned as run_planned
     from torchtrim.run.script import Script as Script
     from torchtrim.run.trials import Model, Workload
@@ -91,6 +94,7 @@ _HOMES = {
     "torchtrim.loops.serve": ("optimize_calls_instead", "optimize_calls_report"),
     "torchtrim.loops.stream": ("StreamRequest",),
     "torchtrim.loops.stream_report": ("check_report", "compared_report"),
+    "torchtrim.loops.tune_loader": ("tune_loader_report",),
     "torchtrim.loops.undo": ("Watch", "settle", "undo"),
     "torchtrim.loops.verify": ("check_certificate", "check_script", "verify_report", "verify_pair"),
     "torchtrim.memory.packing": ("Packing", "pack", "why_invalid"),
@@ -102,11 +106,12 @@ _HOMES = {
     "torchtrim.observe.versions": ("untested_torch",),
     "torchtrim.records.report": ("Result",),
     "torchtrim.records.sharding": ("Sharding",),
-    "torchtrim.records.trial": ("Request",),
+    "torchtrim.records.trial": ("Request", "Tunes"),
     "torchtrim.report.changes": ("compare",),
     "torchtrim.rules.allow": ("Site", "hold", "near", "sites", "updated"),
     "torchtrim.rules.registry": ("all_rules", "explain", "rule"),
     "torchtrim.rules.source": ("Source",),
+    "torchtrim.run.launch": ("launch",),
     "torchtrim.run.planned_script": ("run_planned",),
     "torchtrim.run.script": ("Script",),
     "torchtrim.run.warm": ("warm_up",),

@@ -220,6 +220,7 @@ def test_a_second_derivative_is_refused() -> None:
         gradient.sum().backward()
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_torch_checks_the_operator() -> None:
     case = Case(grid(2, 3), "qkvb", dim=4, dtype=torch.float64)
     tables = [case.tables.get(name) for name in ("q_table", "k_table", "v_table", "bias")]

@@ -6,7 +6,8 @@ import pytest
 from torchtrim.cli import main
 
 SHOWN = ("--json", "--format", "--verbose", "-v", "--quiet", "-q")
-RUNS = ("--module", "-m", "--steps", "--warmup", "--timeout", "--device", *SHOWN)
+WHICH = ("--module", "-m", "--steps", "--warmup", "--processes", "--timeout", "--device")
+RUNS = (*WHICH, *SHOWN)
 FITS = ("--memory", "--memory-kind", "--host-memory", "--allow")
 PLANS = (*FITS, "--plan")
 OPTIONS = {
@@ -35,13 +36,17 @@ OPTIONS = {
     "optimize": (*RUNS, *PLANS, "--out", "--no-source", "--mode", "--fix", "--unsafe-fixes"),
     "pack": ("--capacity", "--out", "--svg", "--alignment", "--seconds", "--json"),
     "plan": (*RUNS, *PLANS, "--out", "--no-source", "--frontier", "--export", "--find-batch"),
-    "run": ("--module", "-m", "--plan"),
+    "run": ("--module", "-m", "--plan", "--processes"),
     "stream-check": (
         *RUNS[:2],
         *("--timeout", *SHOWN, "--frames", "--frames-of"),
         *("--out", "--no-source", "--max-growth"),
     ),
     "trace": ("--json", "--max-syncs", "--source", "--top"),
+    "tune-loader": (
+        *("--module", "-m", "--timeout", "--device", *SHOWN),
+        *("--seconds", "--host-memory", "--cores"),
+    ),
     "undo": (),
     "verify": (
         *RUNS,
@@ -63,10 +68,11 @@ ARGUMENTS = {
     "run": ("script", "args"),
     "stream-check": ("script", "args"),
     "trace": ("paths",),
+    "tune-loader": ("script", "args"),
     "undo": ("path",),
     "verify": ("script", "args"),
 }
-MOST_OPTIONS = 20
+MOST_OPTIONS = 21
 
 
 def verb(name: str) -> click.Command:

@@ -13,6 +13,7 @@ from torchtrim.fixes.index_assignment import FIX
 from torchtrim.fixes.reading.facts import Facts, Refused
 from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.writing.edits import patch
+from torchtrim.sync.table.lookup import is_from
 
 DTYPES = (
     torch.float32,
@@ -22,6 +23,9 @@ DTYPES = (
     torch.int64,
     torch.int32,
     torch.bool,
+)
+pytestmark = pytest.mark.skipif(
+    is_from("2.15"), reason="no number is uploaded, so nothing is fixed"
 )
 HEAD = "import torch\ndef function(x, i, j, value):\n"
 

@@ -144,12 +144,13 @@ def test_only_the_end_of_a_long_output_is_kept(run: Run) -> None:
 
 
 def test_the_devices_that_it_sees(run: Run) -> None:
-    assert "CUDA_VISIBLE_DEVICES" not in scripts._environment(
+    assert "CUDA_VISIBLE_DEVICES" not in scripts.environment_of(
         Script("a.py"), False
     ) or os.environ.get("CUDA_VISIBLE_DEVICES")
     for device in ("cpu", "emulated"):
         assert (
-            scripts._environment(Script("a.py", device=device), False)["CUDA_VISIBLE_DEVICES"] == ""
+            scripts.environment_of(Script("a.py", device=device), False)["CUDA_VISIBLE_DEVICES"]
+            == ""
         )
 
 

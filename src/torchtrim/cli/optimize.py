@@ -34,6 +34,11 @@ _NO_FIXES = (
     "model. Run torchtrim twice."
 )
 
+_NO_FIXES_OF_RANKS = (
+    "--processes fits ranks into a budget: give --memory, and leave --fix out. Host-device syncs are fixed "
+    "in one process: torchtrim optimize SCRIPT --fix, without --processes."
+)
+
 _NO_PINS = (
     "{} has [pins], which are about training, and --mode inference would write over it. Give --out another "
     "folder."
@@ -83,9 +88,13 @@ def _optimized(
     script, request = script_of(options), request_of(options)
     write, unsafe = options["fix"], options["unsafe_fixes"]
     kind = options["memory_kind"]
+    if script.processes > 1 and (write or unsafe or options["memory"] is None):
+        raise UsageError(_NO_FIXES_OF_RANKS)
     if options["mode"] == "inference":
         if write or unsafe:
             raise UsageError(_NO_FIXES)
+        if script.processes > 1:
+            raise UsageError("--mode inference is of one process: leave --processes out.")
         if pins_in(plan):
             raise UsageError(_NO_PINS.format(plan))
         return optimize_calls_report(
@@ -94,7 +103,8 @@ def _optimized(
     try:
         return _trained(options, folder, plan, tell)
     except NothingTrains:
-        if options["mode"] == "training" or write or unsafe or pins_in(plan):
+        alone = script.processes == 1
+        if options["mode"] == "training" or write or unsafe or pins_in(plan) or not alone:
             raise
         return optimize_calls_instead(
             script, options["memory"], request, memory_kind=kind, progress=tell
@@ -129,7 +139,7 @@ def _trained(
         memory_kind=options["memory_kind"],
         allow=options["allow"],
         pins=pins_in(plan),
-        fixes=fixed is None,
+        fixes=fixed is None and script.processes == 1,
         progress=tell,
     )
     if fixed is None or fixed.report.fixes is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -43,6 +44,13 @@ _STEPS = (
     click.option(
         "--warmup", type=click.IntRange(0, 1000), default=1, help="Steps run before that."
     ),
+)
+_PROCESSES = click.option(
+    "--processes",
+    type=click.IntRange(1, 1024),
+    callback=lambda context, _, value: ranks_asked(context, value),
+    metavar="N",
+    help="Run SCRIPT as N ranks, as torchrun would on one machine; under torchrun as many as it says.",
 )
 _TIMEOUT = click.option(
     "--timeout",
@@ -114,9 +122,31 @@ def _warmed_up(function: F) -> F:
 def runs_script(function: F) -> F:
     """The script, its arguments, and how its steps are run."""
     function = _warmed_up(function)
-    for decorate in reversed((*_WHAT_RUNS, *_STEPS, _TIMEOUT, _DEVICE, *_SHOWN)):
+    for decorate in reversed((*_WHAT_RUNS, *_STEPS, _PROCESSES, _TIMEOUT, _DEVICE, *_SHOWN)):
         function = decorate(function)
     return function
+
+
+def ranks_asked(context: click.Context, value: int | None) -> int:
+    """How many ranks are to run. Under torchrun its first rank sees to all, and the others are done.
+
+    Raises `UsageError` where torchrun says otherwise, or runs ranks on other machines too.
+    """
+    world = os.environ.get("WORLD_SIZE", "")
+    if "LOCAL_RANK" not in os.environ or not world.isdecimal() or int(world) < 2:
+        return value or 1
+    if os.environ.get("LOCAL_WORLD_SIZE", world) != world:
+        raise UsageError(
+            f"torchrun runs {world} ranks on several machines, and torchtrim watches those of one. Give "
+            "--nnodes 1; to watch fewer ranks is enough to see what each does."
+        )
+    if value not in (None, int(world)):
+        raise UsageError(
+            f"--processes {value}, and torchrun runs {world} ranks. Leave --processes out."
+        )
+    if os.environ.get("RANK") != "0":
+        context.exit(0)
+    return int(world)
 
 
 def orders_streams(function: F) -> F:
@@ -291,6 +321,7 @@ def script_of(options: dict[str, Any]) -> Script:
         options.get("device", "cpu"),
         options["timeout"],
         options.get("streams", ""),
+        options.get("processes", 1),
     )
     put_right(script.path or Path.cwd())
     return script

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torchtrim.api import Packing, Result
     from torchtrim.records.allow import Over
     from torchtrim.records.comparison import Change, Comparison
+    from torchtrim.records.profile import Profile
     from torchtrim.records.report import Report
     from torchtrim.records.trace import TraceReport
     from torchtrim.report.terminal import Amount
@@ -182,7 +183,21 @@ def write_files(result: Result, folder: Path, plan: Path | None = None) -> dict[
     if result.before is not None:
         paths["profile"] = folder / "profile.json"
         save_profile(result.before, paths["profile"])
+    if result.ranks:
+        paths["ranks"] = _write_ranks(result.ranks, folder, source)
     return paths
+
+
+def _write_ranks(profiles: Sequence[Profile], folder: Path, source: bool) -> Path:
+    """Write the profile of each rank, and all of them as one trace; the trace's path."""
+    from torchtrim.records.files import save_profile, write_atomically
+    from torchtrim.report import job_trace
+
+    for profile in profiles:
+        save_profile(profile, folder / f"profile-rank{profile.rank}.json")
+    path = folder / "ranks.trace.json"
+    write_atomically(path, job_trace.render(profiles, source=source))
+    return path
 
 
 def show(
@@ -199,7 +214,7 @@ def show(
     shown = {
         name: path
         for name, path in (paths or {}).items()
-        if name in ("page", "plan", "exported", "diff")
+        if name in ("page", "plan", "exported", "diff", "ranks")
     }
     terminal.render(
         result.report, Console(), next_command=next_command, paths=shown, amount=_amount()
@@ -344,6 +359,8 @@ def command_for(options: dict[str, Any], verb: str, *more: str) -> str:
     words += [options["script"], *more]
     if options.get("device") and verb != "run":
         words += ["--device", options["device"]]
+    if options.get("processes", 1) > 1:
+        words += ["--processes", str(options["processes"])]
     if options["args"]:
         words += ["--", *options["args"]]
     return shlex.join(words)

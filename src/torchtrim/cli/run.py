@@ -13,14 +13,22 @@ from torchtrim.cli.sources import put_right
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": True})
 @click.option("--plan", "plan_path", type=click.Path(path_type=Path), help="The plan to apply.")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as in python -m.")
+@click.option(
+    "--processes",
+    type=click.IntRange(1, 1024),
+    default=1,
+    metavar="N",
+    help="Run SCRIPT as N ranks, as torchrun would on one machine.",
+)
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def command(**options: Any) -> None:
     """Run SCRIPT as python would, with a plan applied when its models first run.
 
-    The exit code is the script's own. Arguments of the script come after `--`.
+    The exit code is the script's own, of several ranks that of the first that fails. Arguments of the script
+    come after `--`.
     """
-    from torchtrim.api import Script, check_script, run_planned
+    from torchtrim.api import Script, check_script, launch, run_planned
     from torchtrim.records.files import load_plan
 
     script = Script(options["script"], tuple(options["args"]), options["module"])
@@ -29,4 +37,13 @@ def command(**options: Any) -> None:
     plan = load_plan(options["plan_path"]) if options["plan_path"] is not None else None
     if plan is not None:
         check_script(plan, script)
+    if options["processes"] > 1:
+        raise click.exceptions.Exit(launch(_of_a_rank(options), options["processes"]))
     run_planned(script, plan)
+
+
+def _of_a_rank(options: dict[str, Any]) -> list[str]:
+    """The command line of each rank."""
+    plan = ["--plan", str(options["plan_path"])] if options["plan_path"] is not None else []
+    module = ["-m"] if options["module"] else []
+    return ["run", *plan, *module, options["script"], "--", *options["args"]]

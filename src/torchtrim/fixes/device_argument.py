@@ -5,7 +5,8 @@ tensor must be of the type of `x`, so that the result is too, and lie on its dev
 number was. A device divides by a number of the host as a multiplication by its reciprocal, so a quotient
 may differ in its last bit.
 
-Refused where the tensor may be written to afterwards, since backward would see it.
+Refused where the tensor may be written to afterwards, since backward would see it; and, from torch 2.15 on,
+a bound where a gradient is wanted: at an element that equals it a tensor and a number have other gradients.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torchtrim.fixes.reading.facts import Facts, Refused, is_floating
 from torchtrim.fixes.reading.names import stays
 from torchtrim.fixes.reading.reads import bare
 from torchtrim.fixes.writing.replace import replace
+from torchtrim.sync.table.lookup import is_from
 
 _NAMED = ("clamp(X, max=N)", "clamp(X, min=N)", "clip(X, max=N)", "clip(X, min=N)")
 _METHODS = (
@@ -59,6 +61,11 @@ def write(match: Match, facts: Facts) -> Writing:
             and (v.N.dtype, v.N.device) == (v.X.dtype, v.X.device)
         ),
     )
+    if any(name in match.form for name in ("clamp", "clip")) and is_from("2.15"):
+        facts.need(
+            f"`{match.text('X')[:60]}` wants no gradient: at its bound it is another for a tensor",
+            lambda v: not v.X.requires_grad,
+        )
     if not stays(source, tensor, source.statement(match.node)):
         raise Refused(f"`{match.text('N')[:60]}` may be written to afterwards. Use `.clone()`")
     template = _READ[match.form]

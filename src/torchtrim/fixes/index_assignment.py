@@ -5,7 +5,8 @@ host and uploads it, and the upload is a host-device sync. `new_full` makes it w
 the tensor's own type. An index of no dimensions, which would be read by the host, is given one:
 `x[index.view(1)]`. The same memory is written, however often an index is repeated.
 
-Refused for a boolean mask, which does not upload, and where the number would be cut to fit.
+Refused for a boolean mask, which does not upload, and where the number would be cut to fit. From 2.15 on
+torch does so itself, and nothing is written.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.writing.dense import hoisted
 from torchtrim.fixes.writing.replace import atom, check_comments
 from torchtrim.records.seen import Seen
+from torchtrim.sync.table.lookup import is_from
 
 _INDICES = ("int64", "int32", "int16", "int8")
 
 
 def find(source: Source) -> Iterator[Match]:
-    """The assignments by an index that is computed."""
+    """The assignments by an index that is computed; none where torch uploads no number."""
+    if is_from("2.15"):
+        return
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Assign) and len(node.targets) == 1:
             target = node.targets[0]

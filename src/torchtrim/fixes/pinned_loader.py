@@ -105,7 +105,7 @@ def write(match: Match, facts: Facts) -> Writing:
             f"`{name.id}` is used after it was moved, and may be written to while it is copied"
         )
     torch, imports = torch_of(source)
-    edits = [_added(source, node, "non_blocking=True"), *imports]
+    edits = [added_keyword(source, node, "non_blocking=True"), *imports]
     for loader in _its_loaders(source, match.parts["LOADER"]):
         words = {word.arg: word.value for word in loader.keywords}
         if None in words or any(isinstance(one, ast.Starred) for one in loader.args):
@@ -113,7 +113,7 @@ def write(match: Match, facts: Facts) -> Writing:
                 "the arguments of its `DataLoader` are not seen here. Give it `pin_memory=True`"
             )
         if "pin_memory" not in words:
-            edits.append(_added(source, loader, f"pin_memory={torch}.cuda.is_available()"))
+            edits.append(added_keyword(source, loader, f"pin_memory={torch}.cuda.is_available()"))
     check_comments(source, edits)
     return Writing(tuple(edits))
 
@@ -145,7 +145,7 @@ def _is_done(source: Source, name: ast.Name, move: ast.Call) -> bool:
     return is_private(source, function, name.id) and all(only_reads(source, use) for use in later)
 
 
-def _added(source: Source, call: ast.Call, text: str) -> Edit:
+def added_keyword(source: Source, call: ast.Call, text: str) -> Edit:
     """One more keyword of a call."""
     given = [source.end(one) for one in (*call.args, *(word.value for word in call.keywords))]
     close = source.end(call) - 1

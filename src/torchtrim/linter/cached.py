@@ -18,6 +18,7 @@ import torchtrim
 from torchtrim import caches
 from torchtrim.linter.files import Linted, Selected, lint_files
 from torchtrim.records.finding import Finding
+from torchtrim.sync.table.lookup import is_from
 
 _MOST = 20_000
 _ROOMS = ("linter", "fixes", "sync/table", "rules")
@@ -60,7 +61,8 @@ def _digest(path: str) -> str:
 
 
 def _place(project: Path, selected: Selected) -> Path:
-    asked = "\0".join((str(project), *selected.starts, _own_version()))
+    newer = str(is_from("2.15"))
+    asked = "\0".join((str(project), *selected.starts, _own_version(), newer))
     return caches.folder() / "lint" / f"{hashlib.sha256(asked.encode()).hexdigest()[:32]}.json"
 
 

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Callable
 
 from torchtrim.linter.kinds import UNKNOWN, Kind, part_of, sequence, tensor
+from torchtrim.sync.table.lookup import is_from
 
 Wait = Callable[[str, ast.AST], None]
 Places = list[tuple[ast.expr, Kind]]
@@ -45,8 +46,13 @@ def written(node: ast.Subscript, base: Kind, places: Places, value: Kind, wait: 
         _bounds(places, wait)
         if _from_host(base, places):
             wait("host-index-assign", node)
-        elif value.what == "plain" and any(_is_index(kind) for _, kind in places):
+        elif value.what == "plain" and _is_moved(places):
             wait("assigned-number", node)
+
+
+def _is_moved(places: Places) -> bool:
+    """Whether a number is moved to the device to be assigned there; from torch 2.15 on it is made there."""
+    return any(_is_index(kind) for _, kind in places) and not is_from("2.15")
 
 
 def _of_sequence(node: ast.Subscript, base: Kind, places: Places, wait: Wait) -> Kind:

@@ -63,13 +63,19 @@ def kept(result: Result, compared: Compared, trial: Trial) -> Result:
 def _program(script: Script) -> Program:
     path = script.path
     digest = sha256_of(path) if path is not None else ""
-    return Program(target=script.target, args=script.args, module=script.module, sha256=digest)
+    return Program(
+        target=script.target,
+        args=script.args,
+        module=script.module,
+        sha256=digest,
+        processes=script.processes,
+    )
 
 
 def results_of(trial: Trial) -> str:
     """A digest of all that a trial computed."""
     digest = hashlib.blake2b(digest_size=16)
-    for step in trial.steps:
+    for step in (step for one in trial.ranks or (trial,) for step in one.steps):
         for name, value in step.digests.items():
             digest.update(f"{name}={value};".encode())
     return digest.hexdigest()
@@ -78,6 +84,7 @@ def results_of(trial: Trial) -> str:
 def script_of(program: Program, folder: Path, device: str | None, timeout: float) -> Script:
     """The program, looked for where it was named, then beside the certificate. Raises `UsageError`."""
     script = Script(program.target, program.args, program.module, device, timeout)
+    script = script._replace(processes=program.processes)
     if script.path is None or script.path.is_file():
         return script
     near = folder / program.target

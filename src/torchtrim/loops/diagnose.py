@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from torchtrim.errors import NothingTrains
-from torchtrim.loops.findings import report_of
+from torchtrim.loops.findings import ranks_of, report_of
 from torchtrim.loops.optimize import Fitting
 from torchtrim.loops.settings import with_settings
 from torchtrim.records.finding import Finding
@@ -17,6 +17,7 @@ from torchtrim.records.trial import Request, Trial
 from torchtrim.rules.prices import priced
 from torchtrim.rules.registry import diagnose
 from torchtrim.rules.tt402_blocks_capture import RULE, verdict
+from torchtrim.run.script import Script
 from torchtrim.run.trials import Progress, Workload
 
 CAPTURE = RULE.code
@@ -33,6 +34,11 @@ def findings_of(
     workload: Workload, select: Sequence[str] | None, progress: Progress
 ) -> tuple[Finding, ...]:
     """What is wasteful in a step, most expensive first."""
+    if isinstance(workload, Script) and workload.processes > 1:
+        trial = Fitting(workload, Request(steps=1), progress).observe()
+        found = report_of("diagnose", workload, trial).findings
+        starts = tuple(select) if select is not None else ("",)
+        return tuple(one for one in found if one.code.startswith(starts))
     profile = record(workload, 1, progress)
     return with_settings(priced(profile, diagnose(profile, select))[0], profile.project)
 
@@ -56,7 +62,7 @@ def diagnose_report(
         report = msgspec.structs.replace(
             report, findings=(*report.findings, *found), notes=(said, *report.notes)
         )
-    return Result(report, trial.profile)
+    return Result(report, trial.profile, ranks=ranks_of(trial))
 
 
 def _observed(workload: Workload, request: Request, progress: Progress) -> Trial:

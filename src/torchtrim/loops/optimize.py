@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from torchtrim.errors import ApplyFailed, InfeasibleBudget, PlannedStepFailed, Unsupported
-from torchtrim.loops.findings import report_of
+from torchtrim.loops.findings import ranks_of, report_of
 from torchtrim.loops.fix import Fixing
 from torchtrim.loops.fixed import fixes_of, with_fixes
 from torchtrim.loops.lengths import longest_step, recording, uneven_note
@@ -29,7 +29,7 @@ from torchtrim.records.lever import Lever
 from torchtrim.records.plan import MemoryKind, Plan
 from torchtrim.records.report import Result
 from torchtrim.records.trial import Request, Trial
-from torchtrim.report.assemble import with_missed_budget, with_plan, with_planned
+from torchtrim.report.assemble import with_missed_budget, with_plan, with_planned, with_ranks
 from torchtrim.run.script import Script, working_folder
 from torchtrim.run.trials import Model, Progress, Workload, run_trial
 from torchtrim.techniques.apply import Applied, apply_plan, named_roots
@@ -37,11 +37,14 @@ from torchtrim.techniques.base import exportable, names, technique
 from torchtrim.techniques.export import exported
 from torchtrim.techniques.fingerprint import sha256_of
 from torchtrim.units import format_bytes, parse_bytes
-from torchtrim.verifier.certify import Contest, certify
+from torchtrim.verifier.certify import Contest
+from torchtrim.verifier.ranks import certify_ranks
 
 _ROUNDS = 3
 _WELL_USED = 0.9
 _TIMES = 2
+_ALONE = ("micro_batch", "optimizer_in_backward")
+"""Not for a job of several ranks, which exchange gradients once, when backward has made them."""
 _RANK = EQUIVALENCES.index
 NOTHING = "nothing that is allowed lowers the peak, so the plan changes nothing"
 
@@ -149,7 +152,7 @@ class Fitting:
             step_seconds=original.seconds,
             fingerprint=original.fingerprint,
             script_sha256=sha256_of(path) if path else "",
-            exclude=(*self._exclude, *self._dropped, *others),
+            exclude=(*self._exclude, *self._dropped, *others, *(_ALONE if original.ranks else ())),
             allow=allow,
             host_bytes=self._request.host_memory,
             pins={
@@ -205,7 +208,7 @@ class Fitting:
             if planned is None:
                 planned = self._run(request, "planned")
             contest = Contest(self.workload, self.workload, self._request, request)
-            return certify(contest, original, planned, self._progress)
+            return certify_ranks(contest, original, planned, self._progress)
 
     def run_planned(self, plan: Plan) -> Trial:
         """Run it planned. Raises `PlannedStepFailed`, which has the plan."""
@@ -399,11 +402,13 @@ def fitted(
         report_of(verb, workload, found.original), found.planned, found.certificate
     )
     report = with_plan(report, found.plan, memory_kind, found.budget_bytes)
+    report = with_ranks(report, found.original, found.planned)
     report = msgspec.structs.replace(report, notes=(*found.original.notes, *found.notes))
     after = found.planned.profile if found.planned else None
     if found.missed is not None:
         report = with_missed_budget(report, found.missed, memory_kind, found.budget_bytes, after)
-    return Result(report, found.original.profile, after, found.plan)
+    ranks = ranks_of(found.original)
+    return Result(report, found.original.profile, after, found.plan, ranks=ranks)
 
 
 def fit_model(

@@ -20,7 +20,8 @@ from torchtrim.report.assemble import with_plan, with_planned
 from torchtrim.run.script import Script, working_folder
 from torchtrim.run.trials import Progress, Workload, run_trial
 from torchtrim.techniques.fingerprint import sha256_of
-from torchtrim.verifier.certify import Contest, certify, failed
+from torchtrim.verifier.certify import Contest, failed
+from torchtrim.verifier.ranks import certify_ranks
 
 
 def verify_report(
@@ -70,7 +71,7 @@ def verify_pair(
     ) as error:
         certificate = failed(original, error)
     else:
-        certificate = certify(contest, original, planned, progress)
+        certificate = certify_ranks(contest, original, planned, progress)
     report = with_planned(report, planned, certificate)
     result = Result(report, original.profile, planned.profile if planned is not None else None)
     return kept(result, Compared(one, other, None, request), original)

@@ -83,6 +83,8 @@ def build(
         saved_known=True,
         rank=rank,
         world=world,
+        clock=recorder.start_ns / 1e9,
+        collectives=recorder.collectives.records(recorder.start_ns),
     )
     if not recorder.workspaces or is_emulated(setting.device):
         return profile

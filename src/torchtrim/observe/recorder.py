@@ -12,16 +12,14 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch._C import (
-    DisableTorchFunctionSubclass,
-    _current_autograd_node,
-)
+from torch._C import DisableTorchFunctionSubclass, _current_autograd_node
 from torch._C._autograd import _get_sequence_nr
 from torch._C._dynamo import eval_frame
 from torch._C._profiler import _RecordFunctionFast
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchtrim.observe.collectives import Collectives, is_collective
 from torchtrim.observe.dry.mode import Dry
 from torchtrim.observe.dry.run import current as current_dry
 from torchtrim.observe.emulated.device import current
@@ -104,6 +102,7 @@ class _Known(NamedTuple):
     lifts: bool
     asking: Asking
     parts: Any
+    exchanges: bool
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -149,6 +148,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known: dict[int, _Known] = {}
         self._undo = contextlib.ExitStack()
         self.waits: list[RawWait] = []
+        self.collectives = Collectives()
         self.look: Callable[[Any, Any], None] | None = None
         self.workspaces: list[int] = []
         self._dry = current_dry()
@@ -299,6 +299,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
             )
             self._own_nodes(index)
+            if known.exchanges:
+                self.collectives.ran(index, func, args, result, (begin, end))
             if self.look is not None:
                 self.look(func, (result, args, kwargs) if known.written else result)
             if node is not None:
@@ -406,6 +408,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             func is torch.ops.aten.lift_fresh.default,
             self._waiting.asking(func) if self._waiting is not None else NOTHING,
             self._parts_of(func),
+            is_collective(func),
         )
         return known
 
@@ -435,12 +438,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _elsewhere(self) -> bool:
-        """In a forked process, or under a mode of fake tensors that was not there at the start."""
         return os.getpid() != self._pid or fake_mode() is not self._fake
 
     def _passed_on(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Not recorded: in a forked process, where DTensor asks for shapes, and a subclass, whose own
-        operators come here in turn."""
+        """Not recorded: elsewhere, and a subclass, whose own operators come here in turn."""
         if self._elsewhere() or any(issubclass(kind, FakeTensor) for kind in types):
             return func(*args, **kwargs)
         return NotImplemented

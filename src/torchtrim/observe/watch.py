@@ -22,6 +22,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from torchtrim.observe.by_hand import ByHand
@@ -67,6 +68,16 @@ class Listener:
     def loader_waited(self, start_ns: int, end_ns: int, workers: int) -> None:
         """The loop waited this long for a batch."""
 
+    def loader_appears(self, loader: DataLoader[Any]) -> None:
+        """A loader was made."""
+
+    def loader_begins(self, iterator: Any, loader: DataLoader[Any]) -> None:
+        """A loop over a loader has begun."""
+
+    def batch(self, iterator: Any, following: Callable[[Any], Any]) -> Any:
+        """What the loop gets: what follows in its loader, or something else in its place."""
+        return following(iterator)
+
     def training_begins(self) -> None:
         """The first top-level forward with gradients is about to run."""
 
@@ -111,6 +122,8 @@ class Watcher:
         self._replace(torch.autograd, "backward", self._watched_backward)
         self._replace(torch.autograd, "grad", self._counted_grad)
         self._replace(_BaseDataLoaderIter, "__next__", self._watched_next)
+        self._replace(_BaseDataLoaderIter, "__init__", self._watched_loop)
+        self._replace(DataLoader, "__init__", self._watched_loader)
         self._undo.callback(watch_updates(self._update_starts, self._update_ends))
         self._undo.callback(register_optimizer_step_pre_hook(self._optimizer_starts).remove)
         self._undo.callback(register_optimizer_step_post_hook(self._optimizer_ends).remove)
@@ -229,18 +242,36 @@ class Watcher:
 
     def _watched_next(self, original: Any) -> Any:
         def following(iterator: Any) -> Any:
-            if not self._here():
+            if not self._here() or self._loading:
                 return original(iterator)
             begin = time.perf_counter_ns()
-            outer, self._loading = self._loading, True
+            self._loading = True
             try:
-                return original(iterator)
+                return self._listener.batch(iterator, original)
             finally:
-                self._loading = outer
+                self._loading = False
                 workers = int(getattr(iterator, "_num_workers", 0))
                 self._listener.loader_waited(begin, time.perf_counter_ns(), workers)
 
         return following
+
+    def _watched_loop(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def begin(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
+            original(iterator, loader, *args, **kwargs)
+            if self._here() and not self._loading:
+                self._listener.loader_begins(iterator, loader)
+
+        return begin
+
+    def _watched_loader(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def make(loader: Any, *args: Any, **kwargs: Any) -> None:
+            original(loader, *args, **kwargs)
+            if self._here():
+                self._listener.loader_appears(loader)
+
+        return make
 
     def _optimizer_starts(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self._here():

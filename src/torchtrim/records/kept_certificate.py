@@ -17,12 +17,16 @@ _MOST_BYTES = 2**24
 
 
 class Program(Struct, frozen=True, kw_only=True):
-    """A script or a module with its arguments; `sha256` of a script's text, empty for a module."""
+    """A script or a module with its arguments; `sha256` of a script's text, empty for a module.
+
+    `processes`: as how many ranks it ran.
+    """
 
     target: str
     args: tuple[str, ...] = ()
     module: bool = False
     sha256: str = ""
+    processes: int = 1
 
 
 class KeptCertificate(Struct, frozen=True, kw_only=True):

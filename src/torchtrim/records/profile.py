@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from torchtrim.records.loader import LoaderCost
+
 Count = Annotated[int, Meta(ge=0, le=2**62)]
 Index = Annotated[int, Meta(ge=-1, le=2**31)]
 Seconds = Annotated[float, Meta(ge=0)]
@@ -225,11 +227,46 @@ class Growth(Struct, frozen=True, array_like=True, gc=False):
     caller: Index
 
 
+class Collective(Struct, frozen=True, array_like=True, gc=False):
+    """What a rank does together with others: operator `operator` begins it, and goes on at once.
+
+    `group` names the ranks that take part, `ranks` says how many they are, 0 if unknown. `bytes` is what
+    this rank gives or, where it gives nothing, gets. `start` counts from the start of the step; `seconds`
+    is how long it was under way, None where that is not known.
+    """
+
+    name: Text
+    operator: Count
+    group: Text
+    ranks: Count
+    bytes: Count
+    start: Seconds
+    seconds: Seconds | None
+
+
+class Replica(Struct, frozen=True, array_like=True, gc=False):
+    """A module in `DistributedDataParallel`: `module` is the wrapper's index, the others its settings.
+
+    `gradient_bytes` is what it exchanges once. `unused_bytes` is of parameters that had no part in the
+    loss, the most of all steps that were watched.
+    """
+
+    module: Count
+    bucket_bytes: Count
+    gradient_bytes: Count
+    unused_bytes: Count
+    find_unused: bool
+    static_graph: bool
+    bucket_views: bool
+
+
 class Profile(Struct, frozen=True, kw_only=True, weakref=True):
     """The record of one step, or, where it has `growths`, of the frames of a stream.
 
     `saved` is what autograd saved in the step, complete where it is `saved_known`. `rank` is this
-    process's of `world`. Times are of `recorded_steps` steps with the same operators, all else of one.
+    process's of `world`; `clock` is when the step began, in seconds on the clock that the ranks of one
+    machine share. Times are of `recorded_steps` steps with the same operators, all else of one. `loader` is
+    what the step's loader costs where nothing is recorded, None where that was not measured.
     """
 
     schema_version: Literal[2] = 2
@@ -258,6 +295,10 @@ class Profile(Struct, frozen=True, kw_only=True, weakref=True):
     rank: Count = 0
     world: Annotated[int, Meta(ge=1, le=2**31)] = 1
     recorded_steps: Annotated[int, Meta(ge=1, le=2**31)] = 1
+    clock: Seconds = 0.0
+    collectives: list[Collective] = []
+    replicas: list[Replica] = []
+    loader: LoaderCost | None = None
 
     def place_of(self, operator: int) -> Place | None:
         """Where the operator was asked for, in the user's own source if it was, else in the library's."""
@@ -334,7 +375,16 @@ def check(profile: Profile) -> str | None:
     for i, module in enumerate(profile.modules):
         if not -1 <= module.parent < i:
             return f"`modules[{i}].parent` is {module.parent}; a parent comes before its children"
-    return _wrong_saved(profile) or _wrong_growth(profile) or _wrong_update(profile)
+    return _wrong_elsewhere(profile)
+
+
+def _wrong_elsewhere(profile: Profile) -> str | None:
+    return (
+        _wrong_saved(profile)
+        or _wrong_growth(profile)
+        or _wrong_update(profile)
+        or _wrong_exchange(profile)
+    )
 
 
 def _wrong_saved(profile: Profile) -> str | None:
@@ -373,6 +423,19 @@ def _wrong_update(profile: Profile) -> str | None:
                 return f"`{at}` names a storage, and `storages` has {storages} entries"
             if update.ready > operators:
                 return f"`{at}` has a gradient ready at {update.ready} of {operators} operators"
+    return None
+
+
+def _wrong_exchange(profile: Profile) -> str | None:
+    operators, modules = len(profile.operators), len(profile.modules)
+    for i, one in enumerate(profile.collectives):
+        if one.operator >= operators:
+            return f"`collectives[{i}].operator` is {one.operator}, and `operators` has {operators} entries"
+    for i, replica in enumerate(profile.replicas):
+        if replica.module >= modules:
+            return (
+                f"`replicas[{i}].module` is {replica.module}, and `modules` has {modules} entries"
+            )
     return None
 
 

@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from torchtrim.records.allow import Allowed
 from torchtrim.records.certificate import Certificate
 from torchtrim.records.estimate import Estimated
+from torchtrim.records.figures import Bytes as Bytes
+from torchtrim.records.figures import Figures as Figures
 from torchtrim.records.finding import Finding, Source
 from torchtrim.records.fix import Fixes
+from torchtrim.records.job import ExchangeRow, RankFigures
 from torchtrim.records.lever import Lever, Part
+from torchtrim.records.loader import Tuning
 from torchtrim.records.plan import MemoryKind, Plan, Prediction, Status, Technique
 from torchtrim.records.profile import Profile
 
 if TYPE_CHECKING:
     from torchtrim.records.kept_certificate import KeptCertificate
-
-Bytes = Annotated[int, Meta(ge=0)]
-
-
-class Figures(Struct, frozen=True, kw_only=True):
-    """What a step measures. `step_seconds` is the median of the timed steps, `spread_seconds` their range."""
-
-    peak_bytes: Bytes
-    tracked_peak_bytes: Bytes
-    reserved_bytes: Bytes | None
-    rss_bytes: Bytes | None
-    step_seconds: float
-    spread_seconds: float
-    by_kind: dict[str, Bytes]
 
 
 class PlanSummary(Struct, frozen=True, kw_only=True):
@@ -95,6 +85,19 @@ class Waiting(Struct, frozen=True, kw_only=True):
     sets: tuple[WaitSet, ...] = ()
 
 
+class TunedLoader(Struct, frozen=True, kw_only=True):
+    """The settings found for a script's loader. `ready_seconds` is of its step with the batch already there.
+
+    `change` has the arguments that change, `diff` the line that makes the loader, where it can be written.
+    """
+
+    tuning: Tuning
+    step_seconds: float
+    ready_seconds: float | None
+    change: str
+    diff: str = ""
+
+
 class Stream(Struct, frozen=True, kw_only=True):
     """What the frames of a stream need. `growth_bytes` is what a frame adds to what containers hold.
 
@@ -125,7 +128,8 @@ class Report(Struct, frozen=True, kw_only=True):
     its threads. `allowed` is what the
     allow-list covers of the findings. `waiting` is null where nothing waits or no device is known.
     `stream` is null but for verbs that watch a stream, `fixes` but for those that write source,
-    `estimated` but for an estimate.
+    `estimated` but for an estimate, `tuned` but where a loader was tuned. `ranks` are the ranks of a job,
+    whose largest the other figures are of, and `exchanges` what they exchanged.
     """
 
     schema_version: Literal[2] = 2
@@ -155,7 +159,10 @@ class Report(Struct, frozen=True, kw_only=True):
     stream: Stream | None = None
     fixes: Fixes | None = None
     estimated: Estimated | None = None
+    tuned: TunedLoader | None = None
     next: str = ""
+    ranks: tuple[RankFigures, ...] = ()
+    exchanges: tuple[ExchangeRow, ...] = ()
 
 
 def schema() -> dict[str, object]:
@@ -165,7 +172,7 @@ def schema() -> dict[str, object]:
 
 class Result(NamedTuple):
     """What a verb gives: the report, and what was too large for it. `exported`: the plan as plain PyTorch.
-    `certificate`: the report's, as a file that can be repeated."""
+    `certificate`: the report's, as a file that can be repeated. `ranks`: the profiles of all of a job."""
 
     report: Report
     before: Profile | None = None
@@ -173,3 +180,4 @@ class Result(NamedTuple):
     plan: Plan | None = None
     exported: str = ""
     certificate: KeptCertificate | None = None
+    ranks: tuple[Profile, ...] = ()

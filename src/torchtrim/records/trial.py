@@ -7,10 +7,19 @@ from typing import Literal
 
 from msgspec import Struct
 
+from torchtrim.records.loader import LoaderCost, Tuning
 from torchtrim.records.plan import Plan
 from torchtrim.records.profile import Profile
 from torchtrim.records.seen import Observed, Probe
 from torchtrim.records.sharding import Sharding
+
+
+class Tunes(Struct, frozen=True, kw_only=True):
+    """How a script's loader is to be tuned: within these seconds, bytes of batches ahead and cores."""
+
+    seconds: float = 60.0
+    memory: int | None = None
+    cores: int | None = None
 
 
 class Request(Struct, frozen=True, kw_only=True):
@@ -25,7 +34,8 @@ class Request(Struct, frozen=True, kw_only=True):
     `measured`: figures are wanted, not only evidence. `exported`: the file of a module whose `apply`
     replaces the plan's. `traced`: the number of a step of which every operator is recorded with a digest of
     what it gave, -1 for none. `streams`: the order of an emulated device's streams; at once where it is
-    empty. `host_memory`: bytes that a plan may take of the host's, None for no limit. `ranks`: of how many
+    empty. `host_memory`: bytes that a plan may take of the host's, None for no limit. `tunes`: the loader is
+    to be tuned after the compared steps. `ranks`: of how many
     this is to seem the first, in a dry run; 0 for none. `sharding`: shard its models over them.
     """
 
@@ -48,6 +58,7 @@ class Request(Struct, frozen=True, kw_only=True):
     host_memory: int | None = None
     ranks: int = 0
     sharding: Sharding | None = None
+    tunes: Tunes | None = None
 
     @property
     def total(self) -> int:
@@ -104,7 +115,9 @@ class Trial(Struct, kw_only=True):
     the plans of the models' calls say that a call needs, None where a part has none. `processes`: how many
     the script started by itself, loaders' workers not counted. `digests`: of what each operator of the
     profile gave, in a step that was traced; `lines`: the user's own that led to each, and whether it asked
-    itself, not through `backward`. `sharded`: the modules that were sharded one by one.
+    itself, not through `backward`. `ranks`: the trial of each rank, where several ran; this one then is of
+    the rank with the highest peak. `loader`: what it costs; `tuning`: what was found for it. `sharded`: the
+    modules that were sharded one by one.
     """
 
     request: Request
@@ -127,6 +140,9 @@ class Trial(Struct, kw_only=True):
     lines: tuple[tuple[str, int, bool], ...] = ()
     crash: Crash | None = None
     sharded: tuple[str, ...] = ()
+    ranks: tuple[Trial, ...] = ()
+    loader: LoaderCost | None = None
+    tuning: Tuning | None = None
 
     @property
     def timed(self) -> list[Step]:

@@ -13,11 +13,13 @@ from torchtrim.memory.peak import holders
 from torchtrim.memory.timeline import by_kind, peak_operator
 from torchtrim.records.certificate import Certificate
 from torchtrim.records.finding import Finding
+from torchtrim.records.job import ExchangePart, ExchangeRow, RankFigures
 from torchtrim.records.lever import Part
 from torchtrim.records.plan import MemoryKind, Plan
 from torchtrim.records.profile import Profile
 from torchtrim.records.report import Figures, PlanSummary, Report, Stream, Waiting
 from torchtrim.records.trial import Trial
+from torchtrim.step.job import Exchange, Job, job_of
 
 
 class Subject(NamedTuple):
@@ -103,6 +105,56 @@ def with_planned(report: Report, planned: Trial | None, certificate: Certificate
         report,
         planned=figures_of(planned) if planned is not None and measured else None,
         certificate=certificate,
+    )
+
+
+def with_ranks(report: Report, original: Trial, planned: Trial | None = None) -> Report:
+    """The report with each rank's figures, and what the ranks exchanged; as it is where there was one."""
+    profiles = [trial.profile for trial in original.ranks if trial.profile is not None]
+    if len(profiles) < 2:
+        return report
+    job = job_of(profiles)
+    after = planned.ranks if planned is not None else ()
+    ranks = tuple(
+        _rank(job, number, trial, after[number] if number < len(after) else None)
+        for number, trial in enumerate(original.ranks)
+    )
+    return msgspec.structs.replace(report, ranks=ranks, exchanges=tuple(map(_row, job.exchanges)))
+
+
+def _rank(job: Job, number: int, original: Trial, planned: Trial | None) -> RankFigures:
+    own = [
+        (exchange, part)
+        for exchange in job.exchanges
+        for part in exchange.parts
+        if part.rank == number
+    ]
+    return RankFigures(
+        rank=number,
+        original=figures_of(original) if original.profile is not None else None,
+        planned=figures_of(planned) if planned is not None and planned.profile else None,
+        collectives=len(own),
+        exchanged_bytes=sum(exchange.bytes for exchange, _ in own),
+        exchange_seconds=sum(part.end - part.start for _, part in own),
+        blocked_seconds=sum(part.blocked for _, part in own),
+        waited_seconds=sum(exchange.waited(part) for exchange, part in own),
+    )
+
+
+def _row(exchange: Exchange) -> ExchangeRow:
+    return ExchangeRow(
+        name=exchange.name,
+        group=exchange.group,
+        bytes=exchange.bytes,
+        ranks=tuple(
+            ExchangePart(
+                rank=part.rank,
+                start=part.start,
+                seconds=part.end - part.start,
+                blocked_seconds=part.blocked,
+            )
+            for part in exchange.parts
+        ),
     )
 
 

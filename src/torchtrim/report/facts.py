@@ -374,7 +374,9 @@ def coverage_sentence(coverage: Coverage) -> str:
     steps = f"{coverage.steps} step{'' if coverage.steps == 1 else 's'}"
     what = f"{said}{batch}, in {modes}, {steps}" if said else f"{modes}, {steps}"
     device = f" on {coverage.device}" if coverage.device else ""
-    return f"Shown for {what}{device}; not for other shapes, types or modes"
+    several = len(coverage.processes) > 1
+    ranks = f", on each of ranks {', '.join(map(str, coverage.processes))}" if several else ""
+    return f"Shown for {what}{device}{ranks}; not for other shapes, types or modes"
 
 
 def weakest_verdict(report: Report) -> str:

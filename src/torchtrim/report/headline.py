@@ -24,6 +24,7 @@ from torchtrim.report.facts import (
     tone_of,
     weakest_verdict,
 )
+from torchtrim.report.tuned import tuned_sentence
 from torchtrim.units import format_bytes, format_seconds
 
 SAID: dict[Equivalence, str] = {
@@ -75,6 +76,8 @@ def _tone(report: Report) -> Tone:
 
 def _main(report: Report) -> str:
     """The sentence without its fixes."""
+    if report.tuned is not None:
+        return tuned_sentence(report)
     verdict = report.certificate.verdict if report.certificate else ""
     peaks = _peaks(report)
     if verdict == "NOT EQUAL":

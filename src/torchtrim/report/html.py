@@ -14,6 +14,7 @@ from markupsafe import Markup
 from torchtrim.records import Profile, Report
 from torchtrim.records.files import without_collection
 from torchtrim.report import estimates, facts, frontier
+from torchtrim.report.ranks import rank_lines
 from torchtrim.report.safe import clean, without_source
 from torchtrim.report.views import CAPS, draw, view
 from torchtrim.units import format_bytes, format_seconds
@@ -64,6 +65,7 @@ def _environment() -> Environment:
         policy=Markup(f"'sha256-{_sha256(script)}'"),
         facts=facts,
         estimates=estimates,
+        rank_lines=rank_lines,
         trade=frontier.chart,
         bytes=format_bytes,
         seconds=format_seconds,

@@ -10,6 +10,7 @@ from torchtrim.report import estimates, facts
 from torchtrim.report.figures import figure_rows
 from torchtrim.report.headline import headline
 from torchtrim.report.located import Located, located
+from torchtrim.report.ranks import rank_lines
 from torchtrim.report.safe import clean
 
 MOST_BYTES = 60_000
@@ -47,6 +48,7 @@ def _page(report: Report, found: Sequence[Located], shown: int) -> str:
         _lines("What each lever would reach", facts.lever_lines(report)),
         _figures(report),
         _findings(report, found, shown),
+        _lines("Ranks", rank_lines(report)),
         _lines("Estimate", estimates.estimate_lines(report)),
         _lines("Waits", facts.waiting_lines(report)),
         _lines("Fixes", facts.fix_lines(report)),

@@ -14,8 +14,10 @@ from rich.text import Text
 from torchtrim.records import Report
 from torchtrim.report import estimates, facts, sections
 from torchtrim.report.headline import headline
+from torchtrim.report.ranks import rank_lines
 from torchtrim.report.safe import keep_left, keep_right, sentence, wrap
 from torchtrim.report.sections import NARROW, Page, Room
+from torchtrim.report.tuned import tuned_lines
 
 Amount = Literal["headline", "screen", "all"]
 _SCREEN = 24
@@ -139,9 +141,11 @@ def _tail(page: Page, room: Room) -> list[Text]:
     report = page.report
     proof = _proof(report, room)
     return [
+        *_labelled(page, "ranks", rank_lines(report), min(4, room.findings), room),
         *_labelled(page, "plan", facts.plan_lines(report), room.findings, room),
         *_labelled(page, "certificate", proof, len(proof), room),
         *_labelled(page, "estimate", estimates.estimate_lines(report), min(4, room.findings), room),
+        *_labelled(page, "loader", tuned_lines(report), room.findings, room),
         *_labelled(page, "waits", facts.waiting_lines(report), min(2, room.findings), room),
         *_labelled(page, "note", report.notes, room.notes, room),
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from torchtrim.records.finding import Finding
@@ -26,13 +26,15 @@ class Rule:
 
     `name` names the pattern, not its fix. `check` finds it in a profile. The docstring of the
     module that defines `check` is the rule's documentation: a line of summary, then Markdown under
-    `HEADINGS`. One `on_request` runs only where its code is selected.
+    `HEADINGS`. One `on_request` runs only where its code is selected. `across`, if there, finds it in the
+    profiles of several ranks instead.
     """
 
     code: str
     name: str
     check: Callable[[Profile], Iterable[Finding]]
     on_request: bool = False
+    across: Callable[[Sequence[Profile]], Iterable[Finding]] | None = None
 
     @property
     def stem(self) -> str:

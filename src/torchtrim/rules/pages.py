@@ -10,8 +10,9 @@ from torchtrim.rules.registry import all_rules, explain
 _INDEX = """# Rules
 
 Each finding has a code. `TT1xx` are host-device syncs, `TT2xx` memory, `TT3xx` input, `TT4xx`
-kernels and attention, `TT5xx` streams. A code never changes its meaning. `torchtrim explain CODE`
-prints a page of this folder, and `# torchtrim: ignore[CODE]` on a line of source leaves its findings out.
+kernels and attention, `TT5xx` streams, `TT6xx` several ranks. A code never changes its meaning.
+`torchtrim explain CODE` prints a page of this folder, and `# torchtrim: ignore[CODE]` on a line of source
+leaves its findings out.
 
 | code | name | what it is |
 |---|---|---|

@@ -10,6 +10,7 @@ from torchtrim.records.files import without_collection
 from torchtrim.records.finding import Finding
 from torchtrim.records.profile import Profile, is_emulated
 from torchtrim.records.report import Waiting, WaitSet
+from torchtrim.rules.shares import LOADER, memory_share, time_share
 from torchtrim.rules.waits import CODES, sync_numbers
 from torchtrim.sync.model.devices import Device, device_named
 from torchtrim.sync.model.modelled import Modelled, price_syncs
@@ -71,13 +72,18 @@ def _told(finding: Finding, price: float | None, least: float, small: str) -> Fi
 def _order(
     profile: Profile, model: Modelled, finding: Finding, prices: dict[int, float | None]
 ) -> tuple[float, int, str, str, int]:
-    """By share of the peak or of the step's time: of the modelled step for a wait, else of the one run."""
+    """By share of the peak or of the step's time: of the modelled step for a wait, else of the one run.
+
+    A loader works on the host, which is real: what it takes comes on top of the modelled step.
+    """
     if id(finding) in prices:
         time = (prices[id(finding)] or 0.0) / max(model.step_ms, 1e-9)
+    elif finding.code == LOADER:
+        waited = finding.price_ms or 0.0
+        time = waited / max(waited + model.step_ms, 1e-9)
     else:
-        time = (finding.price_ms or 0.0) / 1e3 / max(profile.step_seconds, 1e-9)
-    memory = (finding.price_bytes or 0) / max(profile.peak_bytes, 1)
-    most = -max(time, memory)
+        time = time_share(profile, finding)
+    most = -max(time, memory_share(profile, finding))
     return most, -finding.count_per_step, finding.code, finding.path, finding.line
 
 

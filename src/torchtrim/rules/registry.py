@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pkgutil
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
+
+from msgspec.structs import replace
 
 from torchtrim import rules
 from torchtrim.errors import UsageError
@@ -16,6 +18,7 @@ from torchtrim.records.finding import Finding
 from torchtrim.records.profile import Profile
 from torchtrim.rules.base import Rule
 from torchtrim.rules.ignores import Ignores
+from torchtrim.rules.shares import memory_share, time_share
 
 _STEM = re.compile(r"tt\d{3}_\w+")
 
@@ -39,17 +42,48 @@ def rule(code: str) -> Rule:
     raise UsageError(f"there is no rule {code!r}. {_nearest(code)}")
 
 
-def diagnose(profile: Profile, select: Iterable[str] | None = None) -> tuple[Finding, ...]:
+def diagnose(
+    profile: Profile, select: Iterable[str] | None = None, *, alone: bool = True
+) -> tuple[Finding, ...]:
     """Findings of all rules, or of those selected, the most expensive first.
 
     `select` takes codes and their beginnings: `"TT101"`, `"TT2"`. Most expensive is the largest share of
     the step's time or of its peak. Where the line says `# torchtrim: ignore[TT101]`, no finding of
-    that code is given.
+    that code is given. Not `alone`: without rules that look at several ranks (`diagnose_ranks`).
     """
     ignores = Ignores(profile.project)
     with without_collection():
-        found = [f for r in _selected(select) for f in r.check(profile) if not ignores.cover(f)]
-    return tuple(sorted(found, key=lambda finding: _order(profile, finding)))
+        rules_ = [r for r in _selected(select) if alone or r.across is None]
+        found = [f for r in rules_ for f in r.check(profile) if not ignores.cover(f)]
+    return in_order(profile, found)
+
+
+def diagnose_ranks(profiles: Sequence[Profile]) -> tuple[Finding, ...]:
+    """What several ranks show beyond the first one's own findings, the most expensive first.
+
+    What rules find in another rank alone, with that rank named, and what only all of them together show.
+    """
+    lead, ignores = profiles[0], Ignores(profiles[0].project)
+    with without_collection():
+        single = [one for one in _selected(None) if one.across is None]
+        known = {_place(f) for one in single for f in one.check(lead)}
+        found = []
+        for other in profiles[1:]:
+            for f in (f for one in single for f in one.check(other)):
+                if _place(f) not in known:
+                    known.add(_place(f))
+                    found.append(replace(f, message=f"on rank {other.rank}: {f.message}"))
+        found += [f for one in _selected(None) if one.across for f in one.across(profiles)]
+    return in_order(lead, (f for f in found if not ignores.cover(f)))
+
+
+def in_order(profile: Profile, findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """The most expensive first."""
+    return tuple(sorted(findings, key=lambda finding: _order(profile, finding)))
+
+
+def _place(finding: Finding) -> tuple[str, str, int]:
+    return finding.code, finding.path, finding.line
 
 
 def explain(code: str) -> str:
@@ -84,7 +118,5 @@ def _nearest(code: str) -> str:
 
 
 def _order(profile: Profile, finding: Finding) -> tuple[float, int, str, str, int]:
-    time = (finding.price_ms or 0) / 1e3 / max(profile.step_seconds, 1e-9)
-    memory = (finding.price_bytes or 0) / max(profile.peak_bytes, 1)
-    dearest = -max(time, memory)
+    dearest = -max(time_share(profile, finding), memory_share(profile, finding))
     return dearest, -finding.count_per_step, finding.code, finding.path, finding.line

@@ -1,9 +1,14 @@
-"""Loader waits take a fifth of the step's time or more.
+"""The loader takes a twentieth of the step's time or more.
 
 ## What it does
 
-Adds up the time in which the step asked its `DataLoader` for a batch and had none, and reports it
-from 20 % of the step. The price is that time, the most that a faster loader can save.
+Runs a few steps with their loader and a few whose batches are already there, with nothing recorded. The
+difference is the price, the most that a faster loader can save, and it is reported from 5 % of the
+step. One batch is then read apart from its loader, so that the finding can say what is slow: waiting for
+data, making the samples, collating, handing a batch over from a worker, too few workers or too many.
+
+Where no step can be run without its loader, such as on an emulated device or where the script ends too
+soon, the price is the time in which the step waited, reported from 20 % of the step.
 
 ## Why is this bad?
 
@@ -49,43 +54,84 @@ from collections.abc import Iterator
 from math import ceil
 
 from torchtrim.records.finding import Finding, Suggestion
+from torchtrim.records.loader import LoaderCost
 from torchtrim.records.profile import Profile
 from torchtrim.rules.base import Rule
+from torchtrim.rules.loaders import verdict
 from torchtrim.units import format_seconds
 
-_SHARE = 0.2
+_WAITED = 0.2
 
 
 def check(profile: Profile) -> Iterator[Finding]:
-    """One finding where loader waits take a large part of the step."""
-    waited = sum(wait.seconds for wait in profile.waits)
-    if not 0 < profile.step_seconds * _SHARE <= waited:
+    """One finding where the loader takes a large part of the step."""
+    cost = profile.loader
+    if cost is not None and cost.ready_seconds is not None:
+        yield from compared(profile.script, cost)
         return
+    waited = sum(wait.seconds for wait in profile.waits)
+    step = profile.step_seconds
+    if cost is not None:
+        waited, step = cost.price, cost.step_seconds
+    if 0 < step * _WAITED <= waited and (profile.waits or cost is not None):
+        yield _waited(profile, waited, max(step, waited))
+
+
+def compared(script: str, cost: LoaderCost) -> Iterator[Finding]:
+    """One finding where a step with its batch already there is that much quicker."""
+    if (found := verdict(cost)) is None:
+        return
+    ready = format_seconds(cost.ready_seconds or 0.0)
+    because = f": {found.because}" if found.because else ""
     yield Finding(
         code=RULE.code,
-        path=profile.script,
-        line=0,
-        end_line=0,
-        message=f"the step waits {format_seconds(waited)} of "
-        f"{format_seconds(profile.step_seconds)} ({min(waited / profile.step_seconds, 1):.0%}) "
-        f"for its data loader, which has {_workers(profile)} worker"
-        f"{'s' * (_workers(profile) != 1)}",
-        count_per_step=len(profile.waits),
-        price_ms=waited * 1e3,
-        fix=Suggestion(kind="advice", reason=_advice(profile, waited)),
+        path=cost.path or script,
+        line=cost.line,
+        end_line=cost.line,
+        message=f"the step takes {format_seconds(cost.step_seconds)}, and {ready} with its batch already "
+        f"there: the loader, {_with(cost.settings.workers)}, costs {cost.price / cost.step_seconds:.0%}"
+        f"{because}",
+        count_per_step=cost.batches,
+        price_ms=cost.price * 1e3,
+        fix=Suggestion(kind="advice", reason=found.advice),
     )
 
 
+def _waited(profile: Profile, waited: float, step: float) -> Finding:
+    cost = profile.loader
+    return Finding(
+        code=RULE.code,
+        path=(cost.path if cost else "") or profile.script,
+        line=cost.line if cost else 0,
+        end_line=cost.line if cost else 0,
+        message=f"the step waits {format_seconds(waited)} of {format_seconds(step)} "
+        f"({waited / step:.0%}) for its data loader, which has {_count(_workers(profile))}",
+        count_per_step=max(len(profile.waits), 1),
+        price_ms=waited * 1e3,
+        fix=Suggestion(kind="advice", reason=_advice(profile, waited, step)),
+    )
+
+
+def _with(workers: int) -> str:
+    return f"with {_count(workers)}" if workers else "without workers"
+
+
+def _count(workers: int) -> str:
+    return f"{workers} worker{'s' * (workers != 1)}"
+
+
 def _workers(profile: Profile) -> int:
+    if profile.loader is not None:
+        return profile.loader.settings.workers
     return max(wait.workers for wait in profile.waits)
 
 
-def _advice(profile: Profile, waited: float) -> str:
+def _advice(profile: Profile, waited: float, step: float) -> str:
     pinned = "" if profile.device.startswith("cpu") else ", pin_memory=True"
     workers = _workers(profile)
     if workers == 0:
         return (
-            f"num_workers={_enough(profile, waited)}, persistent_workers=True{pinned}: "
+            f"num_workers={_enough(profile, waited, step)}, persistent_workers=True{pinned}: "
             "workers read the next batches while the step computes"
         )
     return (
@@ -94,10 +140,11 @@ def _advice(profile: Profile, waited: float) -> str:
     )
 
 
-def _enough(profile: Profile, waited: float) -> int:
-    """Workers that read a batch in the time that the rest of the step takes; 1 to 8."""
-    computing = max(profile.step_seconds - waited, 1e-9)
-    return min(max(ceil(waited / computing), 1), 8)
+def _enough(profile: Profile, waited: float, step: float) -> int:
+    """Workers that read a batch in the time that the rest of the step takes; 1 to 8, or to the cores."""
+    most = profile.loader.cores if profile.loader is not None else 8
+    computing = max(step - waited, 1e-9)
+    return min(max(ceil(waited / computing), 1), max(most, 1))
 
 
 RULE = Rule(code="TT301", name="loader-dominates", check=check)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from typing import NoReturn
@@ -16,6 +17,7 @@ from torchtrim.observe.watch import Listener, Watcher
 from torchtrim.records.plan import Plan
 from torchtrim.run import worker
 from torchtrim.run.eagerly import Eagerly
+from torchtrim.run.processes import LIFELINE, end_with_parent
 from torchtrim.run.script import Script
 from torchtrim.run.worker import run_target
 from torchtrim.techniques.apply import apply_plan
@@ -66,6 +68,8 @@ class _Applier(Listener):
 def run_planned(script: Script, plan: Plan | None) -> None:
     """Run the script as `python` would, planned. Its exceptions and exits are its own."""
     target = script.target if script.module else str(script.path)
+    if lifeline := os.environ.pop(LIFELINE, ""):
+        end_with_parent(int(lifeline))
     if plan is None or not plan.techniques:
         _as_python(script, target)
         return

@@ -8,10 +8,24 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Protocol
 
 POSIX = os.name == "posix"
+LIFELINE = "TORCHTRIM_LIFELINE"
+"""The variable with the pipe that ends with the parent, for a process whose command line is a person's."""
+
+
+def end_with_parent(lifeline: int) -> None:
+    """Have this process group end when the other end of a pipe is closed: when the parent is gone."""
+
+    def watch() -> None:
+        with contextlib.suppress(OSError):
+            os.read(lifeline, 1)
+            os.killpg(os.getpgid(0), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 class Process(Protocol):

@@ -26,6 +26,7 @@ class Script(NamedTuple):
     """A script or, with `module`, a module to run as one. `timeout` in seconds is for one run.
 
     `streams`: the order of an emulated device's streams: `early`, `late`, `random` or `random:SEED`.
+    `processes`: how many ranks of it run; `only`: the one of them whose trial is wanted, -1 for all.
     """
 
     target: str
@@ -34,6 +35,8 @@ class Script(NamedTuple):
     device: str | None = None
     timeout: float = 600.0
     streams: str = ""
+    processes: int = 1
+    only: int = -1
 
     @property
     def path(self) -> Path | None:
@@ -80,17 +83,22 @@ def run_script(
     """
     (folder / TASK).write_bytes(task)
     output = folder / "output"
-    process = start(entry, folder, output, _environment(script, hide_gpu), script.path)
+    process = start(entry, folder, output, environment_of(script, hide_gpu), script.path)
     try:
         timed_out = _wait(process, script.timeout, folder, progress)
     finally:
         process.end()
+    return what_ended(folder, process, timed_out)
+
+
+def what_ended(folder: Path, process: Process, timed_out: bool) -> Ended:
+    """How a process that was ended had ended, and what it left in its folder."""
     done = folder / OUTCOME
     return Ended(
         done.read_bytes() if done.exists() else None,
         process.returncode,
-        _tail(output),
-        _read(folder / STATUS),
+        _tail(folder / "output"),
+        text_of(folder / STATUS),
         timed_out,
     )
 
@@ -120,7 +128,8 @@ def working_folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def _environment(script: Script, hide_gpu: bool) -> dict[str, str]:
+def environment_of(script: Script, hide_gpu: bool = False) -> dict[str, str]:
+    """What the script's process finds in its environment."""
     environment = environment_of_runs()
     if hide_gpu or script.device not in (None, "cuda"):
         environment["CUDA_VISIBLE_DEVICES"] = ""
@@ -142,7 +151,7 @@ def _wait(
             return not settled
         if not settled and (folder / OUTCOME).exists():
             settled, deadline = True, time.monotonic() + _GRACE_SECONDS
-        status = _read(folder / STATUS)
+        status = text_of(folder / STATUS)
         if status and status != said:
             said = status
             progress(said)
@@ -150,7 +159,8 @@ def _wait(
     return False
 
 
-def _read(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """What a file says; empty where there is none."""
     try:
         return path.read_text(errors="replace")
     except OSError:

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import nn
+from torch.utils.data import DataLoader
 
 from torchtrim.errors import ApplyFailed, Unsupported, UsageError
 from torchtrim.observe.allocator import NOTHING, Allocator, Watched, allocator_for, own, rss_bytes
@@ -20,6 +22,7 @@ from torchtrim.observe.modules import Modules
 from torchtrim.observe.optimizers import names_of
 from torchtrim.observe.places import Places
 from torchtrim.observe.recording import Recording, counted_device, tensors_in
+from torchtrim.observe.replicas import Replicas
 from torchtrim.observe.storages import reachable_tensors, storage_bytes
 from torchtrim.observe.stream_frames import StreamFrames
 from torchtrim.observe.times import Times, with_times
@@ -30,6 +33,7 @@ from torchtrim.records.profile import Profile, is_emulated
 from torchtrim.records.trial import Request, Trial
 from torchtrim.run.evidence import Evidence, bytes_of, digest_of, has_bits, kind_of
 from torchtrim.run.exported import apply_exported
+from torchtrim.run.input_phase import InputPhase
 from torchtrim.run.seeming import reduce_in_place
 from torchtrim.run.sharded import Sharder
 from torchtrim.techniques.apply import apply_plan
@@ -93,8 +97,10 @@ class Session(Listener):
         self._idled = False
         self._over = False
         self._times: Times | None = None
+        self._input = InputPhase(lambda: self._places.users_line(sys._getframe(3))[:2])
         self._digests: list[str] = []
         self._lines: list[tuple[str, int, bool]] = []
+        self._replicas = Replicas()
         self.trial.notes += (_RANKS,) if request.ranks else ()
         self._sharder = Sharder(request.sharding) if request.sharding is not None else None
 
@@ -135,7 +141,9 @@ class Session(Listener):
 
     def step_idles(self) -> None:
         """Stop measuring: what comes until the next step is evaluation."""
-        if self._times is not None:
+        if self._input.runs:
+            self._input.idles()
+        elif self._times is not None:
             self.finish()
         elif self._watched is None:
             self._seconds = time.perf_counter() - self._began - self._own
@@ -145,18 +153,20 @@ class Session(Listener):
     def step_ends(self) -> None:
         """Close the step, and begin the next or call `done`."""
         if self._times is not None:
-            self._times.step_ends()
+            (self._input if self._input.runs else self._times).step_ends()
             self._time_or_finish(self._times)
             return
         if self._watched is None:
             self._seconds = time.perf_counter() - self._began - self._own
             self._stop_measuring()
+        self._replicas.look(self.modules)
         self._close()
         if not self.trial.request.dry:
             with torch.no_grad():
                 self._evidence.state(self.watcher.optimizers)
         self._evidence.step.seconds = self._seconds
         self.trial.steps.append(self._evidence.next_step())
+        self._input.step_is_timed()
         if self.complete:
             self._note_counts()
             self._times = Times(self._more_times(), self.trial.seconds, self._places)
@@ -181,9 +191,15 @@ class Session(Listener):
         return self.trial.request.times
 
     def _time_or_finish(self, times: Times) -> None:
-        if not times.next():
+        if not times.next() and not self._input.next(self._compares_input(), self.trial):
             self.finish()
             self._done()
+
+    def _compares_input(self) -> bool:
+        """Whether steps with and without their loader are worth running."""
+        request = self.trial.request
+        wanted = request.times or request.tunes is not None
+        return bool(wanted) and not (request.dry or is_emulated(self.trial.device))
 
     def finish(self) -> Trial:
         """Stop whatever runs, and complete the trial."""
@@ -194,6 +210,8 @@ class Session(Listener):
             self._note_plans()
             if self.trial.profile is None:
                 self.trial.profile = self._fallback
+            if self.trial.profile is not None:
+                self.trial.profile = self._replicas.put_into(self.trial.profile, self.modules)
             if not self.complete:
                 self._note_counts()
         return self.trial
@@ -208,8 +226,10 @@ class Session(Listener):
     def _note_times(self) -> None:
         if self._times is not None:
             self._times.abandon()
+            self._input.end(self.trial)
             if self.trial.profile is not None:
-                self.trial.profile = with_times(self.trial.profile, self._times.steps)
+                timed = with_times(self.trial.profile, self._times.steps)
+                self.trial.profile = replace(timed, loader=self.trial.loader)
 
     def _note_plans(self) -> None:
         """What plans of the roots' calls say, where such are applied."""
@@ -382,7 +402,7 @@ class Session(Listener):
         if self._frame_over and depth == 0:
             self._frame_over = False
             self.step_ends()
-        if self._times is not None and depth == 0 and self._times.late():
+        if self._times is not None and depth == 0 and (self._times.late() or self._input.late()):
             self.finish()
         if self._over:
             self._done()
@@ -431,8 +451,18 @@ class Session(Listener):
             recording.update_ends(optimizer, parameter)
 
     def loader_waited(self, start_ns: int, end_ns: int, workers: int) -> None:
+        self._input.waited((end_ns - start_ns) / 1e9)
         if (recording := self._recorded_or_none()) is not None:
             recording.loader_waited(start_ns, end_ns, workers)
+
+    def loader_appears(self, loader: DataLoader[Any]) -> None:
+        self._input.loaders.appears(loader)
+
+    def loader_begins(self, iterator: Any, loader: DataLoader[Any]) -> None:
+        self._input.loaders.begins(iterator, loader)
+
+    def batch(self, iterator: Any, following: Callable[[Any], Any]) -> Any:
+        return self._input.batch(iterator, following)
 
     def _timed(self, function: Callable[..., None], *args: Any) -> None:
         """Call it as torchtrim's own doing: unrecorded, and not part of the step's time."""

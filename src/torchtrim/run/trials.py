@@ -11,27 +11,22 @@ import msgspec
 import torch
 from torch.utils.checkpoint import CheckpointError
 
-from torchtrim.errors import (
-    ApplyFailed,
-    NothingTrains,
-    PlannedStepFailed,
-    ScriptFailed,
-    UsageError,
-)
-from torchtrim.memory.peak import holders
+from torchtrim.errors import ApplyFailed, PlannedStepFailed, Unsupported, UsageError
 from torchtrim.observe.build import Setting
 from torchtrim.observe.dry.run import dry_run
 from torchtrim.observe.emulated.orders import Order
 from torchtrim.observe.snapshot import Snapshot
 from torchtrim.observe.workload import Inference, TrainStep
-from torchtrim.records.trial import Crash, Request, Trial
-from torchtrim.run.script import Script, failure, run_script
+from torchtrim.records.trial import Request, Trial
+from torchtrim.run.crashes import crash_error
+from torchtrim.run.rank_trials import first_failed, merged, on_rank
+from torchtrim.run.ranks import run_ranks
+from torchtrim.run.script import Ended, Script, failure, run_script
 from torchtrim.run.seeming import seeming_ranks
 from torchtrim.run.session import Session
 from torchtrim.run.wide import Wide
 from torchtrim.run.worker import Task
-from torchtrim.techniques.failing import note, place_of
-from torchtrim.units import format_bytes
+from torchtrim.techniques.failing import place_of
 
 Model = TrainStep | Inference
 Workload = Script | Model
@@ -59,7 +54,21 @@ def _run_script(script: Script, request: Request, folder: Path, progress: Progre
     if script.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: there is no CUDA device here. Leave it out, or say cpu.")
     _check_streams(script)
-    task = Task(
+    if script.processes > 1:
+        return _run_ranks(script, request, folder, progress)
+    ended = run_script(
+        script,
+        msgspec.json.encode(_task(script, request)),
+        entry="torchtrim.run.worker",
+        folder=folder,
+        progress=progress,
+        hide_gpu=request.dry,
+    )
+    return _trial_of(script, request, ended)
+
+
+def _task(script: Script, request: Request) -> Task:
+    return Task(
         target=script.target if script.module else str(script.path),
         module=script.module,
         args=script.args,
@@ -67,15 +76,12 @@ def _run_script(script: Script, request: Request, folder: Path, progress: Progre
         request=msgspec.structs.replace(
             request, device=script.device, streams="" if request.dry else script.streams
         ),
+        world=script.processes,
     )
-    ended = run_script(
-        script,
-        msgspec.json.encode(task),
-        entry="torchtrim.run.worker",
-        folder=folder,
-        progress=progress,
-        hide_gpu=request.dry,
-    )
+
+
+def _trial_of(script: Script, request: Request, ended: Ended) -> Trial:
+    """The trial that a process left. Raises what a person is told where it failed."""
     if ended.outcome is None:
         died = failure(ended, script.timeout)
         ours = _is_planned(request, died) and not ended.timed_out
@@ -85,6 +91,32 @@ def _run_script(script: Script, request: Request, folder: Path, progress: Progre
         error = crash_error(trial, trial.crash, ended.output)
         raise _of_plan(error, trial.crash.place) if _is_planned(request, error) else error
     return trial
+
+
+def _run_ranks(script: Script, request: Request, folder: Path, progress: Progress) -> Trial:
+    """Run every rank. What fails on one names it, and tells of the others."""
+    if request.dry:
+        raise Unsupported(
+            "an estimate is of one process. Leave --processes out, or watch the ranks: torchtrim diagnose."
+        )
+    task = msgspec.json.encode(_task(script, _of_ranks(request)))
+    ranks = run_ranks(script, [task] * script.processes, folder=folder, progress=progress)
+    culprit = first_failed(ranks)
+    if culprit is not None:
+        try:
+            _trial_of(script._replace(timeout=culprit.seconds), request, culprit.ended)
+        except Exception as error:
+            on_rank(error, culprit, ranks, script.project)
+            raise
+    return merged([_trial_of(script, request, rank.ended) for rank in ranks], script.only)
+
+
+def _of_ranks(request: Request) -> Request:
+    """The request for each rank: all run the same number of steps, since they wait for each other.
+
+    In its second step `DistributedDataParallel` arranges its buckets anew, so that one warms up too.
+    """
+    return msgspec.structs.replace(request, times=0, warmup=max(request.warmup, 2))
 
 
 def _check_streams(script: Script) -> None:
@@ -212,82 +244,3 @@ def _widen(optimizers: Iterable[torch.optim.Optimizer], dtype: torch.dtype) -> N
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.dim():
                     state[key] = value.to(dtype)
-
-
-def crash_error(trial: Trial, crash: Crash, output: str) -> Exception:
-    """The error for a script that failed: what happened, and what was learnt until then."""
-    if crash.kind == "refused":
-        refused = ApplyFailed(crash.message)
-        note(refused, crash.place)
-        return refused
-    learnt = _learnt(trial, crash)
-    trace = crash.traceback or output
-    if crash.kind == "no step":
-        return _kind_of_no_step(trial)(_no_step(trial), learnt=learnt, traceback=output)
-    if "EOFError" in crash.message:
-        return ScriptFailed(
-            "the script reads standard input, and torchtrim gives it none, since it runs the script "
-            "several times. Pass what it asks for as arguments, after `--`.",
-            learnt=learnt,
-            traceback=trace,
-        )
-    if crash.kind == "out of memory":
-        return ScriptFailed(
-            f"the script ran out of memory: {crash.message}", learnt=learnt, traceback=trace
-        )
-    return ScriptFailed(f"the script failed: {crash.message}", learnt=learnt, traceback=trace)
-
-
-def _kind_of_no_step(trial: Trial) -> type[ScriptFailed]:
-    trains = trial.backwards or trial.processes or trial.request.infers
-    return NothingTrains if trial.fingerprint and not trains else ScriptFailed
-
-
-def _no_step(trial: Trial) -> str:
-    if trial.processes:
-        return (
-            f"the script started {trial.processes} process(es) of its own and trained nothing in the one "
-            "that torchtrim runs, so there is no step to record. Have it train in a single process: most "
-            "scripts have an option for that."
-        )
-    if trial.request.infers:
-        return (
-            f"the script ended after {trial.forwards} calls of its models, and {trial.request.total} are "
-            "wanted of the first one. Let it run for more, or give --steps 1 --warmup 0."
-        )
-    if not trial.forwards:
-        return (
-            "the script ended, and it never called a module with gradients on. torchtrim needs a loop "
-            "that trains; check that the script was given the arguments with which it does. For one that "
-            "only runs a model: torchtrim optimize SCRIPT --mode inference."
-        )
-    if not trial.optimizer_steps:
-        return (
-            f"the script ended after {trial.forwards} forwards and {trial.backwards} backwards, and no "
-            "torch.optim.Optimizer ever stepped, nor did parameters change after a backward, so there is no "
-            "step to record. Check that the script was given the arguments with which it trains."
-        )
-    return "the script ended before its first step was complete. Let it run for more steps."
-
-
-def _learnt(trial: Trial, crash: Crash) -> str:
-    """What was seen until the failure: the operator, and who was alive."""
-    lines = [
-        f"{len(trial.steps)} steps were complete; {trial.forwards} forwards, {trial.backwards} "
-        f"backwards, {trial.optimizer_steps} optimizer steps."
-    ]
-    if crash.operator:
-        place = f" at {crash.path}:{crash.line}" if crash.path else ""
-        lines.append(f"It failed in {crash.operator}({crash.shapes}) in the {crash.phase}{place}.")
-    profile = trial.profile
-    if profile is not None and profile.operators:
-        last = len(profile.operators) - 1
-        found = holders(profile, last, 6)
-        total = sum(holder.bytes for holder in found)
-        lines.append(f"{format_bytes(total)} were alive then:")
-        for holder in found:
-            place = f" {holder.path}:{holder.line}" if holder.path else ""
-            lines.append(
-                f"  {format_bytes(holder.bytes):>9}  {holder.kind} {holder.module}{place} ({holder.why})"
-            )
-    return "\n".join(lines)

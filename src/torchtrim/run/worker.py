@@ -8,9 +8,8 @@ import gc
 import os
 import random
 import runpy
-import signal
 import sys
-import threading
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -36,10 +35,13 @@ from torchtrim.observe.stream_frames import StreamFrames
 from torchtrim.records.files import write_atomically
 from torchtrim.records.trial import Crash, Request, Trial
 from torchtrim.run.eagerly import NOTE, Eagerly
+from torchtrim.run.joining import Joining
 from torchtrim.run.own_processes import OwnProcesses
+from torchtrim.run.processes import end_with_parent
 from torchtrim.run.script import OUTCOME, STATUS, TASK
 from torchtrim.run.seeming import seeming_ranks
 from torchtrim.run.session import Session
+from torchtrim.run.stacks import tells_where
 from torchtrim.run.wide import Wide
 from torchtrim.techniques.failing import place_of
 
@@ -57,6 +59,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     args: tuple[str, ...]
     project: str
     request: Request
+    world: int = 1
 
 
 class Stop(BaseException):
@@ -78,6 +81,7 @@ class Runner:
             device = self._emulation.device
         self._eagerly = Eagerly()
         self._processes = OwnProcesses()
+        self._joining = Joining(self._task.world)
         self._probes = Probes(request.probes)
         probed = [probe.path for probe in request.probes]
         self._sources = Sources(request.texts, self._probes, probed)
@@ -105,8 +109,25 @@ class Runner:
             self._sources.install()
             self._eagerly.install()
             self._processes.install()
+            self._join()
             _say(self._folder, "the script starts")
             self._write(self._run_watched())
+        if self._session.complete:
+            self._linger()
+
+    def _join(self) -> None:
+        """Be one of several ranks, where it is."""
+        if self._task.world > 1:
+            tells_where(self._folder)
+            self._joining.install()
+
+    def _linger(self) -> None:
+        """Stay until the parent ends all ranks: others may still read what this one has sent."""
+        if self._task.world > 1:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            while True:
+                time.sleep(3600)
 
     def _run_watched(self) -> Crash | None:
         """Run the script; how it failed, None where it did not."""
@@ -148,6 +169,7 @@ class Runner:
 
     def _done(self) -> NoReturn:
         if self._written:
+            self._linger()
             os._exit(0)
         self._write(None)
         raise Stop
@@ -186,6 +208,7 @@ class Runner:
         session.finish()
         trial.notes += tuple(sorted(self._emulation.notes))
         trial.notes += (NOTE,) if self._eagerly.asked else ()
+        trial.notes += self._joining.notes(trial.device)
         if (dry := current_dry()) is not None:
             trial.notes += dry.guesses.notes()
             trial.batch_size = dry.batch_size
@@ -277,13 +300,6 @@ def _without_own_frames(error: BaseException) -> BaseException:
     return error.with_traceback(trace or error.__traceback__)
 
 
-def _watch_parent(lifeline: int) -> None:
-    """End this process group when the parent is gone."""
-    with contextlib.suppress(OSError):
-        os.read(lifeline, 1)
-        os.killpg(os.getpgid(0), signal.SIGKILL)
-
-
 def run_in_folder(run: Callable[[Path], None]) -> None:
     """Run the task in the folder, then end at once: no exit handler of the script's may hang.
 
@@ -292,7 +308,7 @@ def run_in_folder(run: Callable[[Path], None]) -> None:
     folder, lifeline = Path(sys.argv[1]), int(sys.argv[2])
     gc.freeze()
     if lifeline >= 0:
-        threading.Thread(target=_watch_parent, args=(lifeline,), daemon=True).start()
+        end_with_parent(lifeline)
     run(folder)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -22,10 +22,25 @@ def is_cuda(device: Any) -> bool:
     return True
 
 
+_count = 1
+
+
+def emulate_devices(count: int) -> None:
+    """Have this process, which is one rank of so many, find a device of each number: they are all its own."""
+    global _count
+    _count = count
+
+
+def devices() -> int:
+    """How many numbers of devices there are."""
+    return _count
+
+
 def check_index(index: int | None) -> None:
     """Raises the error of a device that is not there."""
-    if index not in (None, 0):
-        raise RuntimeError(f"CUDA error: invalid device ordinal: {index}; one device is emulated")
+    if index is not None and not 0 <= index < _count:
+        emulated = "one device is" if _count == 1 else f"{_count} devices are"
+        raise RuntimeError(f"CUDA error: invalid device ordinal: {index}; {emulated} emulated")
 
 
 class _Move(torch.autograd.Function):

@@ -15,7 +15,7 @@ from torchtrim.memory.caching import CachingAllocator
 from torchtrim.observe.calls import tell_synchronized
 from torchtrim.observe.emulated import streams
 from torchtrim.observe.emulated.model import DeviceModel
-from torchtrim.observe.emulated.moves import check_index
+from torchtrim.observe.emulated.moves import check_index, devices
 from torchtrim.observe.emulated.patches import Patches
 from torchtrim.observe.emulated.tags import Tags
 
@@ -171,7 +171,7 @@ class Runtime:
             "is_tf32_supported": _true,
             "init": _nothing,
             "_lazy_init": _nothing,
-            "device_count": lambda: 1,
+            "device_count": devices,
             "current_device": lambda: 0,
             "set_device": _check_index,
             "_exchange_device": lambda device: 0,
@@ -236,7 +236,7 @@ class Runtime:
             **self._memory(),
             "is_available": _true,
             "current_accelerator": lambda check_available=False: torch.device("cuda"),
-            "device_count": lambda: 1,
+            "device_count": devices,
             "current_device_index": lambda: 0,
             "current_device_idx": lambda: 0,
             "set_device_index": _check_index,

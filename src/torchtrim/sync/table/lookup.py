@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from functools import cache
+from importlib import metadata
 
 from torchtrim.sync.table import (
     algebra,
@@ -55,6 +56,15 @@ def holds(row: Row, torch_version: str) -> bool:
     version = _numbers(torch_version)
     begun = not row.since or version >= _numbers(row.since)
     return begun and (not row.until or version < _numbers(row.until))
+
+
+@cache
+def is_from(release: str) -> bool:
+    """Whether the torch that is installed is of that release or a later one; false where none is."""
+    try:
+        return _numbers(metadata.version("torch")) >= _numbers(release)
+    except metadata.PackageNotFoundError:
+        return False
 
 
 def _numbers(version: str) -> tuple[int, ...]:

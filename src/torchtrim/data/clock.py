@@ -1,0 +1,34 @@
+"""Time that passes, and time in which this process is at work; tests bring their own."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+_SCHEDULED = Path("/proc/thread-self/schedstat")
+
+
+class Clock(NamedTuple):
+    """All in seconds: the time, that in which this thread worked, and that of all cores for this process."""
+
+    now: Callable[[], float]
+    busy: Callable[[], float]
+    cores: Callable[[], float]
+
+
+def _busy() -> float:
+    """What this thread computed, and on Linux how long it stood in the queue for a core.
+
+    Without the queue a loaded machine would make decoding look like a disk; and threads that wait for
+    others by turning in circles would make a disk look like decoding.
+    """
+    queued = 0.0
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        queued = int(_SCHEDULED.read_text().split()[1]) / 1e9
+    return time.thread_time() + queued
+
+
+CLOCK = Clock(time.perf_counter, _busy, time.process_time)

@@ -1,0 +1,133 @@
+"""Collectives of a recorded step: what each exchanges, with whom, and how long it was under way."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchtrim.records.profile import Collective
+
+_PLAIN, _FUNCTIONAL = "c10d", "_c10d_functional"
+_WAITS = "wait_tensor"
+_PATIENCE_SECONDS = 5.0
+
+
+@dataclass
+class _Seen:
+    """One collective. `end_ns` is 0 until it is over; if it `tells`, the thread of its backend writes it."""
+
+    name: str
+    operator: int
+    group: str
+    ranks: int
+    bytes: int
+    begin_ns: int
+    end_ns: int = 0
+    tells: bool = False
+
+
+def is_collective(func: Any) -> bool:
+    """Whether an operator is one of `torch.distributed`."""
+    return getattr(func, "namespace", "") in (_PLAIN, _FUNCTIONAL)
+
+
+class Collectives:
+    """Those of one step, in the order in which this rank issues them."""
+
+    def __init__(self) -> None:
+        self._seen: list[_Seen] = []
+        self._open: dict[int, _Seen] = {}
+
+    def ran(self, operator: int, func: Any, args: Any, result: Any, span: tuple[int, int]) -> None:
+        """An operator of `torch.distributed` has returned; what it began may still be under way."""
+        if _WAITS in str(func):
+            self._waited(args, span[1])
+            return
+        group, ranks = _group_of(args)
+        name = func.overloadpacket.__name__.strip("_")
+        seen = _Seen(name, operator, group, ranks, _bytes_of(args), span[0])
+        self._seen.append(seen)
+        if func.namespace == _FUNCTIONAL:
+            self._open |= {_key(tensor): seen for tensor in _tensors((result,))}
+        else:
+            _when_over(result, seen)
+
+    def _waited(self, args: Any, now: int) -> None:
+        for tensor in _tensors(args):
+            if (seen := self._open.pop(_key(tensor), None)) is not None:
+                seen.end_ns = now
+
+    def records(self, start_ns: int) -> list[Collective]:
+        """The records, with times from the start of the step."""
+        self._settle()
+        return [
+            Collective(
+                seen.name,
+                seen.operator,
+                seen.group,
+                seen.ranks,
+                seen.bytes,
+                max(seen.begin_ns - start_ns, 0) / 1e9,
+                max(seen.end_ns - seen.begin_ns, 0) / 1e9 if seen.end_ns else None,
+            )
+            for seen in self._seen
+        ]
+
+    def _settle(self) -> None:
+        """Wait for threads that have still to say that their work is over."""
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while time.monotonic() < deadline and any(
+            one.tells and not one.end_ns for one in self._seen
+        ):
+            time.sleep(0.001)
+
+
+def _when_over(result: Any, seen: _Seen) -> None:
+    """Note when the work is over. A backend whose work has no future is not asked."""
+
+    def over(_: Any) -> None:
+        seen.end_ns = time.perf_counter_ns()
+
+    work = result[-1] if isinstance(result, (tuple, list)) and result else result
+    with contextlib.suppress(RuntimeError, TypeError, AttributeError):
+        torch._C._distributed_c10d.Work.unbox(work).get_future().add_done_callback(over)
+        seen.tells = True
+
+
+def _group_of(args: Any) -> tuple[str, int]:
+    """The name of the group among the arguments, and its number of ranks, 0 where that is not known."""
+    for value in args:
+        if isinstance(value, torch.ScriptObject):
+            with contextlib.suppress(RuntimeError, TypeError, AttributeError):
+                group = torch._C._distributed_c10d.ProcessGroup.unbox(value)
+                return str(group.group_name), int(group.size())
+    named = [value for value in args if isinstance(value, str)]
+    return (named[-1], 0) if named else ("", 0)
+
+
+def _bytes_of(args: Any) -> int:
+    """Bytes of the largest group of tensors among the arguments."""
+    return max(
+        (
+            sum(tensor.numel() * tensor.element_size() for tensor in _tensors((value,)))
+            for value in args
+        ),
+        default=0,
+    )
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

@@ -1,0 +1,86 @@
+"""Batches are shipped in wider types than their values need.
+
+## What it does
+
+Looks at one batch of the loader. Where narrower types hold the same values bit for bit, such as `uint8`
+for images that were decoded from bytes and then made floats, half of the bytes or more can stay at home.
+The price is the time to copy what is too much from the host to the device, by the link's bandwidth.
+
+## Why is this bad?
+
+An image as `float32` is four times as many bytes as were decoded. They are written by a worker, handed
+over, pinned and copied, and the copy keeps a link busy that gradients or offloaded tensors may need.
+
+## Example
+
+```python
+transform = Compose([ToTensor(), Normalize(mean, std)])
+for images, labels in loader:
+    images = images.to(device)
+```
+
+## Use instead
+
+```python
+for images, labels in torchtrim.data.narrow(loader):
+    images = images.to(device, non_blocking=True)
+    images = (images - mean) / std
+```
+
+Or have the data set give the bytes that it decoded, and convert them after `.to(device)`.
+
+## Fix safety
+
+`narrow` gives the same bits: it packs a tensor only where it comes back so, and looks at every batch. By
+hand, `.float()` is exact, and `.div(255)` is not on a CUDA device, which multiplies by the inverse:
+the results may differ in the last bit from those of `ToTensor`. Values that were normalized on the host are
+not seen as narrow; to normalize them on the device may round otherwise.
+
+## References
+
+* [Performance tuning guide](https://pytorch.org/tutorials/recipes/recipes/tuning_guide.html)
+* [A guide on pin_memory and non_blocking](https://pytorch.org/tutorials/intermediate/pinmem_nonblock.html)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torchtrim.records.finding import Finding, Suggestion
+from torchtrim.records.profile import Profile
+from torchtrim.rules.base import Rule
+from torchtrim.rules.prices import device_of
+from torchtrim.units import format_bytes
+
+_LEAST = 2**20
+
+
+def check(profile: Profile) -> Iterator[Finding]:
+    """One finding where half of a batch's bytes or more, and a mebibyte, need not be copied."""
+    cost = profile.loader
+    if cost is None or cost.parts is None or profile.device.startswith("cpu"):
+        return
+    parts = cost.parts
+    saved = (parts.bytes - parts.narrow_bytes) * cost.batches
+    if saved < _LEAST or 2 * parts.narrow_bytes > parts.bytes:
+        return
+    yield Finding(
+        code=RULE.code,
+        path=cost.path or profile.script,
+        line=cost.line,
+        end_line=cost.line,
+        message=f"a batch ships {format_bytes(parts.bytes)}, and {format_bytes(parts.narrow_bytes)} hold "
+        f"the same values: {', '.join(parts.narrow)}",
+        count_per_step=cost.batches,
+        price_ms=saved / device_of(profile).link * 1e3,
+        source="modelled",
+        fix=Suggestion(
+            kind="advice",
+            equivalence="BITWISE",
+            reason="torchtrim.data.narrow(loader): batches are shipped narrow and widened on the device; or "
+            "have the data set give what it decoded, and convert after `.to(device)`",
+        ),
+    )
+
+
+RULE = Rule(code="TT302", name="wide-inputs", check=check)

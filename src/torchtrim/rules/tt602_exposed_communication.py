@@ -1,0 +1,107 @@
+"""A fifth of the step or more goes to collectives that nothing hides.
+
+## What it does
+
+Adds up the time in which a rank did nothing but wait for a collective, after the last rank had come to
+it, and reports it from a fifth of the step. The price is that time, of the rank that waits most.
+
+Not on an emulated device, whose ranks exchange over the host.
+
+## Why is this bad?
+
+Gradients that are exchanged while backward still computes others cost nothing. What is left at the end
+of backward, and every collective that is waited for at once, makes the step longer.
+
+## Example
+
+```python
+loss.backward()
+for parameter in model.parameters():
+    dist.all_reduce(parameter.grad)
+    parameter.grad /= dist.get_world_size()
+```
+
+## Use instead
+
+```python
+model = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=25)
+loss.backward()
+```
+
+Smaller buckets start earlier, larger ones take less time together: measure both. With gradient
+accumulation, exchange once a step (TT604). A larger batch for each rank has more to hide behind.
+
+## Fix safety
+
+How gradients are grouped into buckets leaves each sum over two ranks as it is. Over more ranks, sums
+may be added up in another order: rounding.
+
+## References
+
+* [DistributedDataParallel: internal design](https://pytorch.org/docs/stable/notes/ddp.html)
+* Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torchtrim.records.finding import Finding, Suggestion
+from torchtrim.records.profile import Profile, is_emulated
+from torchtrim.rules.across import SHARE
+from torchtrim.rules.base import Rule
+from torchtrim.rules.places import line_of
+from torchtrim.step.job import Exchange, Job, job_of
+from torchtrim.units import format_bytes, format_seconds
+
+
+def check(profile: Profile) -> Iterator[Finding]:
+    """Nothing: it takes several ranks."""
+    yield from across((profile,))
+
+
+def across(profiles: Sequence[Profile]) -> Iterator[Finding]:
+    """One finding where collectives that nothing hides take a large part of the step."""
+    if len(profiles) < 2 or is_emulated(profiles[0].device):
+        return
+    job = job_of(profiles)
+    seconds, rank = max((_exposed(job, profile.rank), profile.rank) for profile in job.profiles)
+    if seconds < SHARE * job.seconds:
+        return
+    own = next(profile for profile in job.profiles if profile.rank == rank)
+    dearest = max(job.exchanges, key=lambda one: _of(one, rank))
+    operator = next(part.operator for part in dearest.parts if part.rank == rank)
+    path, line = line_of(own, operator)
+    total = sum(one.bytes for one in job.exchanges)
+    yield Finding(
+        code=RULE.code,
+        path=path,
+        line=line,
+        end_line=line,
+        message=f"rank {rank} waits {format_seconds(seconds)} of {format_seconds(job.seconds)} "
+        f"({seconds / job.seconds:.0%}) for {_counted(len(job.exchanges))} of "
+        f"{format_bytes(total)} when it has nothing else to do",
+        count_per_step=len(job.exchanges),
+        price_ms=seconds * 1e3,
+        fix=Suggestion(
+            kind="advice",
+            reason="have gradients exchanged while backward computes others, in buckets of another size, "
+            "and once a step",
+        ),
+    )
+
+
+def _counted(number: int) -> str:
+    return f"{number} collective{'s' * (number != 1)}"
+
+
+def _exposed(job: Job, rank: int) -> float:
+    return sum(_of(exchange, rank) for exchange in job.exchanges)
+
+
+def _of(exchange: Exchange, rank: int) -> float:
+    """How long a rank was blocked by one collective that all had come to."""
+    return sum(part.blocked - exchange.waited(part) for part in exchange.parts if part.rank == rank)
+
+
+RULE = Rule(code="TT602", name="exposed-communication", check=check, across=across)

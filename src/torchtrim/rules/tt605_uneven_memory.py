@@ -1,0 +1,101 @@
+"""One rank needs a tenth more memory than the others, or more.
+
+## What it does
+
+Compares the peaks of all ranks, and reports the largest where it is a tenth higher than that of the rank
+in the middle, and a mebibyte. The price is the difference. It names what that rank holds at its peak and
+another does not.
+
+## Why is this bad?
+
+The batch has to fit the rank that needs most; on the others memory lies idle. Often it is rank 0, which
+keeps what it logs, evaluates or saves.
+
+## Example
+
+```python
+if dist.get_rank() == 0:
+    outputs.append(model(inputs))
+```
+
+## Use instead
+
+```python
+if dist.get_rank() == 0:
+    outputs.append(model(inputs).detach().cpu())
+```
+
+Load checkpoints with `map_location`: without it every rank loads onto the device that wrote it.
+
+## Fix safety
+
+Copies on the host have the same values.
+
+## References
+
+* [Saving and loading DDP checkpoints](https://pytorch.org/tutorials/intermediate/ddp_tutorial.html#save-and-load-checkpoints)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from statistics import median_low
+
+from torchtrim.memory.peak import holders
+from torchtrim.records.finding import Finding, Suggestion
+from torchtrim.records.profile import Profile
+from torchtrim.records.report import Holder
+from torchtrim.rules.base import Rule
+from torchtrim.units import format_bytes
+
+_LEAST = 2**20
+_SHARE = 0.1
+_MANY = 1000
+
+
+def check(profile: Profile) -> Iterator[Finding]:
+    """Nothing: it takes several ranks."""
+    yield from across((profile,))
+
+
+def across(profiles: Sequence[Profile]) -> Iterator[Finding]:
+    """One finding where the largest rank needs much more than the one in the middle."""
+    usual = median_low(profile.peak_bytes for profile in profiles)
+    largest = max(profiles, key=lambda profile: profile.peak_bytes)
+    more = largest.peak_bytes - usual
+    if more < max(_LEAST, _SHARE * usual):
+        return
+    middle = next(profile for profile in profiles if profile.peak_bytes == usual)
+    held = _held_more(largest, middle)
+    what = f"most of it {held.kind} {held.module}".rstrip() if held else "no single thing of it"
+    yield Finding(
+        code=RULE.code,
+        path=held.path if held and held.path else largest.script,
+        line=held.line if held else 0,
+        end_line=held.line if held else 0,
+        message=f"rank {largest.rank} peaks at {format_bytes(largest.peak_bytes)}, "
+        f"{format_bytes(more)} over rank {middle.rank}: {what}",
+        count_per_step=1,
+        price_bytes=more,
+        fix=Suggestion(
+            kind="advice",
+            reason=f"have rank {largest.rank} keep no more than the others, or keep it on the host",
+        ),
+    )
+
+
+def _held_more(largest: Profile, other: Profile) -> Holder | None:
+    """What the largest rank holds at its peak beyond what the other does."""
+    known = {_key(holder): holder.bytes for holder in holders(other, most=_MANY)}
+    excess = [
+        (holder.bytes - known.get(_key(holder), 0), number, holder)
+        for number, holder in enumerate(holders(largest, most=_MANY))
+    ]
+    return max(excess)[2] if excess and max(excess)[0] > 0 else None
+
+
+def _key(holder: Holder) -> tuple[str, str, str, int]:
+    return holder.kind, holder.module, holder.path, holder.line
+
+
+RULE = Rule(code="TT605", name="uneven-memory", check=check, across=across)

@@ -1,0 +1,86 @@
+"""The ranks wait for the loader of one of them.
+
+## What it does
+
+As TT601, where the rank that comes last was late since it waited for its own `DataLoader`, at least half
+of the time that the others waited for it. The price is that time.
+
+## Why is this bad?
+
+The loader of one rank holds up all of them. Its data may lie on a slower disk, its samples may be
+larger, its workers may have fewer cores; or one rank alone decodes and hands out.
+
+## Example
+
+```python
+loader = DataLoader(dataset, batch_size=64, sampler=DistributedSampler(dataset))
+```
+
+## Use instead
+
+```python
+loader = DataLoader(
+    dataset,
+    batch_size=64,
+    sampler=DistributedSampler(dataset),
+    num_workers=4,
+    prefetch_factor=4,
+    persistent_workers=True,
+)
+```
+
+Batches that are read ahead hide a slow one. Where one rank is always the slow one, look at where its
+data lies and at what else runs there.
+
+## Fix safety
+
+Workers fetch the same samples in the same order. Random transforms draw from each worker's own
+generator, so their numbers differ.
+
+## References
+
+* [torch.utils.data: multi-process data loading](https://pytorch.org/docs/stable/data.html#multi-process-data-loading)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torchtrim.records.finding import Finding, Suggestion
+from torchtrim.records.profile import Profile
+from torchtrim.rules.across import lags
+from torchtrim.rules.base import Rule
+from torchtrim.step.job import job_of
+from torchtrim.units import format_seconds
+
+
+def check(profile: Profile) -> Iterator[Finding]:
+    """Nothing: it takes several ranks."""
+    yield from across((profile,))
+
+
+def across(profiles: Sequence[Profile]) -> Iterator[Finding]:
+    """One finding for each rank whose loader the others wait for."""
+    job = job_of(profiles)
+    for lag in lags(job) if len(profiles) > 1 else ():
+        if lag.loading < lag.seconds / 2:
+            continue
+        yield Finding(
+            code=RULE.code,
+            path=profiles[0].script,
+            line=0,
+            end_line=0,
+            message=f"the other ranks wait {format_seconds(lag.seconds)} of "
+            f"{format_seconds(job.seconds)} ({lag.seconds / job.seconds:.0%}) for the data loader of rank "
+            f"{lag.rank}",
+            count_per_step=lag.times,
+            price_ms=lag.seconds * 1e3,
+            fix=Suggestion(
+                kind="advice",
+                reason=f"have the loader of rank {lag.rank} read ahead: more workers, a larger "
+                "prefetch_factor; or give it data as quick to read as the others'",
+            ),
+        )
+
+
+RULE = Rule(code="TT606", name="loader-of-another-rank", check=check, across=across)

@@ -1,0 +1,205 @@
+"""Runs an unmodified script as several ranks on this machine, and sees to it that all of them end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import torch
+
+from torchtrim.errors import Unsupported
+from torchtrim.records.trial import Crash
+from torchtrim.run.processes import Process
+from torchtrim.run.script import (
+    OUTCOME,
+    STATUS,
+    TASK,
+    Ended,
+    Script,
+    environment_of,
+    text_of,
+    what_ended,
+)
+from torchtrim.run.stacks import STACK, asked_where
+from torchtrim.run.warm import start
+
+SURVIVORS_SECONDS = 15.0
+"""How long the other ranks may go on once one has failed."""
+PATIENCE_SECONDS = 60.0
+"""How much longer than the first rank that is done the others may take, besides as long again."""
+_HOST = "127.0.0.1"
+_POLL_SECONDS = 0.05
+
+
+class RankEnded(NamedTuple):
+    """How a rank ended. `failed_ns`: when it failed, None where it did not or was stopped by us.
+
+    `stopped`: it still ran when it was, after so many `seconds`. `stack`: where its main thread was then,
+    innermost line first.
+    """
+
+    number: int
+    ended: Ended
+    failed_ns: int | None
+    stopped: bool
+    seconds: float
+    stack: tuple[str, ...]
+
+
+class _Glance(msgspec.Struct):
+    """What of an outcome tells how a rank ended."""
+
+    crash: Crash | None = None
+
+
+class _Rank:
+    """One rank that runs."""
+
+    def __init__(self, number: int, folder: Path, process: Process) -> None:
+        self.number = number
+        self.folder = folder
+        self.process = process
+        self.state: Literal["runs", "done", "failed"] = "runs"
+        self.failed_ns: int | None = None
+        self.stack: tuple[str, ...] = ()
+
+    def look(self) -> None:
+        """See whether it is done or has failed: it has where it left a crash, or ended and left nothing."""
+        if self.state != "runs":
+            return
+        gone = self.process.ended()
+        outcome = self.folder / OUTCOME
+        if outcome.exists():
+            crash = msgspec.json.decode(outcome.read_bytes(), type=_Glance).crash
+            self.state = "done" if crash is None else "failed"
+            self.failed_ns = outcome.stat().st_mtime_ns if crash is not None else None
+        elif gone:
+            self.state, self.failed_ns = "failed", time.time_ns()
+
+    def status(self) -> str:
+        """What it said last."""
+        return text_of(self.folder / STATUS)
+
+
+def folder_of(folder: Path, number: int, only: int = -1) -> Path:
+    """Where a rank's files are; those of the rank that alone is wanted lie in the folder itself."""
+    return folder if number == only else folder / f"rank-{number}"
+
+
+def run_ranks(
+    script: Script,
+    tasks: Sequence[bytes],
+    *,
+    folder: Path,
+    progress: Callable[[str], None],
+) -> list[RankEnded]:
+    """Run a task for each rank. All are gone, with what they started, when this returns or raises.
+
+    Where one fails, the others have `SURVIVORS_SECONDS` left.
+    """
+    store = meeting_place()
+    ranks: list[_Rank] = []
+    began = time.monotonic()
+    try:
+        for number, task in enumerate(tasks):
+            ranks.append(_started(script, number, task, folder, store.port))
+        timed_out = _wait(ranks, script.timeout, progress)
+        seconds = min(time.monotonic() - began, script.timeout)
+        running = [rank for rank in ranks if rank.state == "runs"]
+        for rank, stack in zip(running, asked_where([_of(r) for r in running]), strict=True):
+            rank.stack = stack
+    finally:
+        for rank in ranks:
+            rank.process.end()
+    return [
+        RankEnded(
+            rank.number,
+            what_ended(rank.folder, rank.process, timed_out and rank.state == "runs"),
+            rank.failed_ns,
+            rank.state == "runs",
+            seconds,
+            rank.stack,
+        )
+        for rank in ranks
+    ]
+
+
+def _of(rank: _Rank) -> tuple[int, Path]:
+    return rank.process.pid, rank.folder / STACK
+
+
+def meeting_place() -> Any:
+    """Where the ranks meet: at a free port, which is ours from the beginning."""
+    distributed: Any = torch.distributed
+    if not distributed.is_available():
+        raise Unsupported("this build of torch has no torch.distributed, so there are no ranks.")
+    return distributed.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+
+
+def _started(script: Script, number: int, task: bytes, folder: Path, port: int) -> _Rank:
+    own = folder_of(folder, number, script.only)
+    own.mkdir(exist_ok=True)
+    (own / TASK).write_bytes(task)
+    environment = environment_of(script) | rank_environment(number, script.processes, port)
+    process = start("torchtrim.run.worker", own, own / "output", environment, script.path)
+    return _Rank(number, own, process)
+
+
+def rank_environment(number: int, world: int, port: int) -> dict[str, str]:
+    """What a rank finds in its environment, as torchrun would set it."""
+    return {
+        "RANK": str(number),
+        "LOCAL_RANK": str(number),
+        "ROLE_RANK": str(number),
+        "ROLE_WORLD_SIZE": str(world),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": _HOST,
+        "MASTER_PORT": str(port),
+        "TORCHTRIM_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": "torchtrim",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+    }
+
+
+def _wait(ranks: Sequence[_Rank], timeout: float, progress: Callable[[str], None]) -> bool:
+    """Wait until every rank is done, or may not go on. True if one ran too long, and none failed."""
+    began = time.monotonic()
+    deadline = began + timeout
+    states: tuple[str, ...] = ()
+    said = ""
+    while time.monotonic() < deadline:
+        for rank in ranks:
+            rank.look()
+        now = tuple(rank.state for rank in ranks)
+        if "runs" not in now:
+            return False
+        if now != states:
+            states, deadline = now, min(deadline, _limit(now, began))
+        said = _tell(ranks, said, progress)
+        time.sleep(_POLL_SECONDS)
+    return "failed" not in states
+
+
+def _limit(states: tuple[str, ...], began: float) -> float:
+    """Until when those that run may go on."""
+    now = time.monotonic()
+    if "failed" in states:
+        return now + SURVIVORS_SECONDS
+    return now + (now - began) + PATIENCE_SECONDS if "done" in states else float("inf")
+
+
+def _tell(ranks: Sequence[_Rank], said: str, progress: Callable[[str], None]) -> str:
+    """Say what the first of the ranks that run is at, if that is news."""
+    status = next((rank.status() for rank in ranks if rank.state == "runs"), "")
+    if status and status != said:
+        progress(f"{status}, {len(ranks)} ranks")
+        return status
+    return said

@@ -1,0 +1,54 @@
+"""Several ranks, from a budget to a certificate that names them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from torchtrim.errors import Unsupported
+from torchtrim.loops.optimize import Fitting, fitted
+from torchtrim.loops.verify import verify_pair
+from torchtrim.records.trial import Request
+from torchtrim.report.ranks import rank_lines
+from torchtrim.run.script import Script, working_folder
+from torchtrim.run.trials import run_trial
+
+SCRIPT = str(Path(__file__).parent.parent / "scripts" / "ranks.py")
+REQUEST = Request(steps=1)
+LARGE = ("--batch", "512", "--width", "64", "--blocks", "6", "--rows", "2048")
+
+
+def script(*words: str) -> Script:
+    return Script(SCRIPT, words, processes=2)
+
+
+def test_one_plan_fits_every_rank_and_is_certified_on_each() -> None:
+    workload = script(*LARGE)
+    found = Fitting(workload, REQUEST, lambda _: None).nearest("70%")
+    assert found.missed is None
+    assert found.planned is not None
+    assert found.certificate is not None
+    assert max(rank.peak_bytes for rank in found.planned.ranks) <= found.budget_bytes
+    assert found.certificate.verdict == "BITWISE"
+    assert found.certificate.coverage is not None
+    assert found.certificate.coverage.processes == (0, 1)
+    assert "on each of 2 ranks" in found.certificate.reason
+    report = fitted(workload, found, "allocated").report
+    lines = rank_lines(report)
+    assert [line.partition(":")[0] for line in lines] == ["rank 0", "rank 1"]
+    assert all("->" in line for line in lines)
+
+
+@pytest.mark.slow
+def test_a_rank_that_computes_something_else_is_named() -> None:
+    found = verify_pair(script(), script("--seed-of", "1"), REQUEST)
+    certificate = found.report.certificate
+    assert certificate is not None
+    assert certificate.verdict == "NOT EQUAL"
+    assert certificate.reason.startswith("rank ")
+
+
+def test_an_estimate_is_of_one_process() -> None:
+    with working_folder() as folder, pytest.raises(Unsupported, match="--processes"):
+        run_trial(script(), Request(dry=True), folder)
