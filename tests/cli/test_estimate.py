@@ -70,7 +70,7 @@ def test_a_process_of_eight(tmp_path: Path) -> None:
     said = " ".join(result.stdout.split())
     assert "Fits" in said
     assert "the first of 8 ranks, fully_shard on 4 blocks" in said
-    assert "gathered from all ranks" in said
+    assert "gathered" in said
     assert "torchtrim plan" not in said
 
 

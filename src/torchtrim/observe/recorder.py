@@ -7,15 +7,12 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch._C import (
-    DisableTorchFunctionSubclass,
-    _current_autograd_node,
-)
+from torch._C import DisableTorchFunctionSubclass, _current_autograd_node
 from torch._C._autograd import _get_sequence_nr
 from torch._C._dynamo import eval_frame
 from torch._C._profiler import _RecordFunctionFast
@@ -429,8 +426,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             args[position] if position < len(args) else kwargs.get(name)
             for position, name in known.written
         ]
-        parts = (part for tensor in tensors_among(values) for part in parts_of(tensor))
-        numbers = dict.fromkeys(map(self.storages.settle, parts))
+        numbers = dict.fromkeys(map(self.storages.settle, _parts_among(values)))
         numbers.pop(-1, None)
         return tuple(numbers)
 
@@ -442,12 +438,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _elsewhere(self) -> bool:
-        """In a forked process, or under a mode of fake tensors that was not there at the start."""
         return os.getpid() != self._pid or fake_mode() is not self._fake
 
     def _passed_on(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Not recorded: in a forked process, where DTensor asks for shapes, and a subclass, whose own
-        operators come here in turn."""
+        """Not recorded: elsewhere, and a subclass, whose own operators come here in turn."""
         if self._elsewhere() or any(issubclass(kind, FakeTensor) for kind in types):
             return func(*args, **kwargs)
         return NotImplemented
@@ -472,6 +466,11 @@ def _plainly(func: Any, args: Any, kwargs: Any) -> Any:
 def profiler_range(name: str) -> Any:
     """A range of the profiler's user scope, to be entered as often as wanted."""
     return _RecordFunctionFast(name, (), {"scope": "user_scope"})
+
+
+def _parts_among(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for tensor in tensors_among(values):
+        yield from parts_of(tensor)
 
 
 def _skip_in_dynamo(function: Any) -> None:

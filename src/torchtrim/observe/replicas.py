@@ -40,7 +40,8 @@ def _wrappers(modules: Modules) -> Iterator[tuple[int, Any]]:
     if parallel is None:
         return
     for number, (_, module) in enumerate(modules.live()):
-        if isinstance(module, parallel.DistributedDataParallel):
+        wraps = isinstance(module, parallel.DistributedDataParallel)
+        if wraps and hasattr(module, "find_unused_parameters"):  # one that is sharded has none
             yield number, module
 
 
