@@ -50,7 +50,7 @@ from torchtrim.techniques.base import exportable, names, technique
 from torchtrim.techniques.export import exported
 from torchtrim.techniques.fingerprint import sha256_of
 from torchtrim.units import format_bytes, parse_bytes
-from torchtrim.verifier.as_asked import COARSE_LIMIT, as_asked, asked_of, by_hand
+from torchtrim.verifier.as_asked import as_asked, asked_of, by_hand, limit_of
 from torchtrim.verifier.certify import Contest
 from torchtrim.verifier.ranks import certify_ranks
 
@@ -271,7 +271,7 @@ class Fitting:
         """Against the original in which a person made the same replacement."""
         replaced = by_hand(self._request, plan)
         reference = self._run(replaced, "original, with what was asked for made by hand")
-        contest = Contest(self.workload, self.workload, replaced, request, COARSE_LIMIT)
+        contest = Contest(self.workload, self.workload, replaced, request, limit_of(plan))
         found = certify_ranks(contest, reference, planned, self._progress)
         return as_asked(found, plan, original, planned)
 

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -426,7 +426,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             args[position] if position < len(args) else kwargs.get(name)
             for position, name in known.written
         ]
-        numbers = dict.fromkeys(map(self.storages.settle, _parts_among(values)))
+        parts = (part for tensor in tensors_among(values) for part in parts_of(tensor))
+        numbers = dict.fromkeys(map(self.storages.settle, parts))
         numbers.pop(-1, None)
         return tuple(numbers)
 
@@ -438,10 +439,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _elsewhere(self) -> bool:
+        """In a forked process, or under a mode of fake tensors that was not there at the start."""
         return os.getpid() != self._pid or fake_mode() is not self._fake
 
     def _passed_on(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Not recorded: elsewhere, and a subclass, whose own operators come here in turn."""
+        """Not recorded: in a forked process, where DTensor asks for shapes, and a subclass, whose own
+        operators come here in turn."""
         if self._elsewhere() or any(issubclass(kind, FakeTensor) for kind in types):
             return func(*args, **kwargs)
         return NotImplemented
@@ -466,11 +469,6 @@ def _plainly(func: Any, args: Any, kwargs: Any) -> Any:
 def profiler_range(name: str) -> Any:
     """A range of the profiler's user scope, to be entered as often as wanted."""
     return _RecordFunctionFast(name, (), {"scope": "user_scope"})
-
-
-def _parts_among(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    for tensor in tensors_among(values):
-        yield from parts_of(tensor)
 
 
 def _skip_in_dynamo(function: Any) -> None:

@@ -138,7 +138,8 @@ class StreamRunner:
     def _keep(self, tensors: list[torch.Tensor]) -> None:
         for number, tensor in enumerate(tensors):
             real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-            (self._folder / f"{KEPT}{number}").write_bytes(bytes_of(real.double()))
+            wide = real.double()
+            (self._folder / f"{KEPT}{number}").write_bytes(bytes_of(wide))
 
     def _done(self) -> NoReturn:
         if self._written:

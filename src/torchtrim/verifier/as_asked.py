@@ -11,15 +11,22 @@ from torchtrim.records.certificate import Asked, Certificate
 from torchtrim.records.plan import Plan, Technique
 from torchtrim.records.trial import Request, Trial
 from torchtrim.techniques.base import Replaces, technique
+from torchtrim.verifier.certify import ROUNDING_LIMIT
 
-COARSE_LIMIT = 0.5
+_COARSE_LIMIT = 0.5
 """The largest difference that may be rounding where a program computes in half precision: bfloat16 has 8
-bits, 2**16 times fewer than float32, for which the limit is 1e-2. Whether it is rounding float64 says."""
+bits, 2**16 times fewer than float32. Whether it is rounding float64 says."""
 
 
 def asked_of(plan: Plan) -> tuple[Technique, ...]:
     """The techniques of a plan that make another function."""
     return tuple(one for one in plan.techniques if one.equivalence == "SEMANTIC")
+
+
+def limit_of(plan: Plan) -> float:
+    """Above it no difference from the program with its replacement made by hand is taken for rounding."""
+    coarse = any(one.name == "precision" for one in asked_of(plan))
+    return _COARSE_LIMIT if coarse else ROUNDING_LIMIT
 
 
 def by_hand(request: Request, plan: Plan) -> Request:
