@@ -77,7 +77,7 @@ ARGUMENTS = {
     "undo": ("path",),
     "verify": ("script", "args"),
 }
-MOST_OPTIONS = 21
+MOST_OPTIONS = 22
 
 
 def verb(name: str) -> click.Command:

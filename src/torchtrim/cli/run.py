@@ -64,7 +64,7 @@ def _check_alone(options: dict[str, Any]) -> None:
     if options["every"] is not None:
         raise UsageError(
             "--verify-every compares the steps of one process, and --processes starts several. Give one "
-            "of them; `torchtrim verify SCRIPT --plan PLAN --processes N` compares all ranks beforehand."
+            "of them; `torchtrim verify` with --processes compares all ranks beforehand."
         )
 
 

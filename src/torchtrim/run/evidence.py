@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchtrim.observe.allocator import own
 from torchtrim.observe.modules import Modules
@@ -273,10 +272,10 @@ def digest_of(tensor: torch.Tensor) -> str:
 def bytes_of(tensor: torch.Tensor) -> bytes | memoryview:
     """The elements in order, as bytes; shared with the tensor where it is contiguous and on CPU.
 
-    Of a wrapper, such as a tensor of several ranks, those of what it wraps here.
+    Of a tensor of several ranks those of what is here.
     """
     wrapper: Any = tensor
-    if is_traceable_wrapper_subclass(wrapper):
+    if type(wrapper).__module__.startswith("torch.distributed."):
         return b"".join(bytes(bytes_of(part)) for part in parts_of(tensor))
     flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     size = flat.numel() * flat.element_size()

@@ -100,7 +100,10 @@ def run_planned(script: Script, plan: Plan | None, applier: Applier | None = Non
         _in_stages(script, target, plan)
         return
     if plan is None or not plan.techniques:
-        _as_python(script, target)
+        try:
+            _as_python(script, target)
+        finally:
+            flush_files()
         return
     applier = applier or Applier(plan)
     eagerly = Eagerly(_say_eager)
@@ -121,7 +124,8 @@ _BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 def flush_files() -> None:
     """Write out what the script's open files still hold.
 
-    A graph that runs the script's modules again keeps all of the script alive to the end of the process.
+    What keeps the script alive to the end of the process, such as a graph that runs its modules again, keeps
+    its files open.
     """
     for one in gc.get_objects():
         if issubclass(type(one), _BUFFERED):

@@ -161,6 +161,7 @@ def _run_live(
             _running_dry(dry) as notes,
             wide,
             seeming_ranks(request.ranks, sharded=request.sharding is not None),
+            _finished_first(session),
         ):
             for number in range(request.total):
                 workload.step(0 if dry else number, dtype)
@@ -185,6 +186,16 @@ def _run_live(
             parameter.data = parameter.data.to(kind)
         workload.turn(0)
         snapshot.restore()
+
+
+@contextlib.contextmanager
+def _finished_first(session: Session) -> Iterator[None]:
+    """After an error the session takes its own patches back before those that it was begun under go."""
+    try:
+        yield
+    except BaseException:
+        session.finish()
+        raise
 
 
 def _time_more(workload: TrainStep | Inference, session: Session) -> None:
