@@ -332,8 +332,8 @@ def estimate(
     `workload` may be a function that makes one; then what it makes takes no memory either, so that a
     model can be estimated that does not fit here. `device`: `"cpu"`, by default; the name of a GPU to
     estimate for, such as `"h100"`; or `"emulated"` for any. `ranks`: of how many processes this is to be the
-    first, and the one whose memory is told; no other is started. `fsdp`: its model is sharded over them with
-    `fully_shard`; a `Sharding` says how. `workload` then is a function or a script.
+    first, and the one whose memory is reported; no other is started. `fsdp`: its model is sharded over them
+    with `fully_shard`; a `Sharding` says how. `workload` then is a function or a script.
 
     Raises `UsageError` for what is no workload, and `Unsupported` for an operator of which nobody knows what
     it gives and for a model that `fully_shard` refuses.

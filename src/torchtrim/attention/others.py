@@ -40,7 +40,7 @@ _OTHERS = (
     Other(
         "MaxViT and CoAtNet",
         ("rel_pos",),
-        "its bias lies in a module of its own, over images that are cut into blocks or grids outside of it",
+        "its bias is in a module of its own, over images that are cut into blocks or grids outside of it",
     ),
     Other(
         "iRPE in DETR",

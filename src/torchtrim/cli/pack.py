@@ -61,7 +61,7 @@ def command(
 
     FILE has comma-separated values with the columns id, lower, upper and size: a buffer of that many bytes
     is alive from lower until just before upper. Where there is a column alignment, its offset is a multiple
-    of that. Interrupted, the best so far is told and written, and the exit code is 130.
+    of that. Interrupted, the best so far is printed and written, and the exit code is 130.
     """
     from torchtrim.api import read_buffers, why_invalid, write_offsets
     from torchtrim.errors import UsageError

@@ -50,7 +50,7 @@ def memory_bytes(parts: BatchParts, settings: LoaderSettings) -> int:
 
 
 def _computing(parts: BatchParts, settings: LoaderSettings) -> float:
-    """Seconds in which a core works for one batch; the whole time of a batch that is asked for at once."""
+    """Seconds in which a core works for one batch; the whole time of a batch that is fetched as a whole."""
     if settings.whole and parts.whole is not None:
         return parts.whole
     return parts.decoding + parts.collating

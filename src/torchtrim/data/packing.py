@@ -49,7 +49,7 @@ def tensors_in(batch: Any) -> Iterable[torch.Tensor]:
 def narrowest(tensor: torch.Tensor) -> torch.dtype:
     """The narrowest type from which the values come back bit for bit; its own where there is none.
 
-    `uint8` stands for floats too that are whole numbers up to 255, or those divided by 255, as
+    `uint8` takes floats too that are whole numbers up to 255, or those divided by 255, as
     `ToTensor` makes them. Judged by the first four million values.
     """
     packed = packed_in(tensor.detach().reshape(-1)[:_MOST])
@@ -66,7 +66,7 @@ class Packed(NamedTuple):
     def widened(self) -> torch.Tensor:
         """The tensor as it was, bit for bit, on the device where the values are now.
 
-        What is divided is divided by a tensor there: by a number, CUDA would multiply by its inverse.
+        It divides by a tensor there: by a number, CUDA would multiply by its inverse.
         """
         wide = self.values.to(self.dtype)
         if self.scale == 1.0:

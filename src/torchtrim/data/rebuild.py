@@ -76,7 +76,7 @@ def end_workers(loader: Any) -> None:
 
 
 def _batches(loader: Any, settings: LoaderSettings) -> dict[str, Any]:
-    """What groups the samples. A batch that is asked for at once is one sample of a sampler of batches."""
+    """What groups the samples. A batch that is fetched as a whole is one sample of a sampler of batches."""
     source = Source.of(loader)
     if settings.whole and source.grouped and source.mapped:
         return {"batch_size": None, "sampler": loader.batch_sampler}

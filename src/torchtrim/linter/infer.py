@@ -399,7 +399,7 @@ def _is_text(node: ast.expr) -> bool:
 
 
 def _text(node: ast.expr | None) -> str | None:
-    """A key that stands there."""
+    """A key that is there."""
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
 
 

@@ -18,7 +18,7 @@ class Kind:
 
     `plain` is what Python itself has: numbers, text, shapes, None. A `sequence` holds `part`, a `layer`
     gives a tensor where it is called, a `mapping` has a `part` for all its values, and `items` for those
-    whose key is text that stands there. `on` is where a tensor is, or which a device is: `""` where that
+    whose key is text that is there. `on` is where a tensor is, or which a device is: `""` where that
     is not known, `"mixed"` where it was computed from one of the host and something unknown. `dtype` is
     `"bool"` or `"int"`, `""` otherwise. `single`: of no dimensions. `sure`: computed as a tensor, where
     an annotation alone may be wrong.

@@ -260,7 +260,7 @@ def _placed(last: str, call: Call, otherwise: On) -> Kind:
 
 
 def _asked(call: Call, otherwise: On) -> On:
-    """Where a call's `device=` says, a name of a device that stands there included."""
+    """Where a call's `device=` says, a name of a device that is there included."""
     if "device" not in call.words:
         return otherwise
     node = next(word.value for word in call.node.keywords if word.arg == "device")

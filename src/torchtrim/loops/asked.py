@@ -48,7 +48,7 @@ def semantic_names() -> list[str]:
 
 
 def check_named(allowed: Allowance) -> None:
-    """Raises `UsageError` where a technique is named that is none, or makes no other function."""
+    """Raises `UsageError` where a technique is named that does not exist, or makes no other function."""
     known = semantic_names()
     for name in sorted((allowed.named or frozenset()) - {*known}):
         what = "keeps the function" if name in names() else "is no technique"
@@ -104,7 +104,7 @@ def recorded(
     run: Callable[[Choice], Trial],
     failed: Callable[[str], None],
 ) -> Iterator[Recorded]:
-    """The trials of what is wanted, and of the lowest of each technique together. `failed` is told of
+    """The trials of what is wanted, and of the lowest of each technique together. `failed` hears of
     others."""
     lowest: dict[str, Recorded] = {}
     for choice in wanted:

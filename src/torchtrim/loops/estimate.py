@@ -225,7 +225,7 @@ class Estimate:
         return now, lambda length: self._fresh().resized(dimension, now, length)
 
     def _fresh(self) -> Model:
-        """The live workload; one that is sharded is made anew, since that cannot be taken back."""
+        """The live workload; one that is sharded is made anew, since that cannot be undone."""
         if self._make is not None:
             return _built(self._make)[0]  # type: ignore[return-value]
         assert not isinstance(self.workload, Script)

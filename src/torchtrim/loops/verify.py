@@ -87,7 +87,7 @@ def check_certificate(
 ) -> tuple[bool, Result]:
     """Repeat a certificate that was kept: whether it still holds, and the new one with what has changed.
 
-    Raises `UnreadableInput` for a file that is none, and `UsageError` where its scripts are gone.
+    Raises `UnreadableInput` for another file, and `UsageError` where its scripts are gone.
     """
     old = load_certificate(path)
     request = Request(steps=old.steps, warmup=old.warmup)

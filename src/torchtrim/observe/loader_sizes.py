@@ -24,7 +24,7 @@ def patch_loaders(
 ) -> None:
     """Loaders that batch give `wanted` samples, if not what they would. `here`: they load in this process.
 
-    `seen` is told what they would give. One whose data set has fewer samples raises `ValueError`.
+    `seen` hears what they would give. One whose data set has fewer samples raises `ValueError`.
     """
     original: Any = DataLoader.__init__
 

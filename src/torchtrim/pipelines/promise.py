@@ -246,7 +246,7 @@ def _sums_all(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 class Part:
-    """Computes what was promised for one micro-batch: `number` of `count`."""
+    """Computes the promise for one micro-batch: `number` of `count`."""
 
     def __init__(self, leaves: Sequence[Tensor], number: int, count: int) -> None:
         self._leaves = leaves

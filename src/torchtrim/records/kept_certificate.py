@@ -54,7 +54,7 @@ class KeptCertificate(Struct, frozen=True, kw_only=True):
 
 
 def load_certificate(path: Path) -> KeptCertificate:
-    """Load a certificate. Raises `UnreadableInput`, naming the field, for anything that is none."""
+    """Load a certificate. Raises `UnreadableInput`, naming the field, for anything else."""
     return decode(read_bounded(path, _MOST_BYTES), KeptCertificate, str(path), name="certificate")
 
 

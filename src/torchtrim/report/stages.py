@@ -22,7 +22,7 @@ _NARROWEST = 13.0
 
 
 def lines(found: PipelineReport) -> list[str]:
-    """What is planned, a line for the whole and one for each stage."""
+    """The plan, a line for the whole and one for each stage."""
     one = found.pipeline
     replicas = f" x {one.replicas} replicas" if one.replicas > 1 else ""
     count = len(one.cuts) + 1

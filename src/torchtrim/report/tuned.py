@@ -8,7 +8,7 @@ from torchtrim.units import format_seconds
 
 
 def tuned_lines(report: Report) -> list[str]:
-    """What was tried, the quickest first, what was not, and the line to change."""
+    """The settings that were tried, the quickest first, those that were not, and the line to change."""
     found = report.tuned
     if found is None:
         return []
@@ -44,7 +44,7 @@ def _tried(one: Tried) -> str:
 
 def said_of(settings: LoaderSettings) -> str:
     """Settings in words."""
-    whole = ", each batch asked for at once" if settings.whole else ""
+    whole = ", each batch fetched as a whole" if settings.whole else ""
     if not settings.workers:
         return f"no workers{whole}"
     plural = "s" * (settings.workers != 1)

@@ -8,7 +8,7 @@ much the peak would be lower without them. Nothing is reported below 2 % of the 
 
 ## Why is this bad?
 
-An average of the weights is read and written once a step, and lies on the device all the time. A reference
+An average of the weights is read and written once a step, and is on the device all the time. A reference
 that is not trained gives the same numbers for the same sample in each epoch.
 
 ## Example

@@ -11,7 +11,7 @@ looked for only where it is asked for: `torchtrim diagnose --capture`. Needs no 
 
 A captured step is launched with one call, so a step of many small kernels is no longer bound by the host.
 One line that waits ends the capture with an error; one that reads the host's memory is replayed with what
-stood there when it was captured, and nothing says so.
+was there when it was captured, and nothing says so.
 
 ## Example
 
@@ -78,7 +78,7 @@ class Obstacle(NamedTuple):
 
 _UPLOAD = Obstacle(
     "host memory",
-    "copies from the host's memory, and a replay copies what lies at the same address then",
+    "copies from the host's memory, and a replay copies what is at the same address then",
     "copy into a tensor of the device that stays, before the replay",
 )
 _NUMBER = Obstacle(

@@ -8,7 +8,7 @@ another does not.
 
 ## Why is this bad?
 
-The batch has to fit the rank that needs most; on the others memory lies idle. Often it is rank 0, which
+The batch has to fit the rank that needs most; on the others memory is idle. Often it is rank 0, which
 keeps what it logs, evaluates or saves.
 
 ## Example

@@ -30,7 +30,7 @@ loader = DataLoader(
 ```
 
 Batches that are read ahead hide a slow one. Where one rank is always the slow one, look at where its
-data lies and at what else runs there.
+data is and at what else runs there.
 
 ## Fix safety
 

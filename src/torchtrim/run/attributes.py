@@ -18,10 +18,10 @@ _DEEPEST = 4
 
 
 def attributes(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Any]]:
-    """`(name, value)` of what a module was given: a tensor, or a text that stands for all else.
+    """`(name, value)` of what a module was given: a tensor, or a text in place of all else.
 
     A float is a tensor of float64, since it may be rounded. Of what nobody knows only the type counts, and
-    `inplace` says where a result lies, not what it is.
+    `inplace` says where a result is, not what it is.
     """
     for path, module in modules:
         for name, value in list(vars(module).items()):

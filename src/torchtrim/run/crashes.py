@@ -1,4 +1,4 @@
-"""What a person is told of a script that failed."""
+"""What a person reads of a script that failed."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class Live(Applier, Listener):
     """Applies the plan, and has each step whose number is a multiple of `every` judged before it runs.
 
     `judge` gets a way to ask for a copy's step, None for one that died. `differs` is called with the number
-    of the step and the verdict: the plan may be taken back there, or the run stopped.
+    of the step and the verdict: the plan may be reverted there, or the run stopped.
     """
 
     def __init__(

@@ -61,7 +61,7 @@ class Alone(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Nothing: `fully_shard` reduces in every backward unless it is told otherwise."""
+        """Nothing: `fully_shard` reduces in every backward unless it is set otherwise."""
         yield
 
 

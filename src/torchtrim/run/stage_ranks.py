@@ -69,7 +69,7 @@ class _Ending(NamedTuple):
 
 
 def _wait(processes: Sequence[Process], folders: Sequence[Path], timeout: float) -> _Ending:
-    """Wait until all have ended, or, a little later, one without what was wanted."""
+    """Wait until all have ended, or, a little later, one without the file that was wanted."""
     deadline = time.monotonic() + timeout
     left = list(range(len(processes)))
     first = -1

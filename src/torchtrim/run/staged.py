@@ -66,7 +66,7 @@ class PutsInStages(Listener):
         self.watches()
 
     def close(self) -> None:
-        """Take back what was changed outside the model."""
+        """Undo the changes outside the model."""
         self._stack.close()
 
 

@@ -81,7 +81,7 @@ def _task(script: Script, request: Request) -> Task:
 
 
 def _trial_of(script: Script, request: Request, ended: Ended) -> Trial:
-    """The trial that a process left. Raises what a person is told where it failed."""
+    """The trial that a process left. Raises what a person reads where it failed."""
     if ended.outcome is None:
         died = failure(ended, script.timeout)
         ours = _is_planned(request, died) and not ended.timed_out
@@ -120,7 +120,7 @@ def _of_ranks(request: Request) -> Request:
 
 
 def _check_streams(script: Script) -> None:
-    """Raises `UsageError` for an order of streams that is none, and where there are no streams to order."""
+    """Raises `UsageError` for an unknown order of streams, and where there are no streams to order."""
     if not script.streams:
         return
     Order.parse(script.streams)

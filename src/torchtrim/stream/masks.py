@@ -1,4 +1,4 @@
-"""What a model is told of a sink cache's rows: the mask of each call, `generate()` included."""
+"""What a model knows of a sink cache's rows: the mask of each call, `generate()` included."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ class HostState:
         return kept, self._written
 
     def _home_of(self, parameter: Parameter, key: str, value: torch.Tensor) -> torch.Tensor:
-        """Where a tensor of the state lies on the host."""
+        """Where a tensor of the state is on the host."""
         known = self._hosts[parameter].get(key)
         if known is None or known.shape != value.shape or known.dtype != value.dtype:
             known = torch.empty_like(value, device="cpu", pin_memory=True)

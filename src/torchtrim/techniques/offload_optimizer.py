@@ -1,4 +1,4 @@
-"""Offload of the optimizer: its state lies on the host, and comes over in parts while it steps.
+"""Offload of the optimizer: its state is on the host, and comes over in parts while it steps.
 
 The moments of Adam take twice what the parameters take, and nothing but `step` needs them. Here they lie in
 pinned memory of the host. A step takes `chunk_bytes` of parameters at a time: the state of the next ones is

@@ -118,7 +118,7 @@ def failed(original: Trial, error: Exception) -> Certificate:
 
 
 def _raised(trace: str) -> Difference:
-    """What was raised, at the innermost line that the text of a traceback names."""
+    """The exception, at the innermost line that the text of a traceback names."""
     places = re.findall(r'File "([^"]+)", line (\d+)', trace)
     path, line = places[-1] if places else ("", "0")
     return Difference(module="", op="error raised", other_path=path, other_line=int(line))

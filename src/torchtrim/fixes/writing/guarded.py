@@ -285,7 +285,7 @@ def _patched(text: str, edits: Iterable[Edit], start: int, end: int) -> str:
 
 
 def _deeper(text: str, *, first: bool = True) -> str:
-    """The text four blanks to the right; its first line too, unless that stands behind something."""
+    """The text four blanks to the right; its first line too, unless that is behind something."""
     deeper = [f"    {line}" if line.strip() else line for line in text.split("\n")]
     return "\n".join(deeper if first else [text.partition("\n")[0], *deeper[1:]])
 

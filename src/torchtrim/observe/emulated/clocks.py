@@ -106,7 +106,7 @@ class Clocks:
             self._watch(storage, access.stream if on_device else _HOST).write = access
 
     def keep(self, storage: Any, stream: int) -> None:
-        """The allocator is told that a stream uses a storage."""
+        """The allocator learns that a stream uses a storage."""
         self._watched(storage).kept.add(stream)
 
     def home(self, storage: Any) -> int:

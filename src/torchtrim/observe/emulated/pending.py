@@ -27,7 +27,7 @@ class Cell:
 
 
 class Place(NamedTuple):
-    """Where a tensor lies that pending work uses."""
+    """Where a tensor is that pending work uses."""
 
     cell: Cell
     shape: Shape

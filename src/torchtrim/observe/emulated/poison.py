@@ -13,7 +13,7 @@ _BYTE = 0xFF
 
 
 class Shape(NamedTuple):
-    """How a tensor lies in its storage."""
+    """The layout of a tensor in its storage."""
 
     dtype: torch.dtype
     size: tuple[int, ...]
@@ -33,7 +33,7 @@ def unowned() -> Iterator[None]:
 
 
 def shape_of(tensor: torch.Tensor) -> Shape:
-    """How a tensor lies in its storage."""
+    """The layout of a tensor in its storage."""
     return Shape(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
 

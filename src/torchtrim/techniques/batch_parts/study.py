@@ -319,7 +319,7 @@ class Study:
     def _guarded(
         self, rows: Rows, facts: Facts | None = None, totals: Sequence[torch.Tensor] | None = None
     ) -> Run:
-        """A run of a part, whose errors are told."""
+        """A run of a part, whose errors are reported."""
         leaves = self._rows(rows.first, rows.last)
         try:
             if facts is None:
@@ -377,7 +377,7 @@ def _takes_statistics(module: nn.Module) -> bool:
 
 
 def _has_hooks(parameter: torch.Tensor) -> bool:
-    """Whether somebody other than who records the step is told of its gradient."""
+    """Whether somebody other than who records the step hears of its gradient."""
     after: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     theirs = [hook for hook in after.values() if not _records(hook)]
     return bool(parameter._backward_hooks or theirs)

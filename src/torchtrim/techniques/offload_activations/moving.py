@@ -11,7 +11,7 @@ import torch
 
 
 class View(NamedTuple):
-    """How a tensor lies in its storage."""
+    """The layout of a tensor in its storage."""
 
     dtype: torch.dtype
     size: tuple[int, ...]

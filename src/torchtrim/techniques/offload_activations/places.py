@@ -1,4 +1,4 @@
-"""How a plan writes what is offloaded: `Net:gelu.3 until addmm.9 from addmm.12`."""
+"""How a plan writes its offloads: `Net:gelu.3 until addmm.9 from addmm.12`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Offload of activations: what autograd saved lies on the host until backward needs it again.
+"""Offload of activations: what autograd saved is on the host until backward needs it again.
 
 A large activation is copied to pinned memory of the host as soon as autograd has saved it, while the device
 computes on; its memory on the device is let go later in forward, when the copy has had its time. Backward

@@ -18,7 +18,7 @@ from torchtrim.techniques.replay.places import Run
 from torchtrim.techniques.replay.reading import Reader
 
 PINNED = "pinned"
-"""The pool of what is offloaded."""
+"""The pool of offloaded tensors."""
 _STATE = frozenset(("parameter", "buffer", "optimizer_state", "gradient", "gathered", "input"))
 _LEAST_SHARE = 0.002
 """A tensor of less than two thousandths of the peak is not worth two copies."""
