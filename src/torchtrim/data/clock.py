@@ -22,7 +22,7 @@ class Clock(NamedTuple):
 def _busy() -> float:
     """What this thread computed, and on Linux how long it was in the queue for a core.
 
-    Without the queue a loaded machine would make decoding look like a disk; and threads that wait for
+    Without the queue a loaded machine would make decoding look like a disk; and threads that await
     others by turning in circles would make a disk look like decoding.
     """
     queued = 0.0

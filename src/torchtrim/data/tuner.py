@@ -117,7 +117,7 @@ def tuning_of(search: Search, took: float, skipped: list[str]) -> Tuning:
 
 
 def for_cores(tuning: Tuning, search: Search, cores: int) -> Tuning:
-    """The settings for more cores than are here, by the model, which is scaled to what was measured here."""
+    """The settings for more cores than are here, by the model, which is scaled to measurements here."""
     wider = Search(
         search.parts,
         search.now,

@@ -104,7 +104,7 @@ def recorded(
     run: Callable[[Choice], Trial],
     failed: Callable[[str], None],
 ) -> Iterator[Recorded]:
-    """The trials of what is wanted, and of the lowest of each technique together. `failed` hears of
+    """The trials that are wanted, and those of the lowest of each technique together. `failed` hears of
     others."""
     lowest: dict[str, Recorded] = {}
     for choice in wanted:

@@ -60,7 +60,7 @@ def named(profile: Profile) -> dict[int, dict[int, int]]:
 def retained(profile: Profile) -> dict[int, int]:
     """What autograd keeps after backward has used it, with the operator at which it could have died.
 
-    Empty unless most of what was saved is kept, as where backward retains the graph, and where a second
+    Empty unless most saved tensors are kept, as where backward retains the graph, and where a second
     backward asks for it.
     """
     over = (
@@ -107,7 +107,7 @@ def averages(profile: Profile) -> list[int]:
 
 
 def references(profile: Profile) -> list[int]:
-    """Parameters that are not trained, of a root with as many bytes as what is trained, or nearly."""
+    """Parameters that are not trained, of a root with as many bytes as those that are, or nearly."""
     trained = {update.parameter for step in profile.optimizer_steps for update in step.updates}
     size = sum(profile.storages[n].bytes for n in trained)
     roots = {profile.modules[c.module].path for c in profile.calls if c.depth == 0 and not c.graded}

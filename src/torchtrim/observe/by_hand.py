@@ -35,7 +35,7 @@ class ByHand:
             self._then = [(p, _some(p)) for p in itertools.islice(known, _LOOKED_AT)]
 
     def changed(self) -> bool:
-        """Whether any has changed; from then on it waits for the next backward."""
+        """Whether any has changed; from then on it awaits the next backward."""
         if not self._then:
             return False
         with _unseen():

@@ -1,4 +1,4 @@
-"""What grows from step to step of training: looked for where a step ends, outside of what is measured.
+"""What grows from step to step of training: looked for where a step ends, outside of the measurement.
 
 A container counts that got longer in every step that was looked at, from the second on, and that a name of
 the program leads to; so does a name whose tensor hangs on a graph that gets longer. What torchtrim itself

@@ -226,7 +226,7 @@ class Waits:
 
     def _reached(self, stream: int, until: int) -> dict[int, int]:
         """How far each stream is done where one is done until a moment. The latest joins are looked at first,
-        so that streams that wait for each other again and again are gone through once."""
+        so that streams that await each other again and again are gone through once."""
         reached: dict[int, int] = {}
         waiting = [(stream, until)]
         while waiting:

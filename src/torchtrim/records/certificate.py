@@ -64,12 +64,12 @@ class Asked(Struct, frozen=True, kw_only=True):
 class Certificate(Struct, frozen=True, kw_only=True):
     """A verdict with its figures.
 
-    `compared` counts what was compared, such as `"24 gradients x 3 steps"`. `largest_difference` is
+    `compared` counts it, such as `"24 gradients x 3 steps"`. `largest_difference` is
     relative to the largest magnitude of the quantity that differs most; None where it was not measured, 0
     where all bits agree. `noise` is the same figure for the original against itself, 0 where all bits
     agree. `seeds` says who seeded the random numbers. `reason` is the verdict in a sentence. `coverage`:
     the shapes, types, modes and steps that it was shown for; None in a certificate that is older than the
-    field. `asked`: of a verdict AS ASKED what was asked for; the figures are then against the original with
+    field. `asked`: of a verdict AS ASKED the replacement; the figures are then against the original with
     that made by hand.
     """
 

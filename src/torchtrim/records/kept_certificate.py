@@ -1,4 +1,4 @@
-"""A certificate as a file: what was compared, where and with what, so that it can be repeated."""
+"""A certificate as a file: both programs, where and with what, so that it can be repeated."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Sharding(Struct, frozen=True, kw_only=True):
 
 
 class Sharded(Struct, frozen=True, kw_only=True):
-    """What was sharded: over how many ranks, which modules, and the options. The figures are of the rank
+    """A sharded model: over how many ranks, which modules, and the options. The figures are of the rank
     that needs most, the first. `blocks` are empty where the script shards by itself, or not at all.
     """
 

@@ -17,7 +17,7 @@ _MOST_BYTES = 2**20
 
 
 class Lag(NamedTuple):
-    """A rank that others wait for: for how long the one that waits most does, and how often.
+    """A rank that others await: for how long the one that waits most does, and how often.
 
     `loading`: how much longer than that one the rank waited for its own loader.
     """
@@ -29,7 +29,7 @@ class Lag(NamedTuple):
 
 
 def lags(job: Job) -> list[Lag]:
-    """The ranks that others wait for a fifth of the step or more."""
+    """The ranks that others await a fifth of the step or more."""
     waited: Counter[tuple[int, int]] = Counter()
     times: Counter[int] = Counter()
     for exchange in job.exchanges:

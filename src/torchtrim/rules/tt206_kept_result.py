@@ -38,8 +38,8 @@ for batch, labels in loader:
     optimizer.zero_grad()
 ```
 
-What is needed until the step is over is at least gone before the next one if the step is a function, whose
-names end when it returns.
+A result that is needed until the step is over is at least gone before the next one if the step is a
+function, whose names end when it returns.
 
 ## Fix safety
 

@@ -3,7 +3,7 @@
 ## What it does
 
 Finds tensors that a step writes from the parameters after the optimizer has stepped, such as an exponential
-moving average, and models that run without gradients and are as large as what is trained. The price is by how
+moving average, and models that run without gradients and are as large as the trained one. The price is by how
 much the peak would be lower without them. Nothing is reported below 2 % of the peak.
 
 ## Why is this bad?

@@ -44,7 +44,7 @@ for batch in loader:
     losses.append(loss.detach())
 ```
 
-`loss.item()` waits for a device in every step; read the detached losses once, at the end of the epoch. Of
+`loss.item()` synchronizes in every step; read the detached losses once, at the end of the epoch. Of
 a cache keep the newest entries alone: `collections.deque(maxlen=n)`, `functools.lru_cache(maxsize=n)`.
 
 ## Fix safety

@@ -1,4 +1,4 @@
-"""The other ranks wait for one that comes later.
+"""The other ranks await one that comes later.
 
 ## What it does
 
@@ -64,7 +64,7 @@ def check(profile: Profile) -> Iterator[Finding]:
 
 
 def across(profiles: Sequence[Profile]) -> Iterator[Finding]:
-    """One finding for each rank that others wait for."""
+    """One finding for each rank that others await."""
     job = job_of(profiles)
     for lag in lags(job) if len(profiles) > 1 else ():
         if lag.loading >= lag.seconds / 2:

@@ -2,7 +2,7 @@
 
 ## What it does
 
-Adds up the time in which a rank did nothing but wait for a collective, after the last rank had come to
+Adds up the time in which a rank did nothing but await a collective, after the last rank had come to
 it, and reports it from a fifth of the step. The price is that time, of the rank that waits most.
 
 Not on an emulated device, whose ranks exchange over the host.

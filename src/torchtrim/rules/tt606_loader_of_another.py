@@ -1,4 +1,4 @@
-"""The ranks wait for the loader of one of them.
+"""The ranks await the loader of one of them.
 
 ## What it does
 
@@ -60,7 +60,7 @@ def check(profile: Profile) -> Iterator[Finding]:
 
 
 def across(profiles: Sequence[Profile]) -> Iterator[Finding]:
-    """One finding for each rank whose loader the others wait for."""
+    """One finding for each rank whose loader the others await."""
     job = job_of(profiles)
     for lag in lags(job) if len(profiles) > 1 else ():
         if lag.loading < lag.seconds / 2:

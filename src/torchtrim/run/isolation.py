@@ -1,6 +1,6 @@
 """A copy of this process whose doings no one sees: what it writes, sends or takes stays in it.
 
-Linux: what is mapped and shared becomes its own, files it reads have an offset of their own, and what it
+Linux: shared mappings become its own, files it reads have an offset of their own, and what it
 would write to, sockets and pipes too, leads nowhere.
 """
 
@@ -133,7 +133,7 @@ def _own_file(number: int, nowhere: int) -> None:
 
 
 class _Shared(NamedTuple):
-    """What is mapped for writing and shared: `file` is empty where it has no name that can be opened."""
+    """A shared mapping for writing: `file` is empty where it has no name that can be opened."""
 
     start: int
     size: int
@@ -160,7 +160,7 @@ def _shared_maps() -> Iterator[_Shared]:
 
 
 def _own_memory(libc: ctypes.CDLL, shared: _Shared) -> None:
-    """Put memory of this process alone in the place of what is shared, with the same in it."""
+    """Put memory of this process alone in the place of a shared mapping, with the same in it."""
     place = libc.mmap
     place.restype = ctypes.c_void_p
     place.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]

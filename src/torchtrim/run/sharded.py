@@ -18,7 +18,7 @@ _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 class Sharder:
-    """Shards roots over the ranks of this process's group. `blocks`: the paths of what was sharded."""
+    """Shards roots over the ranks of this process's group. `blocks`: the paths of the sharded modules."""
 
     def __init__(self, sharding: Sharding) -> None:
         self.blocks: list[str] = []

@@ -112,7 +112,7 @@ def _run_ranks(script: Script, request: Request, folder: Path, progress: Progres
 
 
 def _of_ranks(request: Request) -> Request:
-    """The request for each rank: all run the same number of steps, since they wait for each other.
+    """The request for each rank: all run the same number of steps, since they await each other.
 
     In its second step `DistributedDataParallel` arranges its buckets anew, so that one warms up too.
     """

@@ -15,7 +15,7 @@ _POINT_TO_POINT = ("send", "recv", "recv_any_source")
 class Part(NamedTuple):
     """A collective as one rank had it. Times are in seconds on the job's clock.
 
-    `blocked`: for how long the rank did nothing else. Its wait for others is in it.
+    `blocked`: for how long the rank did nothing else. Its waits are in it.
     """
 
     rank: int
@@ -87,7 +87,7 @@ def _exchanges(profiles: Sequence[Profile], begins: Sequence[float]) -> Iterator
 
 
 def blocked_seconds(profile: Profile) -> list[float]:
-    """For each collective of a rank, how long it did nothing but wait for that one.
+    """For each collective of a rank, how long it did nothing but await that one.
 
     It waits between two operators where a collective ends there: from the first of them on, or from when
     the collective began.

@@ -175,7 +175,7 @@ def window_mask(
 ) -> torch.Tensor:
     """The mask with which tokens given together see what each would see alone: `[1, 1, queries, rows]`.
 
-    Booleans, true where a token sees a row; with `dtype` what is added to scores: 0 or the least number.
+    Booleans, true where a token sees a row; with `dtype` the terms added to scores: 0 or the least number.
     For a cache made from a config, or a layer on its own: pass it as `attention_mask`, with the cache. One
     made from the model sees to that itself.
     """

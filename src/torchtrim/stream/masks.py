@@ -56,7 +56,7 @@ def _queries(args: Any, kwargs: dict[str, Any]) -> int:
 
 
 def _refuse_padding(mask: Any, *, first: bool, queries: int) -> None:
-    """Looked at where tokens are given together, so that a token at a time waits for no device."""
+    """Looked at where tokens are given together, so that a token at a time needs no sync."""
     if isinstance(mask, torch.Tensor) and (first or queries > 1) and not bool(mask.all()):
         raise UsageError(
             "the batch is padded, and a sink cache keeps the same rows for all sequences of a batch: the "

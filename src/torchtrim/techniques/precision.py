@@ -7,7 +7,7 @@
   weights for as long as backward needs them, and is quick where the device has units for it: every NVIDIA
   GPU since Ampere, CPUs with AMX or AVX512-BF16; other CPUs are slower with it than without.
 * `of = "saved"`: forward computes as before and gives the same, but what autograd saves of float32
-  activations is kept as bfloat16, so gradients are those of rounded activations. It halves what is saved,
+  activations is kept as bfloat16, so gradients are those of rounded activations. It halves the saved bytes,
   where the original is not kept for another reason, and costs two copies of each. Parameters and the inputs
   of the root are saved as they are. A plan with it can change optimizers, and nothing else that saves
   activations.

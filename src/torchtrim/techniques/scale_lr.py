@@ -8,7 +8,7 @@ depends on the data: with `warmup` the factor rises from 1 over so many steps, a
 epochs.
 
 The factor is applied while `step` runs, to whatever the groups then say: schedulers of any kind go on as
-they were, and groups, `state_dict` and what is logged show the rate that the script has set. Warm-up counts
+they were, and groups, `state_dict` and logs show the rate that the script has set. Warm-up counts
 the steps that this run makes; a run that goes on from a checkpoint warms up again, unless `warmup = 0`.
 
 It saves nothing, and no plan for a budget has it: `torchtrim plan SCRIPT --find-batch --allow

@@ -20,7 +20,7 @@ def certify_ranks(
 ) -> Certificate:
     """The verdict on a planned trial: of its only process, or the worst of its ranks.
 
-    Where a rank differs, the whole job runs again for it, since ranks wait for each other.
+    Where a rank differs, the whole job runs again for it, since ranks await each other.
     """
     if not original.ranks:
         return certify(contest, original, planned, progress)

@@ -38,7 +38,7 @@ def for_ranks_seen(
     """The edits for the ranks that were seen alone; without evidence as they are.
 
     The test is of all parts that are tensors, but what is made of them (`R`). `torch`: what the file calls
-    it, for types to be tested too. Raises `Refused` where a part is computed by what is edited.
+    it, for types to be tested too. Raises `Refused` where the edit computes a part.
     """
     source = match.source
     tensors = [

@@ -39,7 +39,7 @@ def collective(dry: Dry, func: Any, args: Any, kwargs: dict[str, Any], known: bo
 
 
 def gathered_into(dry: Dry, func: Any, args: Any, kwargs: dict[str, Any], known: bool) -> Any:
-    """This rank's part of what is gathered is a view of the whole."""
+    """This rank's part of a gathered tensor is a view of the whole."""
     _, whole, _, length, rank = args
     dry.forget((whole,))
     return whole.narrow(0, length * rank, length), whole

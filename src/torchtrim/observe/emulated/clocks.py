@@ -1,7 +1,7 @@
 """Which work of one stream is known to be done before work of another: vector clocks, and what races.
 
 The method is that of race detectors for threads, with streams in place of threads: an event carries what its
-stream had seen, and who waits for it has seen that too. Lamport, Time, Clocks, and the Ordering of Events
+stream had seen, and who awaits it has seen that too. Lamport, Time, Clocks, and the Ordering of Events
 (1978); Mattern, Virtual Time and Global States of Distributed Systems (1989).
 """
 
@@ -39,7 +39,7 @@ class Race(NamedTuple):
 class _Watched(weakref.ref[Any]):
     """A storage that streams use: by whom it was written last, by whom it was read since.
 
-    `home` is the stream whose memory it is: freed, it goes to what is allocated there next, unless it is the
+    `home` is the stream whose memory it is: freed, it goes to the next allocation there, unless it is the
     host's. `kept` are the streams that the allocator was told of (`record_stream`).
     """
 
@@ -118,7 +118,7 @@ class Clocks:
         return stream in self._watched(storage).kept
 
     def recorded(self, event: Any, stream: int) -> None:
-        """An event is behind what is queued on a stream."""
+        """An event is behind all that a stream has queued."""
         self._events[event] = {**self._host, **self._seen[stream]}
 
     def awaited(self, event: Any, stream: int) -> None:

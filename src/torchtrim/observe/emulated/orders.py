@@ -1,8 +1,8 @@
 """In which order the emulated streams do their work: early, as late as they may, or at random.
 
-A GPU may do the work of a stream at any time after it was queued and after what it waits for, so a program
+A GPU may do the work of a stream at any time after it was queued and after what it awaits, so a program
 that is right is right under every such order. With `late`, work on a side stream reads its sources only when
-something that waits for it needs it; until then its results are poisoned, and so is memory that is freed
+something that awaits it needs it; until then its results are poisoned, and so is memory that is freed
 meanwhile. With `early`, work does not see what its stream has not waited for. `random` does either.
 """
 
@@ -157,7 +157,7 @@ class Orders:
         self.clocks.synchronized(subject)
 
     def event_recorded(self, event: Any, stream: int) -> None:
-        """An event is behind what is queued on a stream."""
+        """An event is behind all that a stream has queued."""
         self._marks[event] = (stream, self.clocks.serial(stream))
         self.clocks.recorded(event, stream)
 

@@ -69,7 +69,7 @@ class Pending:
         self.queues[stream].append(Work(serial, do, cells, after))
 
     def uses(self, stream: int, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether what is queued on a stream is about one of these tensors."""
+        """Whether a stream has queued work on one of these tensors."""
         if not self.queues[stream]:
             return False
         keys = {cell.key for work in self.queues[stream] for cell in work.cells}

@@ -135,7 +135,7 @@ STREAM_WRITE = _race(
     "stream-write",
     "What another stream may still be reading or writing is written over",
     "the stream has not waited for all that use the memory",
-    "Record an event after the other stream's last use, and wait for it before the write.",
+    "Record an event after the other stream's last use, and await it before the write.",
     installed("torch/cuda/_sanitizer.py", 226, "what a stream has seen of the others' work"),
 )
 

@@ -1,4 +1,4 @@
-"""Rows about operators of libraries beside ATen, and which of theirs were read and wait for nothing.
+"""Rows about operators of libraries beside ATen, and which of theirs were read and await nothing.
 
 What an operator of any other namespace does is unknown, and is said to be.
 """

@@ -125,7 +125,7 @@ class _Change:
 
     @cached_property
     def _of_batch(self) -> frozenset[int]:
-        """What is computed from the samples, gradients of parameters apart."""
+        """All that comes from the samples, gradients of parameters apart."""
         found = {*given_to(self._step, self._span), *self._read_outside & set(self._made)}
         for task in self._tasks:
             if any(n in found for n in self._step.tasks[task].reads):

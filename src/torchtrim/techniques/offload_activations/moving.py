@@ -35,14 +35,14 @@ class Mover:
         return self._streams
 
     def take(self, size: int) -> tuple[torch.Tensor, Any]:
-        """Pinned memory, and the event that its next use must wait for, if any."""
+        """Pinned memory, and the event that its next use must await, if any."""
         if self._free[size]:
             return self._free[size].pop()
         self.pinned_bytes += size
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True), None
 
     def give(self, memory: torch.Tensor, after: Any) -> None:
-        """Give pinned memory back; its next use waits for an event."""
+        """Give pinned memory back; its next use awaits an event."""
         self._free[memory.numel()].append((memory, after))
 
 
@@ -50,7 +50,7 @@ class Moved:
     """One storage as autograd saved it: on the device, on the host, or on both while copies run.
 
     Made as it is saved, with `packs` counted by whoever saves a view of it. It may be asked for in several
-    backward passes. Nothing waits on the host; streams wait for each other's events.
+    backward passes. Nothing waits on the host; streams await each other's events.
     """
 
     def __init__(self, mover: Mover, storage: Any, device: torch.device) -> None:
@@ -93,7 +93,7 @@ class Moved:
         self._last = self._arrived
 
     def get(self, view: View) -> torch.Tensor:
-        """A view of it on the device, which what is queued next may read."""
+        """A view of it on the device, which work queued next may read."""
         self.fetch()
         assert self._here is not None
         self._land()
@@ -105,7 +105,7 @@ class Moved:
         return tensor
 
     def _land(self) -> None:
-        """Have compute wait for the copy home."""
+        """Have compute await the copy home."""
         if self._arrived is not None:
             torch.cuda.current_stream().wait_event(self._arrived)
             self._arrived = None

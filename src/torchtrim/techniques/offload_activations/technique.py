@@ -11,13 +11,13 @@ its modules included; `native_dropout.0/1` is the second result of an operator.
 
 A storage is moved once, however many views of it autograd saved, and parameters never, since no operator of
 the step made them. Copies run on two streams of their own. The device's copy is let go at the planned
-operator, which waits for the copy, so that the peak is that of the plan and no matter of luck. What was
+operator, which awaits the copy, so that the peak is that of the plan and no matter of luck. What was
 written in place before it was saved is copied as it was saved. Saved tensors may be asked for twice. Under
 hooks of others, such as a checkpoint's of the script's own, and where autograd saved something else than
 was planned, everything stays on the device.
 
 On a CPU there is nothing to gain, and it is never planned. How long copies take is modelled by the link of
-the named device, as if every candidate was offloaded, so that few of them wait for each other.
+the named device, as if every candidate was offloaded, so that few of them await each other.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class _Noted(NamedTuple):
 
 
 class _Call:
-    """A call of a root: how often each operator has run, what is noted, and what has moved."""
+    """A call of a root: how often each operator has run, its notes, and what has moved."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
