@@ -270,7 +270,7 @@ class Fitting:
     ) -> Certificate:
         """Against the original in which a person made the same replacement."""
         replaced = by_hand(self._request, plan)
-        reference = self._run(replaced, "original, with what was asked for made by hand")
+        reference = self._run(replaced, "original, with the replacement made by hand")
         contest = Contest(self.workload, self.workload, replaced, request, limit_of(plan))
         found = certify_ranks(contest, reference, planned, self._progress)
         return as_asked(found, plan, original, planned)
