@@ -1,12 +1,13 @@
 """What the simulator says of a planned step against what is measured, at the first plan.
 
-    python -m bench.simulate [examples] [gans] [own] ["held out"] [calibration] [optnet]
+    python -m bench.simulate [examples] [gans] [own] ["held out"] [calibration] [optnet] [--bytes]
 
 Each step is recorded once, planned at several shares of its peak without any correction, and run as planned.
 `examples` are the scripts of `bench.budgets`, `own`, `held out` and `calibration` the models of
 `bench.estimates` (the last two want torchvision, timm and transformers), `optnet` the networks of
 `bench.optnet` with a small batch, `gans` steps in which one discriminator is called three times. Bytes are
-exact on any machine; times want a quiet one.
+exact on any machine; times want a quiet one. With `--bytes` each plan runs once, and
+the result is `simulate-bytes.json`, whose times say nothing.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def works(part: str) -> dict[str, Work]:
     return {name: trained(make) for name, make in zoo.SETS[part].items()}
 
 
-def points(work: Script | TrainStep) -> Iterator[dict[str, Any]]:
+def points(work: Script | TrainStep, *, timed: bool) -> Iterator[dict[str, Any]]:
     """The step as it is, and planned for each share that the simulator says can be reached."""
     fitting = Fitting(work, Request(steps=STEPS), lambda _: None)
     original = fitting.observe()
@@ -146,7 +147,8 @@ def points(work: Script | TrainStep) -> Iterator[dict[str, Any]]:
         lambda: Fitting(work, Request(steps=STEPS), lambda _: None).observe(),
         *(partial(fitting.run_planned, plan) for _, plan in plans.values()),
     ]
-    seconds = interleaved(runs)
+    once = [original.seconds, *(trial.seconds for trial in trials)]
+    seconds = interleaved(runs) if timed else once
     yield {
         "share": 1.0,
         "measured_bytes": original.peak_bytes,
@@ -208,23 +210,25 @@ def summary(steps: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 def main() -> None:
     """Run the named parts, or those that need no other library; keep the results of the others."""
-    path = RESULTS / slug() / "simulate.json"
+    timed = "--bytes" not in sys.argv
+    result = "simulate" if timed else "simulate-bytes"
+    path = RESULTS / slug() / f"{result}.json"
     steps = json.loads(path.read_text())["steps"] if path.exists() else {}
-    parts = sys.argv[1:] or ["gans", "own", "examples"]
+    parts = [one for one in sys.argv[1:] if one != "--bytes"] or ["gans", "own", "examples"]
     if {"calibration", "held out"} & set(parts):
         zoo.import_libraries()
     for part in parts:
         for name, make in works(part).items():
             torch.manual_seed(0)
             try:
-                steps[f"{part}: {name}"] = list(points(make()))
+                steps[f"{part}: {name}"] = list(points(make(), timed=timed))
             except Exception as error:
                 steps.pop(f"{part}: {name}", None)
                 print(f"{part}: {name}: {type(error).__name__}: {error}", flush=True)
                 continue
             gc.collect()
             print(part, name, *steps[f"{part}: {name}"][1:], sep="\n  ", flush=True)
-            save("simulate", {"summary": summary(steps), "steps": steps})
+            save(result, {"summary": summary(steps), "steps": steps})
     print(json.dumps(summary(steps), indent=1))
 
 

@@ -8,6 +8,7 @@ from pathlib import PurePath
 import msgspec
 
 from torchtrim import __version__
+from torchtrim.planner.stages.calls import passes_in
 from torchtrim.records.pipeline import Pipeline
 from torchtrim.records.plan import MemoryKind, Plan, Prediction, Status, Technique
 from torchtrim.records.profile import Profile
@@ -55,7 +56,8 @@ def pipeline_plan(
     script_sha256: str = "",
 ) -> Plan:
     """A plan of a model in stages, each rank of which is to stay within the budget."""
-    predicted = Prediction(peak_bytes=max(pipeline.peaks), step_seconds=pipeline.seconds)
+    seconds = pipeline.seconds * passes_in(profile, pipeline.root)
+    predicted = Prediction(peak_bytes=max(pipeline.peaks), step_seconds=seconds)
     made = made_plan(
         profile,
         fingerprint=fingerprint,

@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import torchtrim
 from pipelines.models import Gpt, batch, loss_of
 from steps import ConvNet, squared, trial
 from torchtrim import TrainStep
 from torchtrim.errors import Unsupported
+from torchtrim.planner.stages.calls import passes_in
 from torchtrim.planner.stages.chain import Reader
 from torchtrim.records.profile import Profile
 
@@ -137,3 +139,17 @@ def test_a_step_without_backward_is_refused() -> None:
 def test_the_loss_belongs_to_the_last_segment() -> None:
     last = reader_of("gpt").chain(1.0).segments[-1]
     assert last.held >= 8 * 8 * 32 * 4
+
+
+def test_a_step_that_accumulates_runs_its_model_more_than_once() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(4)))
+
+    def twice(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        model(batch).square().mean().backward()
+        loss: torch.Tensor = model(batch).abs().mean()
+        return loss
+
+    for loss, passes in ((squared, 1), (twice, 2)):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        profile = torchtrim.record(TrainStep(model, loss, optimizer, torch.randn(16, 8)))
+        assert passes_in(profile, "Sequential") == passes

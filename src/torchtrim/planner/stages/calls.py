@@ -59,6 +59,13 @@ def pass_of(profile: Profile) -> Pass:
     )
 
 
+def passes_in(profile: Profile, root: str) -> int:
+    """How often a step runs the root forward and then backward: more than once where it accumulates."""
+    calls = (one for one in profile.calls if one.depth == 0 and one.graded)
+    own = [one for one in calls if profile.modules[one.module].path == root]
+    return sum(one.first < one.last and bool(_backward_after(profile, one)) for one in own)
+
+
 def _weight(profile: Profile, call: Call) -> int:
     path = profile.modules[call.module].path
     return sum(
