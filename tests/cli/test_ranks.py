@@ -78,7 +78,7 @@ def words(*more: str) -> list[str]:
 def test_run_runs_each_rank_to_its_end() -> None:
     command = [sys.executable, "-m", "torchtrim", *words("--epochs", "1")]
     command[5:5] = ["--processes", "2"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stderr
     assert sorted(line[:6] for line in ended.stdout.splitlines()) == ["0 done", "1 done"]
 

@@ -1,6 +1,7 @@
 """Ranks that the script spawns by itself, at an address of its own."""
 
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ def work(rank: int, world: int) -> None:
         model(torch.randn(8, 16)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+    time.sleep(0.3)  # as in ranks.py
     dist.destroy_process_group()
 
 
