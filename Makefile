@@ -32,10 +32,11 @@ demo: $(READY)
 test test-all: export OMP_NUM_THREADS := 1
 test test-all: export PYTHONDONTWRITEBYTECODE :=
 test test-all: export TORCHTRIM_TEST_SEED := $(or $(TORCHTRIM_TEST_SEED),$(strip $(shell od -An -N4 -tu4 /dev/urandom)))
-PYTEST := $(BIN)/pytest -n 2 --dist worksteal --durations 10
+# No test takes fifteen minutes: one that does hangs.
+PYTEST := $(BIN)/pytest -n 2 --dist worksteal --durations 10 --timeout 900
 # What failed runs once more with the same draws and nothing beside it. What passes then depends on the moment or on
 # the tests before it: it is named, does not fail the build, and is to be mended.
-AGAIN := echo "== again, alone:" && $(BIN)/pytest -rA -q --lf --lfnf none
+AGAIN := echo "== again, alone:" && $(BIN)/pytest -rA -q --lf --lfnf none --timeout 900
 FLAKY := echo "== passed alone, so each of these is flaky, and is to be mended"
 
 test: $(READY)
