@@ -39,6 +39,12 @@ class Model(nn.Module):
         return self.head(x)
 
 
+def say(text):
+    """A whole line at once: ranks share a pipe."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
 torch.manual_seed(0)
 model = Model()
 optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
@@ -53,6 +59,7 @@ for step in range(8):
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     optimizer.step()
-    print(f"step {step} loss {loss.item():.6f}", flush=True)
+    say(f"step {step} loss {loss.item():.6f}")
 saved = model.state_dict()
-print("saved", all(bool(one.abs().sum() > 0) for name, one in saved.items() if "weight" in name))
+full = all(bool(one.abs().sum() > 0) for name, one in saved.items() if "weight" in name)
+say(f"saved {full}")
