@@ -102,7 +102,9 @@ def main() -> None:
     plain = folder / "plain"
     plain.mkdir()
     train(plain, offloaded=False)
-    one, other = (torch.load(path / "checkpoint.pt") for path in (folder, plain))
+    one, other = (
+        torch.load(path / "checkpoint.pt", map_location="cpu") for path in (folder, plain)
+    )
     sys.exit(0 if _is_equal(one, other) else "the checkpoints differ")
 
 
