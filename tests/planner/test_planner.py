@@ -32,7 +32,15 @@ def planner_of(profile: Profile, **options: object) -> Planner:
 
 
 @pytest.mark.parametrize(
-    "name", [*STEPS, *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS)]
+    "name",
+    [
+        "flat",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in [*STEPS, *MODELS]
+            if name != "flat"
+        ),
+    ],
 )
 def test_a_looser_budget_never_gets_a_slower_plan(name: str) -> None:
     planner = planner_of(profile_of(name))
