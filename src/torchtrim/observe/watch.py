@@ -266,7 +266,6 @@ class Watcher:
                 return self._listener.batch(iterator, original)
             finally:
                 self._loading = False
-                workers = int(getattr(iterator, "_num_workers", 0))
                 self._listener.loader_waited(begin, time.perf_counter_ns(), workers)
 
         return following

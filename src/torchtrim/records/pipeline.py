@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, get_args
 
 from msgspec import Meta, Struct
 
@@ -20,15 +20,7 @@ Schedule = Literal[
     "ZBVZeroBubble",
     "DualPipeV",
 ]
-SCHEDULES: tuple[Schedule, ...] = (
-    "GPipe",
-    "1F1B",
-    "LoopedBFS",
-    "Interleaved1F1B",
-    "InterleavedZeroBubble",
-    "ZBVZeroBubble",
-    "DualPipeV",
-)
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 SPLITS_BACKWARD: frozenset[Schedule] = frozenset(
     ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 )

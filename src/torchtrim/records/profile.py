@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import msgspec
 from msgspec import Meta, Struct
@@ -25,16 +25,7 @@ Kind = Literal[
     "temporary",
     "input",
 ]
-KINDS: tuple[Kind, ...] = (
-    "parameter",
-    "buffer",
-    "gradient",
-    "optimizer_state",
-    "gathered",
-    "activation",
-    "temporary",
-    "input",
-)
+KINDS: tuple[Kind, ...] = get_args(Kind)
 ALWAYS: frozenset[Kind] = frozenset(("parameter", "buffer", "optimizer_state"))
 DEVICE_POOL = "device"
 
