@@ -26,7 +26,6 @@ from torchtrim.techniques.network.parts import PartsProgram
 from torchtrim.techniques.network.planned import Planned
 from torchtrim.techniques.network.program import Program
 
-
 _MOST_CALLS, _PATIENCE = 5, 0.5
 
 
@@ -104,7 +103,7 @@ def seconds_of_call(model: nn.Module, inputs: Any) -> float:
 
 
 def _wait() -> None:
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
 
 
