@@ -26,6 +26,7 @@ from torchtrim.rules.prices import device_of
 from torchtrim.step.costs import on_device
 from torchtrim.step.edits import Edit
 from torchtrim.step.from_profile import step_of
+from torchtrim.step.links import added_seconds
 from torchtrim.step.overwrite import overwritten
 from torchtrim.step.simulate import Outcome, simulate
 from torchtrim.step.step import Step
@@ -309,7 +310,8 @@ class Planner:
             return None
         options = tuple(self._problem.options[number] for number in point.chosen)
         outcome = self._problem.run(point.chosen)
-        bound = answer.bound if answer else least_seconds(self._problem, budget)
+        proven = answer is not None and self._problem.is_additive
+        bound = answer.bound if answer and proven else least_seconds(self._problem, budget)
         optimal = self._solved[1] or outcome.added_seconds <= bound * _ALIKE
         forced = (option for option, _ in self._forced)
         return Choice((*self._free, *forced, *options), outcome, optimal, bound)
@@ -346,7 +348,8 @@ class Planner:
         if self._priced is not self._step:
             step = self._overwritten(self._step, self._free)
             costly = (technique(o.technique).edits(step, o) for o in choice.options)
-            added, bound = sum(edit.seconds for edit in costly if edit is not None), 0.0
+            added = added_seconds(step, [edit for edit in costly if edit is not None])
+            bound = 0.0
         return self._step.seconds + added, self._step.seconds + min(bound, added)
 
     def _plan(self, choice: Choice, budget: int, bias: int, memory_kind: MemoryKind) -> Plan:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 from torchtrim.records.profile import Profile
@@ -132,6 +133,11 @@ class Step:
             if task.of >= 0:
                 found.setdefault(task.of, []).append(number)
         return {of: tuple(tasks) for of, tasks in found.items()}
+
+    @cached_property
+    def clock(self) -> tuple[float, ...]:
+        """When each task begins, in seconds, and when the last ends."""
+        return tuple(accumulate((task.seconds for task in self.tasks), initial=0.0))
 
     @cached_property
     def made_by(self) -> tuple[tuple[int, ...], ...]:

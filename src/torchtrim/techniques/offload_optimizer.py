@@ -23,6 +23,7 @@ from torchtrim.records.finding import Equivalence
 from torchtrim.records.plan import Technique
 from torchtrim.rules.prices import device_of
 from torchtrim.step.edits import Block, Drop, Edit, Insert, joined
+from torchtrim.step.links import stall_in_parts
 from torchtrim.step.optimizers import Seen, chunked, launches_seconds, rise, seen_of, without
 from torchtrim.step.step import DEVICE, Step
 from torchtrim.techniques.base import Handle, Option, all_or_none
@@ -89,7 +90,8 @@ def _edit(step: Step, seen: Seen, most: int) -> Edit:
     two = max((a + b for a, b in zip(parts, [*parts[1:], 0], strict=True)), default=0)
     link = device_of(step.profile).link
     own = sum(step.tasks[task].seconds for task in range(*seen.span))
-    seconds = max(total / link - own, 0.0) + 2 * max(parts, default=0) / link
+    shares = (sum(sizes[update] for update in chunk) / max(sum(sizes), 1) for chunk in chunks)
+    seconds = stall_in_parts([part / link for part in parts], [own * share for share in shares])
     seconds += launches_seconds(step, seen, len(chunks))
     edit = without(step, seen)
     return edit._replace(

@@ -67,9 +67,28 @@ class _Call:
         self.noted: dict[int, _Noted] = {}
         self.moved: dict[tuple[int, int], Moved] = {}
         self.leaving: defaultdict[Run, list[Moved]] = defaultdict(list)
-        self.coming: defaultdict[Run, WeakValueDictionary[int, Moved]] = defaultdict(
-            WeakValueDictionary
-        )
+        self.coming: defaultdict[Run, Coming] = defaultdict(Coming)
+
+
+class Coming:
+    """What is fetched when backward comes to what one operator saved: once in a pass, as it is asked for."""
+
+    def __init__(self) -> None:
+        self._moved: WeakValueDictionary[tuple[int, int], Moved] = WeakValueDictionary()
+        self._passed: set[int] = set()
+
+    def add(self, rank: int, moved: Moved) -> None:
+        """Also fetch this; those of the lowest ranks come first."""
+        self._moved[rank, id(moved)] = moved
+
+    def begin(self, asker: int) -> None:
+        """Fetch, unless another has begun the pass that this asker is in."""
+        if self._passed and asker not in self._passed:
+            self._passed.add(asker)
+            return
+        self._passed = {asker}
+        for _, moved in sorted(self._moved.items(), key=lambda one: one[0]):
+            moved.fetch()
 
 
 class Saved(NamedTuple):
@@ -78,12 +97,12 @@ class Saved(NamedTuple):
     tensor: torch.Tensor | None
     moved: Moved | None
     view: View | None
-    coming: Mapping[int, Moved] | None
+    coming: Coming | None
 
     def get(self) -> torch.Tensor:
         """The tensor."""
-        for other in list(self.coming.values()) if self.coming is not None else ():
-            other.fetch()
+        if self.coming is not None:
+            self.coming.begin(id(self))
         if self.moved is not None and self.view is not None:
             return self.moved.get(self.view)
         assert self.tensor is not None
@@ -100,6 +119,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for place in places:
             self._made[place.made].append(place)
         self._triggers = {place.trigger for place in places}
+        self._ranks = {place: rank for rank, place in enumerate(places)}
         self._where = str(places[0])
         self._call: _Call | None = None
         self._resting = False
@@ -205,7 +225,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._resting = False
             call.moved[key] = moved
             call.leaving[place.until].append(moved)
-            call.coming[place.trigger][id(moved)] = moved
+            call.coming[place.trigger].add(self._ranks[place], moved)
         return moved
 
 

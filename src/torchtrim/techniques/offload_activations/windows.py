@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torchtrim.records.profile import Profile
 from torchtrim.records.remembered import remembered
 from torchtrim.rules.prices import device_of
-from torchtrim.step.edits import Block, Drop, Edit, Insert, Need, joined
+from torchtrim.step.edits import Block, Drop, Edit, Insert, Need, Trip, joined
 from torchtrim.step.simulate import simulate
 from torchtrim.step.step import DEVICE, Call, Span, Step
 from torchtrim.techniques.offload_activations.places import END, Place
@@ -37,14 +37,6 @@ class Found(NamedTuple):
     packed: int
     asked: int
     until: int
-
-
-class Window(NamedTuple):
-    """From when a tensor is gone, and from when it is back; 0 seconds where nothing waits."""
-
-    gone: int
-    back: int
-    stall: float
 
 
 @remembered
@@ -83,7 +75,7 @@ class _Reading:
         self._reader = Reader(step, profile)
         self._link = device_of(profile).link
         self._least = max(simulate(step).peak_bytes * _LEAST_SHARE, _LEAST_BYTES)
-        self._clock = _clock(step)
+        self._clock = step.clock
         self._written: defaultdict[int, int] = defaultdict(lambda: -1)
         for index, task in enumerate(step.tasks):
             for tensor in task.writes:
@@ -137,9 +129,6 @@ class _Reading:
 
     def _edit(self, one: Found, until: int, back: int) -> Edit:
         size = self._step.tensors[one.tensor].bytes
-        seconds = size / self._link
-        out = max(seconds - (self._clock[until] - self._clock[one.packed + 1]), 0.0)
-        home = max(seconds - (self._clock[one.asked] - self._clock[back]), 0.0)
         return Edit(
             drops=tuple(Drop(one.tensor, hold) for hold in one.holds),
             needs=(Need(one.tensor, until),),
@@ -147,10 +136,17 @@ class _Reading:
                 Block(size, back, one.until),
                 Block(size, one.packed + 1, one.until, PINNED),
             ),
-            inserts=(
-                Insert(until, _SECONDS_A_COPY + out, 0),
-                Insert(back, _SECONDS_A_COPY + home, size, size),
-            ),
+            inserts=(Insert(back, 0.0, size, size),),
+            trips=(self._trip(one, until, back),),
+        )
+
+    def _trip(self, one: Found, until: int, back: int) -> Trip:
+        size, leaves = self._step.tensors[one.tensor].bytes, one.packed + 1
+        seconds = size / self._link
+        out = max(seconds - (self._clock[until] - self._clock[leaves]), 0.0)
+        home = max(seconds - (self._clock[one.asked] - self._clock[back]), 0.0)
+        return Trip(
+            size, seconds, leaves, until, back, one.asked, _SECONDS_A_COPY, out + home
         )
 
     def _candidates(self, call: Call) -> list[Found]:
@@ -274,10 +270,3 @@ class _Reading:
         inside = number < len(among) and among[number] < call.span.last
         return among[number] if inside else None
 
-
-def _clock(step: Step) -> list[float]:
-    """When each task begins, in seconds, and when the last ends."""
-    moments = [0.0]
-    for task in step.tasks:
-        moments.append(moments[-1] + task.seconds)
-    return moments
