@@ -26,11 +26,12 @@ from torchtrim.rules.prices import device_of
 from torchtrim.step.costs import on_device
 from torchtrim.step.edits import Edit
 from torchtrim.step.from_profile import step_of
-from torchtrim.step.links import added_seconds
+from torchtrim.step.host import host_peak
+from torchtrim.step.links import added_seconds, traffic
 from torchtrim.step.overwrite import overwritten
 from torchtrim.step.simulate import Outcome, simulate
 from torchtrim.step.step import Step
-from torchtrim.techniques.base import Option, Settings, names, technique
+from torchtrim.techniques.base import Option, Settings, Settles, names, technique
 from torchtrim.units import format_bytes
 
 _SOLVERS = (Exact(), Local())
@@ -347,22 +348,25 @@ class Planner:
         added, bound = choice.outcome.added_seconds, choice.bound_seconds
         if self._priced is not self._step:
             step = self._overwritten(self._step, self._free)
-            costly = (technique(o.technique).edits(step, o) for o in choice.options)
-            added = added_seconds(step, [edit for edit in costly if edit is not None])
-            bound = 0.0
+            added, bound = added_seconds(step, _edits_of(step, choice.options)), 0.0
         return self._step.seconds + added, self._step.seconds + min(bound, added)
 
     def _plan(self, choice: Choice, budget: int, bias: int, memory_kind: MemoryKind) -> Plan:
         seconds, least = self._seconds(choice)
+        step = self._overwriting[0] if choice.options else self._priced
+        edits = _edits_of(step, choice.options)
         return made_plan(
             self.profile,
             fingerprint=self._fingerprint,
             script_sha256=self._sha256,
             budget_bytes=budget,
             memory_kind=memory_kind,
-            techniques=techniques_of(choice.options),
+            techniques=tuple(_settled(step, one) for one in techniques_of(choice.options)),
             predicted=Prediction(
-                peak_bytes=max(choice.outcome.peak_bytes + bias, 0), step_seconds=seconds
+                peak_bytes=max(choice.outcome.peak_bytes + bias, 0),
+                step_seconds=seconds,
+                host_bytes=host_peak(edits),
+                stall_seconds=traffic(step, edits).stall,
             ),
             pins=self._pins,
             status="optimal" if choice.optimal else "feasible",
@@ -400,6 +404,18 @@ def techniques_of(options: Iterable[Option]) -> tuple[Technique, ...]:
         )
         for (name, settings, equivalence), where in places.items()
     )
+
+
+def _edits_of(step: Step, options: Iterable[Option]) -> list[Edit]:
+    """What options change in a step."""
+    edits = (technique(option.technique).edits(step, option) for option in options)
+    return [edit for edit in edits if edit is not None]
+
+
+def _settled(step: Step, one: Technique) -> Technique:
+    """A technique with what can be said of all its places together."""
+    unit = technique(one.name)
+    return unit.settled(step, one) if isinstance(unit, Settles) else one
 
 
 def where_of(techniques: Iterable[Technique]) -> list[str]:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from torchtrim.memory.curve import bytes_over_time
 from torchtrim.step.edits import Block, Edit
-from torchtrim.step.step import DEVICE, Step
+from torchtrim.step.host import host_blocks, host_peak
+from torchtrim.step.step import Step
 from torchtrim.techniques.base import Option
 
 Pair = tuple[Option, Edit]
@@ -27,17 +28,9 @@ def within_host(step: Step, pairs: Sequence[Pair], host_bytes: int | None) -> li
         if _highest(step, [*taken, *blocks]) <= host_bytes:
             taken += blocks
             admitted.add(number)
+    while host_peak(pairs[number][1] for number in admitted) > host_bytes:
+        admitted.remove(min(admitted, key=lambda number: _area(pairs[number][1])))
     return [pair for number, pair in enumerate(pairs) if number in admitted or not _area(pair[1])]
-
-
-def host_peak(step: Step, edits: Sequence[Edit]) -> int:
-    """The highest bytes of the host's memory that these edits take."""
-    return _highest(step, [block for edit in edits for block in host_blocks(edit)])
-
-
-def host_blocks(edit: Edit) -> list[Block]:
-    """What an edit puts into memory of the host."""
-    return [block for block in edit.blocks if block.pool != DEVICE]
 
 
 def _area(edit: Edit) -> int:

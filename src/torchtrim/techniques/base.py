@@ -63,6 +63,15 @@ class TechniqueUnit(Protocol):
         ...
 
 
+@runtime_checkable
+class Settles(Protocol):
+    """A technique of which more can be said when it is known at which places a plan uses it."""
+
+    def settled(self, step: Step, technique: Technique) -> Technique:
+        """The technique as a plan writes it."""
+        ...
+
+
 class Plain(NamedTuple):
     """A function that does what a technique does, and needs nothing of torchtrim but other such files.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,12 +20,37 @@ class View(NamedTuple):
     offset: int
 
 
-class Mover:
-    """The streams of one plan, and its pinned memory, which is taken once and used again."""
+class Loan(NamedTuple):
+    """Memory of the host for one copy, and the events that must be behind before it is written."""
 
-    def __init__(self) -> None:
+    memory: torch.Tensor
+    after: Sequence[Any]
+    range: _Range | None
+
+
+class _Range:
+    """Bytes of the slab that were lent: whether they still are, else what has to be done before the next."""
+
+    def __init__(self, first: int, last: int) -> None:
+        self.first = first
+        self.last = last
+        self.after: Any = None
+        self.is_lent = True
+
+
+class Mover:
+    """The streams of one plan, and its memory of the host, which is taken once and used again.
+
+    A copy goes to one of its offsets in a slab of `slab_bytes`, the first that nobody has. What has none,
+    or meets a step that keeps more than was planned, gets memory of its own.
+    """
+
+    def __init__(self, slab_bytes: int = 0) -> None:
         self._streams: tuple[Any, Any] | None = None
         self._free: defaultdict[int, list[tuple[torch.Tensor, Any]]] = defaultdict(list)
+        self._slab_bytes = slab_bytes
+        self._slab: torch.Tensor | None = None
+        self._ranges: list[_Range] = []
         self.pinned_bytes = 0
 
     @property
@@ -34,16 +60,44 @@ class Mover:
             self._streams = torch.cuda.Stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         return self._streams
 
-    def take(self, size: int) -> tuple[torch.Tensor, Any]:
-        """Pinned memory, and the event that its next use must await, if any."""
+    def take(self, size: int, offsets: Sequence[int] = ()) -> Loan:
+        """Memory of the host."""
+        for offset in offsets:
+            if offset + size <= self._slab_bytes and (loan := self._lent(offset, size)) is not None:
+                return loan
         if self._free[size]:
-            return self._free[size].pop()
-        self.pinned_bytes += size
-        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True), None
+            memory, after = self._free[size].pop()
+            return Loan(memory, [after], None)
+        return Loan(self._pinned(size), (), None)
 
-    def give(self, memory: torch.Tensor, after: Any) -> None:
-        """Give pinned memory back; its next use awaits an event."""
-        self._free[memory.numel()].append((memory, after))
+    def give(self, loan: Loan, after: Any) -> None:
+        """Give memory back; its next use awaits an event."""
+        if loan.range is None:
+            self._free[loan.memory.numel()].append((loan.memory, after))
+        else:
+            loan.range.is_lent, loan.range.after = False, after
+
+    def _lent(self, first: int, size: int) -> Loan | None:
+        """Bytes of the slab; None where somebody has some of them."""
+        last = first + size
+        met = [one for one in self._ranges if one.first < last and first < one.last]
+        if any(one.is_lent for one in met):
+            return None
+        if self._slab is None:
+            self._slab = self._pinned(self._slab_bytes)
+        over = [one for one in met if first <= one.first and one.last <= last]
+        self._ranges = [one for one in self._ranges if one not in over]
+        self._ranges.append(_Range(first, last))
+        return Loan(self._slab[first:last], self._awaited(met), self._ranges[-1])
+
+    @staticmethod
+    def _awaited(met: Sequence[_Range]) -> list[Any]:
+        """What must be done before bytes are written that others had."""
+        return [one.after for one in met]
+
+    def _pinned(self, size: int) -> torch.Tensor:
+        self.pinned_bytes += size
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 class Moved:
@@ -53,7 +107,9 @@ class Moved:
     backward passes. Nothing waits on the host; streams await each other's events.
     """
 
-    def __init__(self, mover: Mover, storage: Any, device: torch.device) -> None:
+    def __init__(
+        self, mover: Mover, storage: Any, device: torch.device, offsets: Sequence[int] = ()
+    ) -> None:
         self.packs = 0
         self._asked = 0
         self._mover = mover
@@ -61,10 +117,11 @@ class Moved:
         self._here: torch.Tensor | None = _bytes_of(storage, device)
         self._arrived: Any = None
         out, _ = mover.streams
-        self._host, after = mover.take(storage.nbytes())
+        self._loan = mover.take(storage.nbytes(), offsets)
+        self._host = self._loan.memory
         out.wait_stream(torch.cuda.current_stream())
-        if after is not None:
-            out.wait_event(after)
+        for event in self._loan.after:
+            out.wait_event(event)
         with torch.cuda.stream(out):
             self._host.copy_(self._here, non_blocking=True)
         self._saved = out.record_event()
@@ -116,7 +173,7 @@ class Moved:
             torch.cuda.current_stream().wait_event(self._saved)
         self._land()
         self._here = None
-        self._mover.give(self._host, self._last)
+        self._mover.give(self._loan, self._last)
 
     def __del__(self) -> None:
         if hasattr(self, "_last") and not sys.is_finalizing():

@@ -11,6 +11,7 @@ from torchtrim.techniques.replay.places import Run
 _RUN = r"\w+(?:\.\d+)?"
 _WHERE = re.compile(
     rf"(?P<root>[^:]+):(?P<made>{_RUN})(?:/(?P<result>\d+))? until (?P<until>{_RUN}) from (?P<trigger>{_RUN})"
+    r"(?: at (?P<offsets>\d+(?:,\d+)*))?"
 )
 END = Run("end", 0)
 """In place of an operator: when the call of the root ends."""
@@ -36,19 +37,33 @@ class Place(NamedTuple):
 
 def place_of(where: str) -> Place:
     """The place that a plan names. Raises `ApplyFailed` for what is none."""
+    return placed(where)[0]
+
+
+def with_offsets(place: Place, offsets: tuple[int, ...]) -> str:
+    """A place with where it may be in the slab, as a plan writes it."""
+    return f"{place} at {','.join(map(str, offsets))}" if offsets else str(place)
+
+
+def placed(where: str) -> tuple[Place, tuple[int, ...]]:
+    """The place that a plan names, and the offsets in the slab at which it may be, the first that is free.
+
+    Raises `ApplyFailed` for what is none.
+    """
     match = _WHERE.fullmatch(where)
     if match is None:
         raise ApplyFailed(
             f"cannot read {where!r} as a place. Write a root, what makes the tensor, when it is let go and "
             "when it is fetched, such as Net:gelu.3 until addmm.9 from addmm.12."
         )
-    return Place(
+    place = Place(
         match["root"],
         _run(match["made"]),
         int(match["result"] or 0),
         _run(match["until"]),
         _run(match["trigger"]),
     )
+    return place, tuple(map(int, match["offsets"].split(","))) if match["offsets"] else ()
 
 
 def _text(run: Run) -> str:

@@ -16,8 +16,13 @@ written in place before it was saved is copied as it was saved. Saved tensors ma
 hooks of others, such as a checkpoint's of the script's own, and where autograd saved something else than
 was planned, everything stays on the device.
 
-On a CPU there is nothing to gain, and it is never planned. How long copies take is modelled by the link of
-the named device, as if every candidate was offloaded, so that few of them await each other.
+Pinned memory is one slab, taken in the first step. `slab_bytes` is its size and ` at 65536` ends a place that
+begins there: offsets are packed from how long each tensor is away, so that tensors that are away at different
+times share bytes. A copy awaits what was read there before.
+
+On a CPU there is nothing to gain, and it is never planned. When a tensor is let go and fetched is chosen by the
+link of the named device, as if every candidate was offloaded; how long a plan's copies await each other on
+that link, one lane in each direction, is in its predicted time.
 """
 
 from __future__ import annotations
@@ -31,6 +36,7 @@ from torchtrim.step.edits import Edit
 from torchtrim.step.step import Step
 from torchtrim.techniques.base import Handle, Option
 from torchtrim.techniques.offload_activations.places import place_of
+from torchtrim.techniques.offload_activations.slab import SLAB, laid_out
 from torchtrim.techniques.offload_activations.windows import edit_of, windows_of
 
 if TYPE_CHECKING:
@@ -54,9 +60,15 @@ class OffloadActivations:
 
     def apply(self, roots: Mapping[str, nn.Module], technique: Technique) -> Handle:
         """Watch the roots. Raises `ApplyFailed`, the model as it was."""
+        from torchtrim.techniques.offload_activations.moving import Mover
         from torchtrim.techniques.offload_activations.watching import watch
 
-        return watch(roots, technique.where)
+        slab = technique.options.get(SLAB, 0)
+        return watch(roots, technique.where, Mover(slab if isinstance(slab, int) else 0))
+
+    def settled(self, step: Step, technique: Technique) -> Technique:
+        """With where each place is in the slab."""
+        return laid_out(step, technique)
 
 
 TECHNIQUE = OffloadActivations()

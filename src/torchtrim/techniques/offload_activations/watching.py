@@ -17,7 +17,7 @@ from torchtrim.techniques.base import Handle, Handles
 from torchtrim.techniques.failing import note
 from torchtrim.techniques.hooks import chains, on_top
 from torchtrim.techniques.offload_activations.moving import Moved, Mover, View
-from torchtrim.techniques.offload_activations.places import Place, place_of
+from torchtrim.techniques.offload_activations.places import Place, placed
 from torchtrim.techniques.places import module_at
 from torchtrim.techniques.replay.places import Run
 from torchtrim.techniques.swap import Swapped
@@ -25,18 +25,21 @@ from torchtrim.techniques.swap import Swapped
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 
-def watch(roots: Mapping[str, nn.Module], where: Sequence[str]) -> Handle:
+Offsets = dict[Place, tuple[int, ...]]
+
+
+def watch(roots: Mapping[str, nn.Module], where: Sequence[str], mover: Mover) -> Handle:
     """Watch the roots of these places. Raises `ApplyFailed`, the modules as they were."""
-    places: defaultdict[str, list[Place]] = defaultdict(list)
-    for place in map(place_of, where):
-        places[place.root].append(place)
-    handles, mover = Handles(), Mover()
+    places: defaultdict[str, Offsets] = defaultdict(dict)
+    for place, offsets in map(placed, where):
+        places[place.root][place] = offsets
+    handles = Handles()
     try:
         for root, several in places.items():
             watcher = Watcher(several, mover)
             handles.add(Swapped(module_at(roots, root), functools.partial(_watched, watcher)))
     except BaseException as error:
-        note(error, str(several[0]))
+        note(error, str(next(iter(several))))
         handles.revert()
         raise
     return handles
@@ -112,7 +115,7 @@ class Saved(NamedTuple):
 class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """One for a root of a plan. It is on while that runs forward."""
 
-    def __init__(self, places: Sequence[Place], mover: Mover) -> None:
+    def __init__(self, places: Offsets, mover: Mover) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._mover = mover
         self._made: defaultdict[Run, list[Place]] = defaultdict(list)
@@ -120,7 +123,8 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._made[place.made].append(place)
         self._triggers = {place.trigger for place in places}
         self._ranks = {place: rank for rank, place in enumerate(places)}
-        self._where = str(places[0])
+        self._offsets = places
+        self._where = str(next(iter(places)))
         self._call: _Call | None = None
         self._resting = False
         self._known: dict[Any, tuple[str, tuple[int, ...]]] = {}
@@ -220,7 +224,8 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._resting = True
             try:
                 with torch.no_grad():
-                    moved = Moved(self._mover, tensor.untyped_storage(), tensor.device)
+                    storage, offsets = tensor.untyped_storage(), self._offsets[place]
+                    moved = Moved(self._mover, storage, tensor.device, offsets)
             finally:
                 self._resting = False
             call.moved[key] = moved

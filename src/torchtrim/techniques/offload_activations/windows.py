@@ -145,9 +145,7 @@ class _Reading:
         seconds = size / self._link
         out = max(seconds - (self._clock[until] - self._clock[leaves]), 0.0)
         home = max(seconds - (self._clock[one.asked] - self._clock[back]), 0.0)
-        return Trip(
-            size, seconds, leaves, until, back, one.asked, _SECONDS_A_COPY, out + home
-        )
+        return Trip(size, seconds, leaves, until, back, one.asked, _SECONDS_A_COPY, out + home)
 
     def _candidates(self, call: Call) -> list[Found]:
         """What is worth it, in the order in which it was saved."""
@@ -269,4 +267,3 @@ class _Reading:
         number = bisect_left(among, call.span.first) + run.ordinal
         inside = number < len(among) and among[number] < call.span.last
         return among[number] if inside else None
-

@@ -21,17 +21,22 @@ Key = tuple[str, int]
 class DeviceClock:
     """Hears what an emulation does. `seconds` has what the n-th operator of a name takes on the device.
 
-    `link` is in bytes a second, and a copy that is queued keeps compute for `queueing` seconds. `stalls`:
-    for how long compute stood still at each wait.
+    `link` is in bytes a second, and a copy that is queued keeps compute for `queueing` seconds. An operator
+    on a list of `elements` takes a share of what it takes for all, however often it runs. `stalls`: for how
+    long compute stood still at each wait.
     """
 
-    def __init__(self, seconds: dict[Key, float], link: float, queueing: float) -> None:
+    def __init__(
+        self, seconds: dict[Key, float], link: float, queueing: float, elements: int = 0
+    ) -> None:
         self.stalls: list[float] = []
         self.copies: list[tuple[str, float, float]] = []
         self.busy = 0.0
         self._seconds = seconds
         self._link = link
         self._queueing = queueing
+        self._elements = elements
+        self._kinds = Counter(name for name, _ in seconds)
         self._ready: defaultdict[int, float] = defaultdict(float)
         self._free: defaultdict[str, float] = defaultdict(float)
         self._events: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
@@ -65,10 +70,17 @@ class DeviceClock:
         if stream and name == "aten::copy_":
             self._copied(args[0].nbytes, stream, "out" if down else "home")
         elif not stream:
-            took = self._seconds.get((name, self._seen[name]), 0.0)
+            took = self._took(name, args)
             self._seen[name] += 1
             self.busy += took
             self._ready[0] += took
+
+    def _took(self, name: str, args: Any) -> float:
+        number = self._seen[name]
+        if not (self._elements and name.startswith("aten::_foreach_") and self._kinds[name]):
+            return self._seconds.get((name, number), 0.0)
+        share = sum(one.numel() for one in args[0]) / self._elements
+        return self._seconds[name, number % self._kinds[name]] * share
 
     def _copied(self, size: int, stream: int, lane: str) -> None:
         self._ready[0] += self._queueing
