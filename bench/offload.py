@@ -1,4 +1,4 @@
-"""Offload on the emulated device: stalls as predicted and as a clock sees them, and plans of several techniques.
+"""Offload on the emulated device: stalls as predicted and as a clock sees them, and joint plans.
 
 python -m bench.offload [NAME ...]      all models, or these; writes results/MACHINE/offload.json
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -83,7 +84,7 @@ def test_together_they_add_no_less_than_their_work_and_no_more_than_one_after_th
         assert 0.0 <= found.stall <= sum(2 * one.seconds for one in trips) + 1e-9
         for way in ("out", "home"):
             lane = [one for one in found.copies if one.way == way]
-            for before, after in zip(lane, lane[1:], strict=False):
+            for before, after in pairwise(lane):
                 assert after.start >= before.end
 
 

@@ -25,7 +25,7 @@ from torchtrim.records.profile import Profile
 from torchtrim.step.costs import on_device
 from torchtrim.step.edits import Edit
 from torchtrim.step.from_profile import step_of
-from torchtrim.step.host import host_peak
+from torchtrim.step.host import PINNED, host_peak
 from torchtrim.step.simulate import simulate, timeline
 from torchtrim.step.step import Step
 from torchtrim.sync.model.devices import device_named
@@ -33,7 +33,6 @@ from torchtrim.techniques.base import technique
 from torchtrim.techniques.offload_activations import TECHNIQUE
 from torchtrim.techniques.offload_activations.moving import Mover
 from torchtrim.techniques.offload_activations.places import place_of
-from torchtrim.techniques.offload_activations.windows import PINNED
 
 ORDERS = draws.orders(20)
 
@@ -314,7 +313,7 @@ def test_pinned_memory_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
         streams = mover.streams
         assert streams is mover.streams
     assert len(set(seen[1:])) == 1
-    assert mover.pinned_bytes == sum(size * len(free) for size, free in mover._free.items())
+    assert mover.pinned_bytes == mover.store(in_file=False)._slab_bytes
 
 
 def test_places_read_as_they_are_written() -> None:

@@ -1,4 +1,4 @@
-"""Mistakes of others' offload that were made in public: a copy of each shows on the emulated device, ours has none.
+"""Mistakes of others' offload that were made in public: a copy of each shows, ours has none.
 
 The races are in `tests/observe/emulated/test_orders.py`.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -200,11 +201,7 @@ def widening() -> nn.Sequential:
     """Each layer's result has a size of its own."""
     torch.manual_seed(0)
     widths = [16, 24, 32, 40, 48, 56, 64]
-    inner = [
-        part
-        for a, b in zip(widths, widths[1:], strict=False)
-        for part in (nn.Linear(a, b), nn.GELU())
-    ]
+    inner = [part for a, b in pairwise(widths) for part in (nn.Linear(a, b), nn.GELU())]
     return nn.Sequential(*inner).cuda()
 
 

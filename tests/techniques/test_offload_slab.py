@@ -24,8 +24,8 @@ from torchtrim.step.from_profile import step_of
 from torchtrim.step.host import ALIGNMENT, host_blocks, host_peak
 from torchtrim.step.step import Step
 from torchtrim.techniques.offload_activations import TECHNIQUE
-from torchtrim.techniques.offload_activations.moving import Mover
-from torchtrim.techniques.offload_activations.places import place_of, placed
+from torchtrim.techniques.offload_activations.moving import Mover, _Store
+from torchtrim.techniques.offload_activations.places import place_of, placed, written
 from torchtrim.techniques.offload_activations.windows import edit_of
 
 ORDERS = draws.orders(20)
@@ -168,7 +168,7 @@ def test_bytes_that_are_written_before_they_were_read_are_caught(
     """The same where nobody awaits who had the bytes before."""
     plain, _ = gradients("", None)
     technique = one_by_one()
-    monkeypatch.setattr(Mover, "_awaited", staticmethod(lambda met: []))
+    monkeypatch.setattr(_Store, "_awaited", staticmethod(lambda met: []))
     right, _ = gradients("", technique)
     assert all(torch.equal(a, b) for a, b in zip(plain, right, strict=True))
     wrong, races = gradients("late", technique)
@@ -197,9 +197,11 @@ def test_a_graph_that_is_kept_has_memory_of_its_own(order: str, movers: list[Mov
 
 
 def test_offsets_are_read_as_they_are_written() -> None:
-    place, offsets = placed("Net:gelu.3 until addmm.9 from addmm.12 at 0,65536")
+    text = "Net:gelu.3 until addmm.9 from addmm.12 in file at 0,65536"
+    place, room = placed(text)
     assert str(place) == "Net:gelu.3 until addmm.9 from addmm.12"
-    assert offsets == (0, 65536)
+    assert room == ((0, 65536), True)
+    assert written(place, room) == text
     with pytest.raises(ApplyFailed, match="cannot read"):
         placed("Net:gelu.3 until addmm.9 from addmm.12 at x")
 

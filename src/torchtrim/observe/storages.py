@@ -139,7 +139,7 @@ class Storages:
 
     def _begin(self, storage: Any, key: int, birth: int, kind: str) -> int:
         number = len(self.lives)
-        device = self._device(storage.device)
+        device = "file" if storage.filename else self._device(storage.device)
         watched = _Watched(storage, self._on_death)
         watched.key, watched.number, watched.bytes = key, number, storage.nbytes()
         life = Life(allocated_bytes(watched.bytes, device), birth, device, kind)

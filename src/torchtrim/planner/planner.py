@@ -13,7 +13,7 @@ from torchtrim.planner.by_hand import by_hand
 from torchtrim.planner.front import Front, Point
 from torchtrim.planner.pins import Patterns, Pinned, overlap
 from torchtrim.planner.plans import made_plan
-from torchtrim.planner.pools import within_host
+from torchtrim.planner.pools import in_files, within_host
 from torchtrim.planner.problem import Problem
 from torchtrim.planner.solvers.exact import Exact
 from torchtrim.planner.solvers.integer import Answer, Integer
@@ -246,7 +246,10 @@ class Planner:
         """The step in which what may overwrites its input, and what else can be done in it."""
         step = self._overwritten(self._priced, self._free)
         costly = [pair for pair in self._edits(step) if not pair[1].overwrites]
-        return step, within_host(step, costly, self._host_bytes)
+        if self._host_bytes is None:
+            return step, costly
+        admitted = within_host(step, costly, self._host_bytes)
+        return step, [*admitted, *in_files(step, costly, admitted, self._allowed_names())]
 
     @cached_property
     def _forced(self) -> list[tuple[Option, Edit]]:
@@ -279,10 +282,8 @@ class Planner:
     def _edits(self, step: Step) -> list[tuple[Option, Edit]]:
         """The allowed options of a step, and what each changes."""
         found = []
-        for name in names():
+        for name in self._allowed_names():
             unit = technique(name)
-            if name in self._exclude or not _allowed(unit.equivalence, self._allow):
-                continue
             for option in unit.options(step):
                 places = {option.where, f"{name}:{option.where}"}
                 barred = not places.isdisjoint(self._exclude)
@@ -292,6 +293,14 @@ class Planner:
                 if edit is not None:
                     found.append((option, edit))
         return found
+
+    def _allowed_names(self) -> list[str]:
+        """The techniques that plans may use."""
+        return [
+            name
+            for name in names()
+            if name not in self._exclude and _allowed(technique(name).equivalence, self._allow)
+        ]
 
     def _offered(self) -> list[tuple[Option, Edit]]:
         """What can be done, whether or not what may overwrites its input."""

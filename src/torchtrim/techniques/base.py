@@ -72,6 +72,15 @@ class Settles(Protocol):
         ...
 
 
+@runtime_checkable
+class ToFiles(Protocol):
+    """A technique that can keep in a memory-mapped file what it keeps on the host."""
+
+    def to_files(self, step: Step) -> Sequence[Option]:
+        """What it can do with files; each excludes the option that is the same on the host."""
+        ...
+
+
 class Plain(NamedTuple):
     """A function that does what a technique does, and needs nothing of torchtrim but other such files.
 
@@ -172,6 +181,7 @@ _SERVING = (
     "places",
     "python_state",
     "rerun",
+    "scratch",
     "stepping",
     "swap",
 )

@@ -11,7 +11,7 @@ from torchtrim.techniques.replay.places import Run
 _RUN = r"\w+(?:\.\d+)?"
 _WHERE = re.compile(
     rf"(?P<root>[^:]+):(?P<made>{_RUN})(?:/(?P<result>\d+))? until (?P<until>{_RUN}) from (?P<trigger>{_RUN})"
-    r"(?: at (?P<offsets>\d+(?:,\d+)*))?"
+    r"(?P<file> in file)?(?: at (?P<offsets>\d+(?:,\d+)*))?"
 )
 END = Run("end", 0)
 """In place of an operator: when the call of the root ends."""
@@ -40,16 +40,21 @@ def place_of(where: str) -> Place:
     return placed(where)[0]
 
 
-def with_offsets(place: Place, offsets: tuple[int, ...]) -> str:
-    """A place with where it may be in the slab, as a plan writes it."""
-    return f"{place} at {','.join(map(str, offsets))}" if offsets else str(place)
+class Room(NamedTuple):
+    """Where a place may be in the slab of the host, or of a file: the first of these offsets that is free."""
+
+    offsets: tuple[int, ...] = ()
+    in_file: bool = False
 
 
-def placed(where: str) -> tuple[Place, tuple[int, ...]]:
-    """The place that a plan names, and the offsets in the slab at which it may be, the first that is free.
+def written(place: Place, room: Room) -> str:
+    """A place with its room, as a plan writes it."""
+    text = f"{place} in file" if room.in_file else str(place)
+    return f"{text} at {','.join(map(str, room.offsets))}" if room.offsets else text
 
-    Raises `ApplyFailed` for what is none.
-    """
+
+def placed(where: str) -> tuple[Place, Room]:
+    """The place that a plan names, and its room. Raises `ApplyFailed` for what is none."""
     match = _WHERE.fullmatch(where)
     if match is None:
         raise ApplyFailed(
@@ -63,7 +68,8 @@ def placed(where: str) -> tuple[Place, tuple[int, ...]]:
         _run(match["until"]),
         _run(match["trigger"]),
     )
-    return place, tuple(map(int, match["offsets"].split(","))) if match["offsets"] else ()
+    offsets = tuple(map(int, match["offsets"].split(","))) if match["offsets"] else ()
+    return place, Room(offsets, bool(match["file"]))
 
 
 def _text(run: Run) -> str:

@@ -17,7 +17,7 @@ from torchtrim.techniques.base import Handle, Handles
 from torchtrim.techniques.failing import note
 from torchtrim.techniques.hooks import chains, on_top
 from torchtrim.techniques.offload_activations.moving import Moved, Mover, View
-from torchtrim.techniques.offload_activations.places import Place, placed
+from torchtrim.techniques.offload_activations.places import Place, Room, placed
 from torchtrim.techniques.places import module_at
 from torchtrim.techniques.replay.places import Run
 from torchtrim.techniques.swap import Swapped
@@ -25,14 +25,14 @@ from torchtrim.techniques.swap import Swapped
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 
-Offsets = dict[Place, tuple[int, ...]]
+Rooms = dict[Place, Room]
 
 
 def watch(roots: Mapping[str, nn.Module], where: Sequence[str], mover: Mover) -> Handle:
     """Watch the roots of these places. Raises `ApplyFailed`, the modules as they were."""
-    places: defaultdict[str, Offsets] = defaultdict(dict)
-    for place, offsets in map(placed, where):
-        places[place.root][place] = offsets
+    places: defaultdict[str, Rooms] = defaultdict(dict)
+    for place, room in map(placed, where):
+        places[place.root][place] = room
     handles = Handles()
     try:
         for root, several in places.items():
@@ -115,7 +115,7 @@ class Saved(NamedTuple):
 class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """One for a root of a plan. It is on while that runs forward."""
 
-    def __init__(self, places: Offsets, mover: Mover) -> None:
+    def __init__(self, places: Rooms, mover: Mover) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._mover = mover
         self._made: defaultdict[Run, list[Place]] = defaultdict(list)
@@ -123,7 +123,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._made[place.made].append(place)
         self._triggers = {place.trigger for place in places}
         self._ranks = {place: rank for rank, place in enumerate(places)}
-        self._offsets = places
+        self._rooms = places
         self._where = str(next(iter(places)))
         self._call: _Call | None = None
         self._resting = False
@@ -209,12 +209,17 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return Saved(_apart(tensor), None, None, None)
         coming = call.coming[call.last] if call.last in self._triggers else None
         noted = call.noted.get(_number(tensor)) if type(tensor) in _PLAIN else None
-        if noted is None or not tensor.is_cuda or tensor.is_conj() or tensor.is_neg():
+        if noted is None or not self._moves(noted.place, tensor):
             return Saved(_apart(tensor), None, None, coming)
         moved = self._moved(call, noted.place, tensor)
         moved.packs += 1
         view = View(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
         return Saved(None, moved, view, coming)
+
+    def _moves(self, place: Place, tensor: torch.Tensor) -> bool:
+        """Whether there is anything to gain: on a CPU only from a file."""
+        elsewhere = tensor.is_cuda or (tensor.device.type == "cpu" and self._rooms[place].in_file)
+        return elsewhere and not tensor.is_conj() and not tensor.is_neg()
 
     def _moved(self, call: _Call, place: Place, tensor: torch.Tensor) -> Moved:
         """The storage as it is now, on its way to the host."""
@@ -224,8 +229,8 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._resting = True
             try:
                 with torch.no_grad():
-                    storage, offsets = tensor.untyped_storage(), self._offsets[place]
-                    moved = Moved(self._mover, storage, tensor.device, offsets)
+                    storage, room = tensor.untyped_storage(), self._rooms[place]
+                    moved = Moved(self._mover, storage, tensor.device, room)
             finally:
                 self._resting = False
             call.moved[key] = moved
