@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import signal
 import subprocess
@@ -78,6 +79,7 @@ def run(device: str, technique: Technique | None) -> tuple[list[torch.Tensor], P
         TECHNIQUE.apply({"Sequential": work.model}, technique)
     for number in range(2):
         work.step(number)
+    gc.collect()
     profile = torchtrim.record(work)
     return [one.detach().cpu() for one in work.model.state_dict().values()], profile
 

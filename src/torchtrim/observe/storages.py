@@ -125,7 +125,7 @@ class Storages:
         return known.number if known is not None else -1
 
     def counts(self, life: Life) -> bool:
-        """Whether the storage is on a device whose bytes are counted: `"cuda"` is any of them, a file none."""
+        """Whether the storage is on a device whose bytes are counted: `"cuda"` is any of them."""
         return life.device != FILE and life.device.startswith(self._counted)
 
     def counted_bytes(self, life: Life) -> int:

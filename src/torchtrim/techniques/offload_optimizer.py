@@ -12,7 +12,7 @@ the host; a plain optimizer loads it, and this one loads a plain one's. Whoever 
 between steps waits until it has been written back. Optimizers that are not torch's own, and step hooks, are
 refused.
 
-Where `--host-memory` leaves no room, or the device is a CPU, the state may be in memory-mapped files (`file`),
+Where `--host-memory` leaves no room, or on a CPU, the state may be in memory-mapped files (`file`),
 which the kernel writes to a disk as it needs memory. They are scratch: what has to outlive the process is
 saved with `state_dict`, as without them. On a CPU the optimizer updates the files' pages themselves.
 """
