@@ -6,8 +6,8 @@ The races are in `tests/observe/emulated/test_orders.py`.
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -53,9 +53,10 @@ class Stash:
     def __init__(self) -> None:
         self.side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self.kept: dict[int, Any] = {}
+        self.numbers = itertools.count()
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        number = len(self.kept)
+        number = next(self.numbers)
         host = torch.empty_like(tensor, device="cpu", pin_memory=True)
         self.side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.side):
@@ -201,7 +202,7 @@ def widening() -> nn.Sequential:
     """Each layer's result has a size of its own."""
     torch.manual_seed(0)
     widths = [16, 24, 32, 40, 48, 56, 64]
-    inner = [part for a, b in pairwise(widths) for part in (nn.Linear(a, b), nn.GELU())]
+    inner = [part for a, b in itertools.pairwise(widths) for part in (nn.Linear(a, b), nn.GELU())]
     return nn.Sequential(*inner).cuda()
 
 
@@ -230,7 +231,7 @@ def test_the_layers_that_are_offloaded_are_those_of_the_plan(
             TECHNIQUE.apply({"Sequential": work.model}, planned)
             work.step(0)
             torch.cuda.reset_peak_memory_stats()
-            work.step(1)
+            work.step(0)
             return torch.cuda.max_memory_allocated()
 
     assert peak() == pytest.approx(predicted, rel=0.01)

@@ -203,7 +203,7 @@ class Orders:
         result = run(call.func, args, kwargs)
         self._note_writes(call, result, access)
         if call.traits.empty:
-            for tensor in _tensors(result):
+            for tensor in filter(_is_plain, _tensors(result)):
                 poison(tensor)
         return result
 
