@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
 from typing import NamedTuple
 
 from torchtrim.records.profile import Profile
@@ -137,7 +136,10 @@ class Step:
     @cached_property
     def clock(self) -> tuple[float, ...]:
         """When each task begins, in seconds, and when the last ends."""
-        return tuple(accumulate((task.seconds for task in self.tasks), initial=0.0))
+        moments = [0.0]
+        for task in self.tasks:
+            moments.append(moments[-1] + task.seconds)
+        return tuple(moments)
 
     @cached_property
     def made_by(self) -> tuple[tuple[int, ...], ...]:
