@@ -63,6 +63,24 @@ class TechniqueUnit(Protocol):
         ...
 
 
+@runtime_checkable
+class Settles(Protocol):
+    """A technique of which more can be said when it is known at which places a plan uses it."""
+
+    def settled(self, step: Step, technique: Technique) -> Technique:
+        """The technique as a plan writes it."""
+        ...
+
+
+@runtime_checkable
+class ToFiles(Protocol):
+    """A technique that can keep in a memory-mapped file what it keeps on the host."""
+
+    def to_files(self, step: Step) -> Sequence[Option]:
+        """What it can do with files; each excludes the option that is the same on the host."""
+        ...
+
+
 class Plain(NamedTuple):
     """A function that does what a technique does, and needs nothing of torchtrim but other such files.
 
@@ -163,6 +181,7 @@ _SERVING = (
     "places",
     "python_state",
     "rerun",
+    "scratch",
     "stepping",
     "swap",
 )
