@@ -32,10 +32,11 @@ from bench.strangers.table import rows_of, write_page
 
 HERE = Path(__file__).parent
 ALONE_STEPS = 5
+BUDGET, RANKS_BUDGET = "60%", "70%"
 VERBS = {
     "diagnose": ("diagnose",),
-    "optimize": ("optimize", "--memory", "60%"),
-    "optimize, rounding": ("optimize", "--memory", "60%", "--allow", "rounding"),
+    "optimize": ("optimize", "--memory", BUDGET),
+    "optimize, rounding": ("optimize", "--memory", BUDGET, "--allow", "rounding"),
 }
 _OFFLINE = {
     "HF_HUB_OFFLINE": "1",
@@ -49,7 +50,10 @@ _OFFLINE = {
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One program: where it is, how it is made small, and what it reads."""
+    """One program: where it is, how it is made small, and what it reads.
+
+    `processes`: as how many ranks it runs, `device` where.
+    """
 
     name: str
     kind: str
@@ -63,6 +67,8 @@ class Program(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     driver: str = ""
     data: dict[str, str] = {}
     no_data_yet: list[str] = []
+    processes: int = 1
+    device: str = "cpu"
 
 
 class Ended(NamedTuple):
@@ -98,7 +104,9 @@ def prepared(program: Program, place: Place, name: str) -> Path:
     folder = place.copy_of(program, name)
     shutil.rmtree(folder, ignore_errors=True)
     skipped = shutil.ignore_patterns(".git", "*.ipynb", "*.gif", "*.mp4")
-    shutil.copytree(source / program.folder, folder / program.folder, ignore=skipped)
+    if source.exists():
+        shutil.copytree(source / program.folder, folder / program.folder, ignore=skipped)
+    (folder / program.inside).mkdir(parents=True, exist_ok=True)
     for empty in program.no_data_yet:
         shutil.rmtree(folder / empty, ignore_errors=True)
     for generator, where in program.data.items():
@@ -138,9 +146,10 @@ def tried(program: Program, place: Place, verbs: list[str], limit: float) -> dic
     found: dict[str, Any] = {
         **{key: getattr(program, key) for key in ("name", "kind", "repository", "commit", "args")},
         "script": program.script,
+        "processes": program.processes,
         **_known(program, place),
     }
-    if "diagnose" in verbs:
+    if "diagnose" in verbs and program.processes == 1:
         found["alone"] = _alone(program, place, limit)
     for verb in verbs:
         found["verbs"][verb] = _verb(program, place, verb, limit)
@@ -183,7 +192,10 @@ def _verb(program: Program, place: Place, verb: str, limit: float) -> dict[str, 
     shutil.rmtree(out, ignore_errors=True)
     first, *rest = VERBS[verb]
     command = [sys.executable, "-m", "torchtrim", first, program.script, *rest]
-    command += ["--device", "cpu", "--timeout", str(limit), "--out", str(out)]
+    command += ["--device", program.device, "--timeout", str(limit), "--out", str(out)]
+    if program.processes > 1:
+        command = [RANKS_BUDGET if word == BUDGET else word for word in command]
+        command += ["--processes", str(program.processes)]
     ended = run(
         [*command, "--", *shlex.split(program.args)], folder, _paths(program, place, "tried"), limit
     )
@@ -225,7 +237,8 @@ def main() -> None:
         scratch = options.keep or Path(temporary)
         place = Place(options.sources, options.library, scratch)
         for program in chosen:
-            if not (options.sources / program.repository.partition("/")[2]).exists():
+            source = options.sources / program.repository.partition("/")[2]
+            if not (program.driver or source.exists()):
                 print(f"{program.name}: not among the sources")
                 continue
             result = tried(program, place, options.verbs, options.limit)

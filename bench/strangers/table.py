@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,17 @@ bench.strangers` makes this page; each program, its commit and its arguments are
 the smallest found. *Alone* is the script's own time for five steps.
 
 """
+_RANKS = """
+## In several processes
+
+The same with `--processes 4`, to 70 % of the largest rank's peak. Where a script insists on CUDA and NCCL, it
+runs on emulated devices, its groups over gloo. *Verdict* is the worst of all ranks.
+
+"""
+_RANK_COLUMNS = (
+    *("program", "kind", "peak MiB", "reached", "verdict", "levers"),
+    *("diagnose s", "optimize s", "findings"),
+)
 _COLUMNS = (
     "program",
     "kind",
@@ -58,14 +70,30 @@ def rows_of(report: dict[str, Any]) -> dict[str, Any]:
 
 def write_page(rows: list[dict[str, Any]]) -> None:
     """Write the page."""
-    head = f"| {' | '.join(_COLUMNS)} |\n|{'---|' * len(_COLUMNS)}\n"
-    PAGE.write_text(_HEAD + head + "".join(_line(row) for row in rows))
+    alone = [row for row in rows if row.get("processes", 1) == 1]
+    ranks = [row for row in rows if row.get("processes", 1) > 1]
+    PAGE.write_text(
+        _HEAD
+        + _table(_COLUMNS, [_cells(row) for row in alone])
+        + _RANKS
+        + _table(_RANK_COLUMNS, [_rank_cells(row) for row in ranks])
+    )
 
 
-def _line(row: dict[str, Any]) -> str:
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _rank_cells(row: dict[str, Any]) -> list[str]:
+    cells = dict(zip(_COLUMNS, _cells(row), strict=True))
+    return [cells[name] for name in _RANK_COLUMNS]
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
     verbs = row["verbs"]
     seen, fitted = verbs.get("diagnose", {}), verbs.get("optimize", {})
-    cells = [
+    return [
         row["name"],
         row["kind"],
         _mib(fitted.get("peak_bytes") or seen.get("peak_bytes")),
@@ -78,7 +106,6 @@ def _line(row: dict[str, Any]) -> str:
         _seconds(fitted),
         ", ".join(f"{code} {count}" for code, count in seen.get("findings", {}).items()) or "-",
     ]
-    return f"| {' | '.join(cells)} |\n"
 
 
 def _mib(count: int | None) -> str:

@@ -47,7 +47,7 @@ class Seen(NamedTuple):
 
 def seen_of(step: Step) -> dict[str, list[Seen]]:
     """The calls of each optimizer that is understood, by its name."""
-    if step.profile is None or step.profile.world > 1:
+    if step.profile is None:
         return {}
     found: dict[str, list[Seen]] = {}
     refused: set[str] = set()
