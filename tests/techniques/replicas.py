@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import sys
@@ -73,7 +74,7 @@ def apart(one: Loop, other: Loop) -> float:
     pairs = [*zip(one.state(), other.state(), strict=True)]
     if all(torch.equal(a, b) for a, b in pairs):
         return 0.0
-    return max(float((a - b).abs().max()) for a, b in pairs) or 1.0
+    return max(float((a - b).detach().abs().max()) for a, b in pairs) or 1.0
 
 
 def views(accumulate: int, *, keeps: bool = False, **options: Any) -> dict[str, Any]:
@@ -117,15 +118,16 @@ def accumulates(count: int) -> dict[str, Any]:
     planned.accumulate = count - 1
     said = refused(lambda: planned.train(4, 6))
     handle.revert()
-    again = Loop(count)
+    plain, again = Loop(count), Loop(count)
     applied(again.model, accumulate=count).revert()
-    again.train(0, 4)
+    for loop in (plain, again):
+        loop.train(0, 2)
     torch.set_default_dtype(torch.float32)
     return {
         "rounds": before / after,
         "apart": differs,
         "refused": said,
-        "reverted": apart(original, again),
+        "reverted": apart(plain, again),
         "hooks": len(planned.model._forward_hooks) + len(planned.model._forward_pre_hooks),
     }
 
@@ -174,8 +176,8 @@ def profile_of(loop: Loop) -> Profile:
 
 def predicted() -> dict[str, Any]:
     """What the planner says, and what is then measured."""
-    found = Loop()
-    profile = profile_of(found)
+    profile = profile_of(Loop())
+    gc.collect()
     planner = Planner(profile, step_seconds=profile.step_seconds, fingerprint={})
     plan = planner.floor_plan(0, bias=profile.peak_bytes - planner.simulated_original)
     loop = Loop()

@@ -24,6 +24,8 @@ from torchtrim.units import format_bytes
 _SCHEDULE = "1F1B"
 _MOST_MICROBATCHES = 512
 _MOST_SAMPLES = 16
+_SIMULATED = 3
+"""Micro-batches for each stage that are simulated one by one."""
 
 
 class Fabric(NamedTuple):
@@ -154,7 +156,8 @@ def _divisors(count: int) -> list[int]:
 
 
 def _simulated(chain: Chain, layout: Layout, fabric: Fabric, orders: Orders) -> Spread | None:
-    order = orders(_SCHEDULE, layout.stages, layout.stages, layout.microbatches)
+    few = min(layout.microbatches, _SIMULATED * layout.stages)
+    order = orders(_SCHEDULE, layout.stages, layout.stages, few)
     if layout.stages > 1 and order is None:
         return None
     cuts = balanced(chain.segments, layout.stages)
@@ -181,12 +184,13 @@ def _simulated(chain: Chain, layout: Layout, fabric: Fabric, orders: Orders) -> 
 def _running(
     costs: Sequence[StageCost], order: Order | None, layout: Layout, fabric: Fabric
 ) -> float:
-    """Seconds until all micro-batches are through."""
+    """Seconds until all micro-batches are through; in a full pipeline the longest stage sets the pace."""
     if layout.stages == 1 or order is None:
         return layout.microbatches * costs[0].seconds
     apart = layout.replicas * layout.shards >= fabric.node
     link = Link(fabric.latency, fabric.between if apart else fabric.inside)
-    return step_seconds(costs, order, link)
+    more = max(0, layout.microbatches - _SIMULATED * layout.stages)
+    return step_seconds(costs, order, link) + more * max(one.seconds for one in costs)
 
 
 def _stage(
