@@ -28,7 +28,7 @@ import msgspec
 
 from bench import machine
 from bench.strangers.data import GENERATORS
-from bench.strangers.table import rows_of, write_page
+from bench.strangers.table import rows_of, write_page, write_ranks_page
 
 HERE = Path(__file__).parent
 ALONE_STEPS = 5
@@ -92,9 +92,11 @@ class Place(NamedTuple):
 
 
 def programs() -> list[Program]:
-    """All of `programs.toml`."""
-    found = tomllib.loads((HERE / "programs.toml").read_text())
-    rows = [{**row, "commit": found["commits"][row["repository"]]} for row in found["program"]]
+    """All of `programs.toml`, and of `ranks.toml`, those in several processes."""
+    rows = []
+    for name in ("programs.toml", "ranks.toml"):
+        found = tomllib.loads((HERE / name).read_text())
+        rows += [{**row, "commit": found["commits"][row["repository"]]} for row in found["program"]]
     return msgspec.convert(rows, list[Program])
 
 
@@ -260,8 +262,14 @@ def _save(scratch: Path) -> None:
         result = json.loads(file.read_text())
         found[result["name"]] = result
     rows = [found[one.name] for one in programs() if one.name in found]
-    machine.save("strangers", {"programs": rows})
-    write_page(rows)
+    for name, several, write in (
+        ("strangers", False, write_page),
+        ("strangers-ranks", True, write_ranks_page),
+    ):
+        own = [row for row in rows if (row.get("processes", 1) > 1) is several]
+        if own:
+            machine.save(name, {"programs": own})
+            write(own)
 
 
 if __name__ == "__main__":
