@@ -25,11 +25,11 @@ _RANKS = """# Public programs in several processes
 
 `optimize --processes 4 --memory 70%` on programs that torchtrim was not written for, made small by their
 command lines alone, with generated data, on two cores of a loaded machine. Where a script insists on CUDA and
-NCCL, it runs on emulated devices, its groups over gloo. `python -m bench.strangers` makes this page; each program
-and its arguments are in `bench/strangers/ranks.toml`.
+NCCL, it runs on emulated devices, its groups over gloo. `python -m bench.strangers` makes this page; each
+program and its arguments are in `bench/strangers/ranks.toml`.
 
-The peak is the largest rank's. *Reached* is the measured peak of the plan, in percent of that; where the budget
-is missed it is the smallest found. *Verdict* is the worst of all ranks.
+The peak is the largest rank's. *Reached* is the measured peak of the plan, in percent of that; where the
+budget is missed it is the smallest found. *Verdict* is the worst of all ranks.
 
 """
 _RANK_COLUMNS = (
