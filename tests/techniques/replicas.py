@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import multiprocessing
@@ -45,17 +46,21 @@ def applied(model: nn.Module, **options: Any) -> Any:
 class Loop:
     """A training loop whose ranks see other data."""
 
-    def __init__(self, accumulate: int = 1, *, keeps: bool = False, **options: Any) -> None:
+    def __init__(
+        self, accumulate: int = 1, *, keeps: bool = False, waits: bool = False, **options: Any
+    ) -> None:
         self.model = replica(**options)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
-        self.accumulate, self.keeps = accumulate, keeps
+        self.accumulate, self.keeps, self.waits = accumulate, keeps, waits
 
     def train(self, first: int, last: int) -> None:
         """Steps `first <= i < last`."""
         for number in range(first, last):
             for part in range(self.accumulate):
                 torch.manual_seed(1000 * number + 10 * part + torch.distributed.get_rank())
-                self.model(torch.randn(16, WIDTH)).square().mean().backward()
+                waits = self.waits and part + 1 < self.accumulate
+                with self.model.no_sync() if waits else contextlib.nullcontext():
+                    self.model(torch.randn(16, WIDTH)).square().mean().backward()
             nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=not self.keeps)
@@ -215,6 +220,7 @@ def measure(rank: int, world: int, folder: Path) -> None:
     found = {
         "views": views(1),
         "accumulating views": views(2),
+        "waiting views": views(3, waits=True),
         "kept views": views(1, keeps=True),
         "static views": views(1, static_graph=True),
         "searching views": views(1, find_unused_parameters=True),

@@ -31,7 +31,10 @@ def ranks() -> tuple[dict[str, Any], ...]:
         return tuple(json.loads(Path(name, str(rank)).read_text()) for rank in range(2))
 
 
-KINDS = ("views", "accumulating views", "kept views", "static views", "searching views")
+KINDS = (
+    *("views", "accumulating views", "waiting views"),
+    *("kept views", "static views", "searching views"),
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)
