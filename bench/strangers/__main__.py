@@ -197,7 +197,7 @@ def _verb(program: Program, place: Place, verb: str, limit: float) -> dict[str, 
     command += ["--device", program.device, "--timeout", str(limit), "--out", str(out)]
     if program.processes > 1:
         command = [RANKS_BUDGET if word == BUDGET else word for word in command]
-        command += ["--processes", str(program.processes)]
+        command += ["--processes", str(program.processes), "--steps", "1"]
     ended = run(
         [*command, "--", *shlex.split(program.args)], folder, _paths(program, place, "tried"), limit
     )
