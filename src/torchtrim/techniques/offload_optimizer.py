@@ -10,7 +10,7 @@ The optimizer stays the user's own object: schedulers, clipping, accumulation, s
 parameter groups that are added later and closures are as before. `state_dict` gives the state as it is, on
 the host; a plain optimizer loads it, and this one loads a plain one's. Whoever reads `optimizer.state`
 between steps waits until it has been written back. Optimizers that are not torch's own, and step hooks, are
-refused. Of several processes only replicas' are planned: sharded state is a fraction already.
+refused.
 """
 
 from __future__ import annotations
@@ -41,10 +41,7 @@ class OffloadOptimizer:
 
     def options(self, step: Step) -> Sequence[Option]:
         """Parts of several sizes, for every optimizer that has state on a device."""
-        profile = step.profile
-        if profile is None or profile.device.startswith("cpu"):
-            return []
-        if profile.world > 1 and not profile.replicas:
+        if step.profile is None or step.profile.device.startswith("cpu"):
             return []
         found = []
         for name, calls in seen_of(step).items():
