@@ -97,7 +97,7 @@ def test_a_search_that_finds_something_is_told_of_nothing() -> None:
     assert "TT603" not in {one.code for one in report(*words).findings}
 
 
-@pytest.mark.parametrize("how", ["spawn", "start", "launch"])
+@pytest.mark.parametrize("how", ["spawn", pytest.param("start", marks=pytest.mark.slow), "launch"])
 def test_a_script_that_spawns_its_ranks(how: str) -> None:
     spawns = Script(SCRIPT.replace("ranks.py", "spawns.py"), (how,), processes=2, timeout=LIMIT)
     with working_folder() as folder:
