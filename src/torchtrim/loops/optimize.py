@@ -26,6 +26,7 @@ from torchtrim.loops.fix import Fixing
 from torchtrim.loops.fixed import fixes_of, with_fixes
 from torchtrim.loops.lengths import longest_step, recording, uneven_note
 from torchtrim.loops.levers import LEAST_SAVING, Reached, levers_of
+from torchtrim.loops.sharding import sharded_lever
 from torchtrim.loops.surviving import (
     failing_places,
     failure_note,
@@ -228,9 +229,9 @@ class Fitting:
         planner = self.planner(original)
         self.notes += {planner.pinned.note()} - {"", *self.notes}
         if whole <= budget and not planner.forced:
-            plan = self._unchanged(original, budget, memory_kind)
             notes = (*self.notes, "the original fits the budget as it is")
-            return Fit(original, budget, plan, None, None, notes)
+            unchanged = self._unchanged(original, budget, memory_kind)
+            return Fit(original, budget, unchanged, None, None, notes)
         return self._surviving(
             lambda: self._within(original, budget, memory_kind),
             lambda: self._missed(original, budget, memory_kind, Tried.unchanged(whole)),
@@ -382,7 +383,7 @@ class Fitting:
             Reached(found.plan.techniques, tried.used, seconds),
             self._exclude,
             self._allowed,
-        )
+        ) + sharded_lever(self.workload, original, whole)
         missed = self.planner(original).infeasible(budget, tried.used)
         if not found.plan.techniques:
             missed = _nothing_helps(budget, tried.used, missed.set_by)

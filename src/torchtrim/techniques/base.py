@@ -167,6 +167,7 @@ _SERVING = (
     "by_graph",
     "early_stop",
     "early_update",
+    "exchanging",
     "export",
     "failing",
     "fingerprint",

@@ -48,7 +48,7 @@ class OptimizerInBackward:
     def options(self, step: Step) -> Sequence[Option]:
         """Every optimizer of whose gradients nothing but its step was seen to use the final value."""
         profile = step.profile
-        if profile is None:
+        if profile is None or profile.world > 1:
             return []
         touched = _touched(profile)
         found = []
