@@ -157,6 +157,7 @@ _SERVING = (
     "hooks",
     "host_state",
     "lowered",
+    "narrow_states",
     "network",
     "norms",
     "overwriting",
