@@ -25,7 +25,7 @@ from torchtrim.loops.findings import ranks_of, report_of
 from torchtrim.loops.fix import Fixing
 from torchtrim.loops.fixed import fixes_of, with_fixes
 from torchtrim.loops.lengths import longest_step, recording, uneven_note
-from torchtrim.loops.levers import LEAST_SAVING, Reached, levers_of
+from torchtrim.loops.levers import LEAST_SAVING, Reached, levers_of, refusals
 from torchtrim.loops.surviving import (
     failing_places,
     failure_note,
@@ -387,7 +387,9 @@ class Fitting:
         if not found.plan.techniques:
             missed = _nothing_helps(budget, tried.used, missed.set_by)
         missed.plan, missed.certificate, missed.levers = found.plan, found.certificate, levers
-        return found._replace(missed=missed, levers=levers)
+        assert original.profile is not None
+        said = refusals(original.profile, original.seconds, self._exclude)
+        return found._replace(missed=missed, levers=levers, notes=(*found.notes, *said))
 
     def _unchanged(self, original: Trial, budget: int, kind: MemoryKind) -> Plan:
         """The plan that changes nothing."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from torchtrim.errors import UsageError
@@ -106,6 +106,15 @@ class Replaces(Protocol):
 
     def advice(self, technique: Technique) -> str:
         """What else a person has to do or know, as a clause; empty for nothing."""
+        ...
+
+
+@runtime_checkable
+class Refuses(Protocol):
+    """A technique that can say where it would save and is not used, why, and what it would cost."""
+
+    def refusals(self, step: Step) -> Iterable[str]:
+        """A sentence for each such place."""
         ...
 
 

@@ -23,7 +23,7 @@ Seeds = Mapping[torch.Tensor, int]
 Tensors = Sequence[torch.Tensor]
 
 _UNSIGNED = ("exp_avg_sq", "max_exp_avg_sq")
-_PIECE = {"cpu": 2**16}
+_PIECE = {"cpu": 2**14}
 _LARGE_PIECE = 2**22
 """Elements, whole blocks of them: what is computed on the way takes some 40 bytes an element."""
 
