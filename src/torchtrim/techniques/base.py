@@ -156,6 +156,7 @@ _SERVING = (
     "batch_parts",
     "blocks",
     "by_graph",
+    "by_rows",
     "early_stop",
     "early_update",
     "export",
