@@ -359,7 +359,7 @@ class Fitting:
             found = self._verified(original, budget, max(fitting, key=lambda one: one.used))
         else:
             found = self._missed(original, budget, kind, min(tried, key=lambda one: one.used))
-        return found._replace(notes=tuple(notes))
+        return found._replace(notes=(*notes, *found.notes))
 
     def _verified(self, original: Trial, budget: int, tried: Tried) -> Fit:
         if tried.plan is None or tried.trial is None:

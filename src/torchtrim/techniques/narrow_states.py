@@ -104,7 +104,7 @@ class Eight:
     """Codes of one byte and a scale for each block."""
 
     name = "8bit"
-    suffixes = ("codes", "scale")
+    suffixes: tuple[str, ...] = ("codes", "scale")
 
     def __init__(self, torchao: Any) -> None:
         self._torchao = torchao
@@ -152,7 +152,7 @@ class Half:
     """bfloat16, rounded at random."""
 
     name = "bf16"
-    suffixes = ("bf16",)
+    suffixes: tuple[str, ...] = ("bf16",)
 
     def __init__(self, torchao: Any) -> None:
         self._torchao = torchao

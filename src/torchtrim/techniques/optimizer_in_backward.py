@@ -147,7 +147,7 @@ def _refusal(step: Step, profile: Profile, name: str, seen: Seen, reader: int) -
         f"optimizer_in_backward is not for `{name}`: `{profile.operators[reader].name}`{at} reads gradients "
         f"between backward and `step`, so all {format_bytes(size)} of them are kept; to clip by their norm "
         f"without keeping them, forward and backward would run twice: {1000 * again:.3g} ms more a step "
-        f"(+{again / total:.0%}), which it does not do. "
+        f"(+{100 * again / total:.0f} %), which it does not do. "
         "Clip each parameter by itself in a hook, and it can be used"
     )
 

@@ -46,7 +46,7 @@ def _in_parts(where: str, module: nn.Module, forward: Forward, parts: int) -> Fo
         if not (given.requires_grad or owned):
             return forward(given)
         try:
-            return _Parts.apply(forward, parts, given, *owned)
+            return _Parts.apply(forward, parts, given, *owned)  # type: ignore[no-untyped-call]
         except ApplyFailed as error:
             note(error, where)
             raise
@@ -83,7 +83,7 @@ class _Parts(torch.autograd.Function):
         given, *owned = ctx.saved_tensors
         rows, comes = _rows(given.detach()), gradient.reshape(-1, gradient.shape[-1])
         wanted = ctx.needs_input_grad[2]
-        of_given = torch.empty_like(rows) if wanted else None
+        of_given = torch.zeros_like(rows) if wanted else None
         sums: list[Tensor | None] = [None] * len(owned)
         for first, last in ctx.spans:
             part = rows[..., first:last, :].requires_grad_(wanted)
@@ -91,20 +91,22 @@ class _Parts(torch.autograd.Function):
                 made = ctx.again(part)
             edge, comes_here = get_gradient_edge(made), comes[first:last].view(made.shape)
             del made
-            found = _gradients(edge, part if wanted else None, owned, comes_here)
+            found = _gradients(edge, [part, *owned] if wanted else owned, comes_here)
             if of_given is not None:
-                of_given[..., first:last, :] = found.pop(0)
+                _put(of_given[..., first:last, :], found.pop(0))
             _add(sums, found)
         whole = of_given.view(given.shape) if of_given is not None else None
         return None, None, whole, *sums
 
 
-def _gradients(
-    edge: GradientEdge, part: Tensor | None, owned: Sequence[Tensor], comes: Tensor
-) -> list[Tensor | None]:
-    """The result itself is not held meanwhile."""
-    inputs = [*([part] if part is not None else []), *owned]
+def _gradients(edge: GradientEdge, inputs: Sequence[Tensor], comes: Tensor) -> list[Tensor | None]:
+    """The gradients of a part; its result itself is not held meanwhile."""
     return list(torch.autograd.grad(edge, inputs, comes, allow_unused=True))
+
+
+def _put(place: Tensor, gradient: Tensor | None) -> None:
+    if gradient is not None:
+        place.copy_(gradient)
 
 
 def _add(sums: list[Tensor | None], found: list[Tensor | None]) -> None:
@@ -128,7 +130,8 @@ def _whole(made: Any, rows: Tensor, count: int) -> Tensor:
             f"a module that split_matmul runs in parts gave {getattr(made, 'shape', type(made).__name__)} "
             f"for {count} rows, so it does not treat each row by itself. Take it out of the plan."
         )
-    return made.new_empty(rows.shape[-2], made.shape[-1])
+    whole: Tensor = made.new_empty(rows.shape[-2], made.shape[-1])
+    return whole
 
 
 def _spans(rows: int, parts: int) -> Iterator[tuple[int, int]]:
