@@ -220,12 +220,9 @@ def wide_step(kind: str = "AdamW") -> torchtrim.TrainStep:
     return train_step(net, torch.randn(8, 256), kind)
 
 
-@needs_torchao
-def test_it_is_planned_and_certified_as_asked_and_a_fault_is_caught(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def pinned() -> Fitting:
     others = ("plain_optimizer", "optimizer_in_backward", "recompute", "replay")
-    fitting = Fitting(
+    return Fitting(
         wide_step(),
         Request(steps=2),
         lambda _: None,
@@ -233,7 +230,11 @@ def test_it_is_planned_and_certified_as_asked_and_a_fault_is_caught(
         exclude=others,
         pins={"low_bit_states": ["AdamW"]},
     )
-    fit = fitting.nearest("85%")
+
+
+@needs_torchao
+def test_it_is_planned_and_certified_as_asked() -> None:
+    fit = pinned().nearest("85%")
     assert fit.missed is None
     assert fit.certificate is not None
     assert fit.planned is not None
@@ -243,6 +244,13 @@ def test_it_is_planned_and_certified_as_asked_and_a_fault_is_caught(
     assert fit.certificate.asked.others == "BITWISE"
     assert fit.planned.peak_bytes == pytest.approx(fit.plan.predicted.peak_bytes, rel=0.01)
     assert "where the original's is" in fit.certificate.reason
+
+
+@needs_torchao
+@pytest.mark.slow
+def test_a_fault_in_it_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    fitting = pinned()
+    fit = fitting.nearest("85%")
     run = narrow_states.NarrowStates._run
     monkeypatch.setattr(
         narrow_states.NarrowStates, "_run", lambda self, step: run(self, twice(step))

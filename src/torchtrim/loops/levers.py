@@ -10,7 +10,7 @@ from torchtrim.records.allowance import Allowance
 from torchtrim.records.finding import EQUIVALENCES, Equivalence
 from torchtrim.records.lever import Lever
 from torchtrim.records.plan import MemoryKind, Plan, Technique
-from torchtrim.records.profile import Profile
+from torchtrim.records.trial import Trial
 from torchtrim.step.from_profile import step_of
 from torchtrim.techniques.base import Refuses, names, technique
 
@@ -58,9 +58,10 @@ def levers_of(
     return tuple(sorted(found, key=lambda lever: lever.step_seconds))
 
 
-def refusals(profile: Profile, seconds: float, exclude: Collection[str]) -> tuple[str, ...]:
+def refusals(original: Trial, exclude: Collection[str]) -> tuple[str, ...]:
     """What techniques say of the places at which they would save and are not used."""
-    step = step_of(profile, seconds)
+    assert original.profile is not None
+    step = step_of(original.profile, original.seconds)
     units = (technique(name) for name in names() if name not in exclude)
     return tuple(
         said for unit in units if isinstance(unit, Refuses) for said in unit.refusals(step)

@@ -387,9 +387,8 @@ class Fitting:
         if not found.plan.techniques:
             missed = _nothing_helps(budget, tried.used, missed.set_by)
         missed.plan, missed.certificate, missed.levers = found.plan, found.certificate, levers
-        assert original.profile is not None
-        said = refusals(original.profile, original.seconds, self._exclude)
-        return found._replace(missed=missed, levers=levers, notes=(*found.notes, *said))
+        notes = (*found.notes, *refusals(original, self._exclude))
+        return found._replace(missed=missed, levers=levers, notes=notes)
 
     def _unchanged(self, original: Trial, budget: int, kind: MemoryKind) -> Plan:
         """The plan that changes nothing."""

@@ -33,7 +33,7 @@ from torchtrim.techniques.places import module_at
 if TYPE_CHECKING:
     from torch import nn
 
-_PARTS = (4, 16)
+_PARTS = 8
 
 
 class SplitMatmul:
@@ -43,11 +43,10 @@ class SplitMatmul:
     equivalence: Equivalence = "ROUNDING"
 
     def options(self, step: Step) -> Sequence[Option]:
-        """The modules that do so and are wider within than outside, in a few numbers of parts."""
+        """The modules that do so and are wider within than outside."""
         return [
-            Option(self.name, where, spans, None, (("parts", parts),))
+            Option(self.name, where, spans, None, (("parts", _PARTS),))
             for where, spans in modules_of(step).items()
-            for parts in _PARTS
         ]
 
     def edits(self, step: Step, option: Option) -> Edit | None:
