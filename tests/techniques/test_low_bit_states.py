@@ -18,7 +18,8 @@ from torchtrim.records.plan import Technique
 from torchtrim.records.trial import Request
 from torchtrim.step.from_profile import step_of
 from torchtrim.techniques import narrow_states
-from torchtrim.techniques.low_bit_states import TECHNIQUE, narrow_bytes
+from torchtrim.techniques.low_bit_states import TECHNIQUE
+from torchtrim.techniques.narrow_sizes import narrow_bytes
 
 needs_torchao = pytest.mark.skipif(
     importlib.util.find_spec("torchao") is None, reason="torchao is not installed"

@@ -167,6 +167,7 @@ _SERVING = (
     "hooks",
     "host_state",
     "lowered",
+    "narrow_sizes",
     "narrow_states",
     "network",
     "norms",

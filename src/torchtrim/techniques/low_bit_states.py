@@ -39,13 +39,10 @@ from torchtrim.records.profile import Profile
 from torchtrim.step.optimizers import Seen, seen_of
 from torchtrim.step.step import Step
 from torchtrim.techniques.base import Handle, Option, all_or_none
+from torchtrim.techniques.narrow_sizes import narrow_bytes
 from torchtrim.techniques.places import optimizer_at
 
 COUNTERPARTS = ("torch.optim.adam.Adam", "torch.optim.adamw.AdamW")
-LEAST = 4096
-"""Elements: bitsandbytes and torchao leave smaller states alone."""
-BLOCK = 256
-"""Elements that share a scale, and begin a state."""
 _ALONE = ("plain_optimizer", "optimizer_in_backward", "offload_optimizer")
 
 
@@ -99,15 +96,6 @@ class LowBitStates:
 
 
 TECHNIQUE = LowBitStates()
-
-
-def narrow_bytes(count: int, wide: int, states: str) -> int:
-    """The bytes of a state of so many elements of `wide` bytes each, once it is narrow."""
-    if count < LEAST:
-        return count * wide
-    if states == "bf16":
-        return count * min(wide, 2)
-    return count + count // BLOCK * 4 if count % BLOCK == 0 else count * wide
 
 
 def _saves(profile: Profile, calls: Sequence[Seen], states: str) -> bool:

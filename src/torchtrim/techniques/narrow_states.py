@@ -15,7 +15,7 @@ import torch
 
 from torchtrim.errors import ApplyFailed
 from torchtrim.observe.optimizers import parameters_of
-from torchtrim.techniques.low_bit_states import BLOCK, LEAST
+from torchtrim.techniques.narrow_sizes import BLOCK, LEAST
 from torchtrim.techniques.stepping import OwnStep, cut, refuse
 
 State = dict[str, Any]
