@@ -48,12 +48,51 @@ class Stepping:
     def revert(self) -> None:
         """Make the optimizer what it was."""
         self._around = None
-        if self._optimizer.__dict__.get("step") is not self._ours:
-            return
-        if self._own is None:
-            del self._optimizer.__dict__["step"]
-        else:
-            self._optimizer.__dict__["step"] = self._own
+        if self._optimizer.__dict__.get("step") is self._ours:
+            put_back(self._optimizer, self._own)
+
+
+class OwnStep:
+    """An optimizer whose step is another's, which is given the step that it takes the place of, without a
+    closure: that has run before. `revert` makes the optimizer what it was.
+
+    What has wrapped it meanwhile stays, and then only calls on.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, run: Callable[[Callable[[], Any]], None]
+    ) -> None:
+        self._optimizer = optimizer
+        self._own: Any = optimizer.__dict__.get("step")
+        self._run: Callable[[Callable[[], Any]], None] | None = run
+        inner: Any = optimizer.step
+
+        @functools.wraps(getattr(inner, "__func__", inner))
+        def step(_: torch.optim.Optimizer, closure: Any = None) -> Any:
+            if self._run is None:
+                return inner(closure) if closure is not None else inner()
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self._run(inner)
+            return loss
+
+        optimizer.step = self._ours = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+
+    def revert(self) -> None:
+        """Make the optimizer what it was."""
+        self._run = None
+        if self._optimizer.__dict__.get("step") is self._ours:
+            put_back(self._optimizer, self._own)
+
+
+def put_back(optimizer: torch.optim.Optimizer, own: Any) -> None:
+    """An optimizer gets the `step` of its own that it had; None for that of its class."""
+    if own is None:
+        del optimizer.__dict__["step"]
+    else:
+        optimizer.__dict__["step"] = own
 
 
 def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
