@@ -161,7 +161,9 @@ class Search:
         chosen = msgspec.structs.replace(self._request, **request)
         with working_folder() as folder:
             trial = run_trial(workload, chosen, folder, self._progress)
-        return measured(trial, "reserved" if self._estimate.reserved_bytes else "allocated")
+        kind = "reserved" if self._estimate.reserved_bytes else "allocated"
+        given = self._estimate.given_bytes(trial.profile) if trial.profile is not None else 0
+        return measured(trial, kind) - given
 
     def _answer(self, predicted: Growth) -> Growth:
         low = self._low
