@@ -1,13 +1,18 @@
-"""Linear and cross entropy in chunks: peak and time of forward and backward, beside PyTorch's own.
+"""Linear and cross entropy in chunks: peak and time of forward and backward, beside PyTorch's and Liger's.
 
+    pip install --no-deps liger-kernel
     python -m bench.head
 
 Peaks are the CPU allocator's, over what was there before. Rounds go by turns; of some the fastest are few.
+Liger's kernels are Triton's and run on the CPU only in Triton's interpreter, so it has a peak and no time.
 """
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import os
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +26,10 @@ from bench.machine import save, with_spread
 from torchtrim.techniques.head.ops import linear_cross_entropy
 
 SHAPES = ((2048, 256, 32768), (4096, 512, 65536))
+LESS = (8, 10)
+"""By how much ours is to need less, at no more time."""
 ROUNDS = 7
+REFERENCE, OURS, LIGER = "linear, cross_entropy", "torchtrim, 256 rows", "liger, interpreted"
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -31,7 +39,7 @@ def _reference(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 def losses() -> dict[str, Loss]:
     """The reference, ours, and PyTorch's own chunks where this version has them: its default is 8 rows."""
-    found: dict[str, Loss] = {"linear, cross_entropy": _reference}
+    found: dict[str, Loss] = {REFERENCE: _reference}
     for rows in (128, 256, 512):
         found[f"torchtrim, {rows} rows"] = lambda x, w, y, rows=rows: linear_cross_entropy(  # type: ignore[misc]
             x, w, y, rows=rows
@@ -44,7 +52,18 @@ def losses() -> dict[str, Loss]:
         found["torch, 256 rows"] = lambda x, w, y: own(
             x, w, y, options=options(batch_chunk_size=256)
         )
-    return found
+    return found | _liger()
+
+
+def _liger() -> dict[str, Loss]:
+    """Liger's, if it is there."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        module = importlib.import_module("liger_kernel.ops.fused_linear_cross_entropy")
+    except ImportError as error:
+        print(f"without Liger: {error}")
+        return {}
+    return {LIGER: lambda x, w, y: module.LigerFusedLinearCrossEntropyFunction.apply(x, w, y)[0]}
 
 
 def seconds(loss: Loss, given: tuple[Tensor, Tensor, Tensor]) -> float:
@@ -76,7 +95,7 @@ def measure(shape: tuple[int, int, int]) -> dict[str, Any]:
     times: dict[str, list[float]] = {name: [] for name in every}
     for number in range(ROUNDS):
         for name, loss in every.items():
-            if number < 2 or "its default" not in name:
+            if name != LIGER and (number < 2 or "its default" not in name):
                 times[name].append(1e3 * seconds(loss, given))
     return {
         "shape": {"rows": rows, "width": width, "classes": classes},
@@ -84,20 +103,26 @@ def measure(shape: tuple[int, int, int]) -> dict[str, Any]:
             name: {
                 "peak_mib": peaks[name],
                 "rounds": len(times[name]),
-                "ms": with_spread(times[name]),
+                "ms": with_spread(times[name]) if times[name] else None,
             }
             for name in every
         },
+        "times_less_peak": round(peaks[REFERENCE] / peaks[OURS], 2),
+        "of_its_time": round(
+            statistics.median(times[OURS]) / statistics.median(times[REFERENCE]), 3
+        ),
     }
 
 
 def main() -> None:
     """Measure all shapes, and save."""
     results = []
-    for shape in SHAPES:
+    for shape, goal in zip(SHAPES, LESS, strict=True):
         results.append(measure(shape))
         for name, found in results[-1]["losses"].items():
             print(f"{shape} {name:24} {found['peak_mib']:>8} MiB {found['ms']}")
+        less, share = results[-1]["times_less_peak"], results[-1]["of_its_time"]
+        print(f"{less} times less peak (goal {goal}), {share} of the time (goal 1)", flush=True)
     save("head", {"results": results})
 
 

@@ -61,9 +61,7 @@ def largest(
     )
 
 
-def _within(
-    peak_of: Callable[[int], int | None], budget: int, peaks: dict[int, int | None]
-) -> int:
+def _within(peak_of: Callable[[int], int | None], budget: int, peaks: dict[int, int | None]) -> int:
     """A length that fits while one more does not, or that is too short to run: the largest that is known to
     or a longer one."""
     low, high = _bracket(peaks, budget)
