@@ -5,7 +5,7 @@
     python -m bench.batches [MODEL ...]
 
 Each model has a limit between what one batch size needs and what one more does. The truth is measured on
-batches of random samples, by bisection from both sides; where a model's peak falls as its batch grows, at each
+batches of random samples, by bisection; where a model's peak falls as its batch grows, at each
 size up to `EVERY` times the answer. The others get these peaks, and an error as of CUDA where one is over the
 limit, so their searches are their own and their steps cost nothing; see `bench/batch_rivals.py`.
 """
