@@ -5,8 +5,8 @@
     python -m bench.batches [MODEL ...]
 
 Each model has a limit between what one batch size needs and what one more does. The truth is measured on
-batches of random samples, by bisection; where a model's peak falls as its batch grows, at each
-size up to `EVERY` times the answer. The others get these peaks, and an error as of CUDA where one is over the
+batches of random samples: by bisection, and at each size up to a quarter above what that finds; where a
+model's peak falls by design as its batch grows, at each size up to `EVERY` times the answer. The others get these peaks, and an error as of CUDA where one is over the
 limit, so their searches are their own and their steps cost nothing; see `bench/batch_rivals.py`.
 """
 
@@ -225,17 +225,14 @@ def truth(case: Case, peaks: Peaks, limit: int) -> int:
     if case.falls:
         sizes = range(1, EVERY * case.answer + 1)
         return max((size for size in sizes if peaks.at(size) <= limit), default=0)
-    high = 1
+    low, high = GIVEN, 2 * GIVEN
     while peaks.at(high) <= limit:
-        high *= 2
-    low = high // 2
+        low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        if peaks.at(middle) <= limit:
-            low = middle
-        else:
-            high = middle
-    return low
+        low, high = (middle, high) if peaks.at(middle) <= limit else (low, middle)
+    above = range(low + 1, low + low // 4 + 4)
+    return max((size for size in above if peaks.at(size) <= limit), default=low)
 
 
 def ours(peaks: Peaks, limit: int) -> dict[str, Any]:

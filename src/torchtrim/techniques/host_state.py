@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchtrim.techniques.stepping import Group, cut, refuse
+from torchtrim.techniques.stepping import Group, cut, put_on, refuse, take_off
 
 Parameter = torch.Tensor
 
@@ -67,13 +67,12 @@ class HostState:
         refuse(where, optimizer)
         self._optimizer = optimizer
         self._most = most
-        self._own: Any = optimizer.__dict__.get("step")
         self._on = True
         self._busy = False
         self._streams: tuple[Any, Any] | None = None
         self._written: Any = None
         self._hosts: defaultdict[Parameter, dict[str, torch.Tensor]] = defaultdict(dict)
-        optimizer.step = self._ours = types.MethodType(self._stepping(), optimizer)  # type: ignore[method-assign]
+        put_on(optimizer, types.MethodType(self._stepping(), optimizer), lambda: self._on)
         self._load = optimizer.register_load_state_dict_post_hook(self._loaded)
         self._loaded(optimizer)
 
@@ -90,10 +89,7 @@ class HostState:
             state[parameter][key] = host.to(parameter.device)
         optimizer.state = state
         self._hosts.clear()
-        if optimizer.__dict__.get("step") is self._ours:
-            del optimizer.__dict__["step"]
-            if self._own is not None:
-                optimizer.__dict__["step"] = self._own
+        take_off(optimizer)
 
     def _stepping(self) -> Callable[..., Any]:
         inner: Any = self._optimizer.step
