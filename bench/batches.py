@@ -6,8 +6,9 @@
 
 Each model has a limit between what one batch size needs and what one more does. The truth is measured on
 batches of random samples: by bisection, and at each size up to a quarter above what that finds; where a
-model's peak falls by design as its batch grows, at each size up to `EVERY` times the answer. The others get these peaks, and an error as of CUDA where one is over the
-limit, so their searches are their own and their steps cost nothing; see `bench/batch_rivals.py`.
+model's peak falls by design as its batch grows, at each size up to `EVERY` times the answer. The others get
+these peaks, and an error as of CUDA where one is over the limit, so their searches are their own and their
+steps cost nothing; see `bench/batch_rivals.py`.
 """
 
 from __future__ import annotations
@@ -284,14 +285,15 @@ def main() -> None:
     zoo.import_libraries()
     gc.freeze()
     path = RESULTS / slug() / "batches.json"
-    models = json.loads(path.read_text())["models"] if path.exists() else {}
     for name in sys.argv[1:] or CASES:
-        models[name] = measure(CASES[name])
+        one = measure(CASES[name])
         gc.collect()
-        print(name, json.dumps(models[name]), flush=True)
+        models = json.loads(path.read_text())["models"] if path.exists() else {}
+        models[name] = one
+        print(name, json.dumps(one), flush=True)
         save("batches", {"summary": summary(models), "models": models})
     gc.unfreeze()
-    print(json.dumps(summary(models), indent=1))
+    print(json.dumps(json.loads(path.read_text())["summary"], indent=1))
 
 
 if __name__ == "__main__":
