@@ -12,7 +12,6 @@ from torch import nn
 import torchtrim
 from steps import ConvNet, encoder, flat, images, squared, train_step
 from torchtrim import Script, TrainStep, UsageError
-from torchtrim.loops.estimate import Estimate
 from torchtrim.loops.find_batch import Search, advice, probe_note
 from torchtrim.records.estimate import Growth
 from torchtrim.records.trial import Request, Trial

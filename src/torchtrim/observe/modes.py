@@ -45,7 +45,7 @@ def is_composite(func: Any) -> bool:
 
 
 def is_custom(func: Any) -> bool:
-    """Whether an operator is somebody's own, with one kernel for all devices: a function of other operators."""
+    """Whether an operator is somebody's own, with one kernel for all devices, made of other operators."""
     if not isinstance(func, OpOverload) or func.namespace in _TORCHS_OWN:
         return False
     has = torch._C._dispatch_has_kernel_for_dispatch_key
