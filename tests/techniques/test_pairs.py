@@ -162,7 +162,8 @@ def trained(step: TrainStep, first: int = 0) -> list[Tensor]:
         step.step(number)
     (optimizer,) = step.optimizers
     state = optimizer.state_dict()["state"]
-    left = [*step.model.state_dict().values(), *(v for s in state.values() for v in s.values())]
+    states = [value for number in sorted(state) for value in state[number].values()]
+    left = [*step.model.state_dict().values(), *states]
     return [one.detach().cpu().clone() for one in left] + [torch.get_rng_state()]
 
 
