@@ -3,8 +3,8 @@
     pip install --no-deps transformers
     python -m bench.combined [MODEL ...]
 
-BITWISE and ROUNDING alone. Each budget is the whole loop, certified; times are medians of rounds by turns,
-each after a step that is not timed, in which what was applied has its first call.
+BITWISE and ROUNDING alone. Each budget is the whole loop, certified; times are medians of CPU
+seconds in rounds by turns, each after a step that is not timed, in which what was applied has its first call.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def timed(work: TrainStep, plan: Plan) -> tuple[float, float]:
         for planned in taken:
             applied = apply_plan(plan, roots) if planned else None
             work.step(0)
-            begin = time.perf_counter()
+            begin = time.process_time()
             work.step(0)
-            taken[planned].append(time.perf_counter() - begin)
+            taken[planned].append(time.process_time() - begin)
             if applied is not None:
                 applied.revert()
     return statistics.median(taken[False]), statistics.median(taken[True])

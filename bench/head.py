@@ -3,8 +3,10 @@
     pip install --no-deps liger-kernel
     python -m bench.head [ROWS ...]
 
-Peaks are the CPU allocator's, over what was there before. Rounds go by turns. PyTorch's default takes 8 rows
-at a time and minutes, so its time is that of the run that measured its peak. Liger's kernels are Triton's and run on the CPU only in Triton's interpreter, so it has a peak and no time.
+Peaks are the CPU allocator's, over what was there before; times are CPU seconds of the process, so that
+others on the machine count little. Rounds go by turns. PyTorch's default takes 8 rows at a time and minutes, so
+its time is that of the run that measured its peak. Liger's kernels are Triton's and run on the CPU only in
+Triton's interpreter, so it has a peak and no time.
 """
 
 from __future__ import annotations
@@ -72,18 +74,18 @@ def _liger() -> dict[str, Loss]:
 def seconds(loss: Loss, given: tuple[Tensor, Tensor, Tensor]) -> float:
     """Of one forward and backward."""
     hidden, weight = (x.clone().requires_grad_() for x in given[:2])
-    begin = time.perf_counter()
+    begin = time.process_time()
     loss(hidden, weight, given[2]).backward()  # type: ignore[no-untyped-call]
-    return time.perf_counter() - begin
+    return time.process_time() - begin
 
 
 def peak(loss: Loss, given: tuple[Tensor, Tensor, Tensor]) -> tuple[int, float]:
     """Bytes over those that were there before, and the seconds it took."""
     hidden, weight = (x.clone().requires_grad_() for x in given[:2])
-    begin = time.perf_counter()
+    begin = time.process_time()
     with profiler.profile(profile_memory=True) as watched:
         loss(hidden, weight, given[2]).backward()  # type: ignore[no-untyped-call]
-    taken = time.perf_counter() - begin
+    taken = time.process_time() - begin
     results: Any = watched.kineto_results
     events = [(e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]"]
     return max(itertools.accumulate(size for _, size in sorted(events))), taken

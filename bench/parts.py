@@ -3,8 +3,8 @@
     pip install --no-deps torchvision==0.28.0 timm transformers
     python -m bench.parts [MODEL ...]
 
-Each module that may be split runs in 2, 4 and 8 parts. Times are medians of rounds in random order; the
-error is that of the planned step's time, as a share of what was measured.
+Each module that may be split runs in 2, 4 and 8 parts. Times are medians of CPU
+seconds, in rounds of random order; the error is that of the planned step's time, as a share of what was measured.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ def seconds(work: TrainStep, plans: dict[int, Technique | None]) -> dict[int, fl
             plan = plans[parts]
             handle = None if plan is None else TECHNIQUE.apply(roots, plan)
             work.step(0)
-            begin = time.perf_counter()
+            begin = time.process_time()
             work.step(0)
-            taken[parts].append(time.perf_counter() - begin)
+            taken[parts].append(time.process_time() - begin)
             if handle is not None:
                 handle.revert()
     return {parts: statistics.median(several) for parts, several in taken.items()}
