@@ -4,8 +4,8 @@
     python -m bench.head [ROWS ...]
 
 Peaks are the CPU allocator's, over what was there before; times are CPU seconds of the process, so that
-others on the machine count little. Rounds go by turns. PyTorch's default takes 8 rows at a time and minutes, so
-its time is that of the run that measured its peak. Liger's kernels are Triton's and run on the CPU only in
+others on the machine count little. Rounds go by turns. PyTorch's default takes 8 rows at a time and minutes,
+so its time is that of the run that measured its peak. Liger's kernels are Triton's and run on the CPU only in
 Triton's interpreter, so it has a peak and no time.
 """
 

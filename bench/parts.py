@@ -3,8 +3,8 @@
     pip install --no-deps torchvision==0.28.0 timm transformers
     python -m bench.parts [MODEL ...]
 
-Each module that may be split runs in 2, 4 and 8 parts. Times are medians of CPU
-seconds, in rounds of random order; the error is that of the planned step's time, as a share of what was measured.
+Each module that may be split runs in 2, 4 and 8 parts. Times are medians of CPU seconds,
+in rounds of random order; the error is that of the planned step's time, as a share of what was measured.
 """
 
 from __future__ import annotations
