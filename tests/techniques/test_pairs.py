@@ -50,7 +50,9 @@ class Net(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(CLASSES, WIDTH)
         self.stem = nn.Sequential(
-            nn.Conv1d(WIDTH, WIDTH, 3, padding=1), nn.BatchNorm1d(WIDTH), nn.ReLU()
+            nn.Conv1d(WIDTH, WIDTH, 3, padding=1, bias=False),
+            nn.BatchNorm1d(WIDTH),
+            nn.ReLU(),
         )
         self.blocks = nn.ModuleList(
             nn.Sequential(
@@ -79,7 +81,7 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
 def workload() -> TrainStep:
     torch.manual_seed(0)
     model = Net().cuda()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, foreach=True)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, eps=1e-2, foreach=True)
     return TrainStep(
         model, loss_of, optimizer, torch.randint(0, CLASSES, (10, LENGTH), device="cuda")
     )
@@ -205,19 +207,22 @@ def test_each_technique_has_something_to_offer_here() -> None:
             assert offers(name), name
 
 
-def tolerance_of(plans: Sequence[Technique]) -> float | None:
-    """How far a result may be off; None for not at all. Half precision rounds more."""
+def tolerance_of(plans: Sequence[Technique]) -> float:
+    """How far a result may be off, as a share of its norm; half precision rounds more.
+
+    The optimizer divides by no small numbers, so that it does not enlarge what gradients differ by.
+    """
     if all(plan.equivalence != "ROUNDING" for plan in plans):
-        return None
-    return 2e-2 if any(plan.name == "precision" for plan in plans) else 2e-4
+        return 0.0
+    return 2e-2 if any(plan.name == "precision" for plan in plans) else 1e-5
 
 
-def assert_alike(found: list[Tensor], right: list[Tensor], tolerance: float | None) -> None:
+def assert_alike(found: list[Tensor], right: list[Tensor], tolerance: float) -> None:
     for one, other in zip(found, right, strict=True):
-        if tolerance is None:
-            assert torch.equal(one, other)
+        if tolerance and one.is_floating_point():
+            assert (one - other).norm() <= tolerance * other.norm()
         else:
-            torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+            assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("pair", draws.some(list(every_pair())), ids="+".join)
@@ -238,8 +243,8 @@ def test_both_orders_are_equal_and_reverting_in_either_restores(pair: tuple[str,
             assert shape_of(step) == before
             after.append(trained(step, STEPS))
     for one, other in itertools.product(results[1:], after[1:]):
-        assert_alike(one, results[0], None)
-        assert_alike(other, after[0], None)
+        assert_alike(one, results[0], 0.0)
+        assert_alike(other, after[0], 0.0)
     semantic = [plan.name for plan in plans if plan.equivalence == "SEMANTIC"]
     if len(semantic) < len(plans):
         tolerance = tolerance_of(plans)
