@@ -72,15 +72,16 @@ def _take_off(module: nn.Module) -> bool:
     """Take the uppermost change off, if it is ours and was reverted."""
     own = module.__dict__.get("forward")
     if own is not None:
-        forward, switch, before = getattr(own, _SWAPPED, (None, None, None))
+        forward, switch, under = getattr(own, _SWAPPED, (None, None, None))
         if forward is not own or switch is None or switch.is_on:
             return False
-        module.__dict__["forward"] = before
+        module.__dict__["forward"] = under
         return True
     switch = type(module).__dict__.get(_SWAPPED)
     if switch is None or switch.is_on:
         return False
-    module.__class__ = type(module).__base__
+    before: Any = type(module).__base__
+    module.__class__ = before
     return True
 
 
