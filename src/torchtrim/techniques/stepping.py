@@ -28,7 +28,6 @@ class Stepping:
     def __init__(self, where: str, optimizer: torch.optim.Optimizer, around: Around) -> None:
         refuse(where, optimizer)
         self._optimizer = optimizer
-        self._own: Any = optimizer.__dict__.get("step")
         self._around: Around | None = around
         inner = optimizer.step
         function: Any = getattr(inner, "__func__", inner)
@@ -42,14 +41,12 @@ class Stepping:
             with self._around(self_):
                 return run(*args, **kwargs)
 
-        self._ours = types.MethodType(step, optimizer)
-        optimizer.step = self._ours  # type: ignore[method-assign]
+        put_on(optimizer, types.MethodType(step, optimizer), lambda: self._around is not None)
 
     def revert(self) -> None:
         """Make the optimizer what it was."""
         self._around = None
-        if self._optimizer.__dict__.get("step") is self._ours:
-            put_back(self._optimizer, self._own)
+        take_off(self._optimizer)
 
 
 class OwnStep:
@@ -63,7 +60,6 @@ class OwnStep:
         self, optimizer: torch.optim.Optimizer, run: Callable[[Callable[[], Any]], None]
     ) -> None:
         self._optimizer = optimizer
-        self._own: Any = optimizer.__dict__.get("step")
         self._run: Callable[[Callable[[], Any]], None] | None = run
         inner: Any = optimizer.step
 
@@ -78,21 +74,30 @@ class OwnStep:
             self._run(inner)
             return loss
 
-        optimizer.step = self._ours = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+        put_on(optimizer, types.MethodType(step, optimizer), lambda: self._run is not None)
 
     def revert(self) -> None:
         """Make the optimizer what it was."""
         self._run = None
-        if self._optimizer.__dict__.get("step") is self._ours:
-            put_back(self._optimizer, self._own)
+        take_off(self._optimizer)
 
 
-def put_back(optimizer: torch.optim.Optimizer, own: Any) -> None:
-    """An optimizer gets the `step` of its own that it had; None for that of its class."""
-    if own is None:
-        del optimizer.__dict__["step"]
-    else:
-        optimizer.__dict__["step"] = own
+def put_on(optimizer: torch.optim.Optimizer, step: Any, is_on: Callable[[], bool]) -> None:
+    """Give the optimizer that method for its `step`, for as long as it is on."""
+    step.__func__.put = step, optimizer.__dict__.get("step"), is_on
+    optimizer.__dict__["step"] = step
+
+
+def take_off(optimizer: torch.optim.Optimizer) -> None:
+    """Take off what was put on and is no longer on, the uppermost first. What others have wrapped stays."""
+    while (top := optimizer.__dict__.get("step")) is not None:
+        step, before, is_on = getattr(top, "put", (None, None, None))
+        if step is not top or is_on is None or is_on():
+            return
+        if before is None:
+            del optimizer.__dict__["step"]
+        else:
+            optimizer.__dict__["step"] = before
 
 
 def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
