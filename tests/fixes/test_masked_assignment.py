@@ -253,4 +253,4 @@ def test_what_is_kept_for_other_ranks_is_not_fixed_again() -> None:
     code = code_of("x[mask] = v\nreturn x")
     rewrite = proving.fixed(FIX, code, ROWS)
     after = patch(rewrite.match.source, [rewrite]).text
-    assert not list(FIX.find(Source("case.py", after)))
+    assert not FIX.places(Source("case.py", after))

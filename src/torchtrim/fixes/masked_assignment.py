@@ -49,7 +49,7 @@ from torchtrim.fixes.reading.selections import (
 )
 from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.writing.dense import Dense, hoisted, is_own
-from torchtrim.fixes.writing.guarded import guarded, is_fallback, of_same_rank, ranks_seen
+from torchtrim.fixes.writing.guarded import guarded, of_same_rank, ranks_seen
 from torchtrim.fixes.writing.replace import atom, check_comments, torch_of
 
 _OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
@@ -70,7 +70,7 @@ def find(source: Source) -> Iterator[Match]:
     """The assignments by what may be a mask."""
     for node in ast.walk(source.tree):
         found = _read(node, source)
-        if found is not None and not is_fallback(source, node):
+        if found is not None:
             parts = {**found.tree.parts(), "V": found.value}
             yield Match(fix=FIX, source=source, node=node, parts=parts)
 

@@ -26,7 +26,7 @@ from torchtrim.fixes.reading.purity import is_simple
 from torchtrim.fixes.reading.selections import Selection, Tree, selection
 from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.writing.dense import named_mask, need_order, spliced
-from torchtrim.fixes.writing.guarded import for_ranks_seen, is_fallback
+from torchtrim.fixes.writing.guarded import for_ranks_seen
 from torchtrim.fixes.writing.named import named_values
 from torchtrim.fixes.writing.replace import atom, check_comments, torch_of
 
@@ -48,8 +48,6 @@ class _Loss(NamedTuple):
 def find(source: Source) -> Iterator[Match]:
     """The losses of selected scores and labels."""
     for node in ast.walk(source.tree):
-        if is_fallback(source, node):
-            continue
         if isinstance(node, ast.Call) and (found := _read(node, source)) is not None:
             parts = {"X": found.scores.tensor, "Y": found.labels.tensor, "M": found.scores.mask}
             begin = min(found.assigned, key=source.start, default=None)

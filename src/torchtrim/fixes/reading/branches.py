@@ -69,6 +69,32 @@ def is_guard(test: ast.expr) -> bool:
     return bool(calls) and only_ranks and isinstance(test, ast.Compare | ast.BoolOp)
 
 
+def is_fallback(source: Source, node: ast.AST) -> bool:
+    """Whether it is what a guard keeps for other ranks and types, which is not to be fixed again."""
+    inner = node
+    for outer in (*source.around(node), None):
+        if isinstance(inner, ast.stmt) and _follows_guard(source, inner):
+            return True
+        if isinstance(outer, ast.If | ast.IfExp) and is_guard(outer.test):
+            others = outer.orelse if isinstance(outer, ast.If) else [outer.orelse]
+            if any(one is inner for one in others):
+                return True
+        inner = outer if outer is not None else inner
+    return False
+
+
+def _follows_guard(source: Source, statement: ast.stmt) -> bool:
+    """Whether a guard before it, in its block, returns for what was seen."""
+    if statement not in source.parents:
+        return False
+    for one in source.block(statement):
+        if one is statement:
+            return False
+        if isinstance(one, ast.If) and is_guard(one.test) and isinstance(one.body[-1], ast.Return):
+            return True
+    return False
+
+
 def _for_seen(value: ast.expr) -> tuple[ast.expr, tuple[ast.expr, ...]]:
     """The value for the ranks that were seen, and the test for these where there is one."""
     if isinstance(value, ast.IfExp) and is_guard(value.test):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace as changed
 
 from torchtrim.fixes.base import Edit, Match
-from torchtrim.fixes.reading.branches import is_guard
 from torchtrim.fixes.reading.facts import Facts, Refused, is_tensor
 from torchtrim.fixes.reading.purity import is_pure, is_simple
-from torchtrim.fixes.reading.source import Source
-from torchtrim.fixes.writing.replace import atom
+from torchtrim.fixes.reading.source import Function, Source
+from torchtrim.fixes.reading.typed import names_in
+from torchtrim.fixes.reading.uses import stores
+from torchtrim.fixes.writing.replace import atom, torch_of
 from torchtrim.records.seen import Seen
 
 
@@ -54,6 +56,13 @@ def for_ranks_seen(
         test = _with_types(facts, texts, test, torch)
     if not test:
         return tuple(edits)
+    used = {one.id for part in tensors for one in _names(match.parts[part])}
+    return _where(match, edits, test, used)
+
+
+def _where(match: Match, edits: Sequence[Edit], test: str, used: set[str]) -> tuple[Edit, ...]:
+    """The edits where the test, which uses these names, holds."""
+    source = match.source
     if (chosen := _in_place(match, edits, test)) is not None:
         return chosen
     span, inner = _span(source, match, edits)
@@ -64,7 +73,6 @@ def for_ranks_seen(
         for node in ast.walk(statement)
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
     }
-    used = {one.id for part in tensors for one in _names(match.parts[part])}
     bound = {one.id for node in _loops(span) for one in _names(node.target)}
     if hidden := used & (bound if span[0] is span[1] else made):
         raise Refused(
@@ -199,6 +207,116 @@ def _inside(source: Source, node: ast.expr) -> ast.expr | None:
     return None
 
 
+NAMED = "NAMED"
+"""What parts are called that are the names of others, as `with_names` adds them."""
+
+
+def with_names(find: Callable[[Source], Iterator[Match]]) -> Callable[[Source], Iterator[Match]]:
+    """The same places, with the names that their parts are made of as parts `NAMED0`, `NAMED1`, ..."""
+
+    def named(source: Source) -> Iterator[Match]:
+        for match in find(source):
+            nodes = {ast.unparse(one): one for one in _made_of(match, match.parts)}
+            parts = {f"{NAMED}{n}": node for n, node in enumerate(nodes.values())}
+            yield changed(match, parts={**match.parts, **parts})
+
+    return named
+
+
+def _made_of(match: Match, parts: Iterable[str]) -> Iterator[ast.expr]:
+    """The names that parts are made of; of a name that is assigned later, those of what it is assigned."""
+    pending, done = [match.parts[part] for part in parts], set()
+    while pending:
+        for name in names_in(pending.pop(), match.source):
+            later = _assigned_later(match, name)
+            if later is None:
+                yield name
+            elif later not in done:
+                done.add(later)
+                pending.append(later)
+
+
+def _assigned_later(match: Match, name: ast.expr) -> ast.expr | None:
+    """What a name is assigned in the match's statement or after it, where it is assigned once."""
+    source, function = match.source, match.source.function(match.node)
+    if not isinstance(name, ast.Name) or not isinstance(function, Function):
+        return None
+    made = [source.parents[one] for one in stores(function, name.id)]
+    first = source.start(source.statement(match.begin or match.node))
+    if len(made) != 1 or not isinstance(made[0], ast.Assign) or source.start(made[0]) < first:
+        return None
+    return made[0].value
+
+
+def for_names_seen(
+    match: Match, facts: Facts, edits: Sequence[Edit], of: Iterable[str] | None = None
+) -> tuple[Edit, ...]:
+    """The edits for names of the ranks and types that were seen alone, and else the original.
+
+    `of`: the parts whose types decide what is written, all unless given. They follow from those of their
+    names, so nothing of them may be a function of the user's. Without evidence the edits are as they are.
+    """
+    source = match.source
+    deciding = [part for part in of or match.parts if not part.startswith(NAMED)]
+    if any(not is_pure(match.parts[part], source) for part in deciding):
+        raise Refused(
+            "the type of what a function gives decides what is written. Give it a name first"
+        )
+    texts = {ast.unparse(one) for one in _made_of(match, deciding)}
+    named = {
+        part: node
+        for part, node in match.parts.items()
+        if part.startswith(NAMED) and ast.unparse(node) in texts
+    }
+    kinds = {part: _kind_of(facts, part, node) for part, node in named.items()}
+    tensors = {
+        source.segment(named[part]): kind for part, kind in kinds.items() if kind is not None
+    }
+    if not tensors:
+        return tuple(edits)
+    torch, imports = torch_of(source)
+    test = _equal(
+        [f"{text}.{what}" for text in tensors for what in ("dim()", "dtype")],
+        [one for rank, kind in tensors.values() for one in (str(rank), f"{torch}.{kind}")],
+    )
+    nodes = [node for part, node in named.items() if kinds[part] is not None]
+    _check_bound(match, nodes)
+    own = [one for one in edits if one not in imports]
+    block = source.block(source.statement(match.begin or match.node))
+    start, end = source.line_start(block[0].lineno), source.end(block[-1])
+    if any(one.start < start or one.end > end for one in own):
+        raise Refused("its value is used in another block. Give it a name for each")
+    used = {one.id for node in nodes for one in _names(node)}
+    return (*imports, *_where(match, own, test, used))
+
+
+def _kind_of(facts: Facts, part: str, node: ast.expr) -> tuple[int, str] | None:
+    """The rank and the type of a name in all runs; None for what is no tensor, or was not seen."""
+    text = ast.unparse(node)
+    rank = facts.only(f"the rank of `{text}`", lambda v: _rank(getattr(v, part)), -2)
+    if rank == -2:
+        facts.leave_open(f"the type of `{text}`")
+    return (
+        (rank, facts.only(f"the type of `{text}`", lambda v: getattr(v, part).dtype, ""))
+        if rank >= 0
+        else None
+    )
+
+
+def _check_bound(match: Match, nodes: Iterable[ast.expr]) -> None:
+    """Raises `Refused` where a name is given its value after the match's statement only."""
+    source = match.source
+    end = source.start(source.statement(match.begin or match.node))
+    for node in nodes:
+        for one in ast.walk(source.function(match.node)):
+            later = isinstance(one, ast.Name | ast.Attribute) and not isinstance(one.ctx, ast.Load)
+            if later and ast.unparse(one) == ast.unparse(node) and source.start(one) > end:
+                raise Refused(
+                    f"the type of `{ast.unparse(node)}`, which has its value later, decides what is written. "
+                    "Move the line behind it"
+                )
+
+
 def kinds_seen(known: Iterable[Mapping[str, Seen]], torch: str) -> str:
     """The test that tensors, by their text, have the ranks and types that were seen, and equal shapes as
     those had.
@@ -288,29 +406,3 @@ def _deeper(text: str, *, first: bool = True) -> str:
     """The text four blanks to the right; its first line too, unless that is behind something."""
     deeper = [f"    {line}" if line.strip() else line for line in text.split("\n")]
     return "\n".join(deeper if first else [text.partition("\n")[0], *deeper[1:]])
-
-
-def is_fallback(source: Source, node: ast.AST) -> bool:
-    """Whether it is what a guard keeps for other ranks and types, which is not to be fixed again."""
-    inner = node
-    for outer in (*source.around(node), None):
-        if isinstance(inner, ast.stmt) and _follows_guard(source, inner):
-            return True
-        if isinstance(outer, ast.If | ast.IfExp) and is_guard(outer.test):
-            others = outer.orelse if isinstance(outer, ast.If) else [outer.orelse]
-            if any(one is inner for one in others):
-                return True
-        inner = outer if outer is not None else inner
-    return False
-
-
-def _follows_guard(source: Source, statement: ast.stmt) -> bool:
-    """Whether a guard before it, in its block, returns for what was seen."""
-    if statement not in source.parents:
-        return False
-    for one in source.block(statement):
-        if one is statement:
-            return False
-        if isinstance(one, ast.If) and is_guard(one.test) and isinstance(one.body[-1], ast.Return):
-            return True
-    return False
