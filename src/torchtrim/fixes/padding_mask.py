@@ -23,7 +23,7 @@ from torchtrim.fixes.reading.purity import is_pure, is_simple
 from torchtrim.fixes.reading.source import Function, Source
 from torchtrim.fixes.reading.uses import loads
 from torchtrim.fixes.writing.dense import widened
-from torchtrim.fixes.writing.guarded import for_ranks_seen
+from torchtrim.fixes.writing.guarded import for_kinds_seen
 from torchtrim.fixes.writing.replace import check_comments, fresh, torch_of
 
 _READS = ("N.item()", "int(N)", "N")
@@ -116,7 +116,7 @@ def write(match: Match, facts: Facts) -> Writing:
     text = f"{source.newline}{blanks}".join(lines)
     edits = (*imports, Edit(source.start(found.node), source.end(found.node), text))
     check_comments(source, edits)
-    return Writing(for_ranks_seen(match, facts, edits))
+    return Writing(for_kinds_seen(match, facts, edits))
 
 
 def _lines(match: Match, found: _Loop, torch: str, rank: int) -> list[str]:

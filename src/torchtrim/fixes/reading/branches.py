@@ -64,9 +64,10 @@ def branches(source: Source) -> Iterator[Branch]:
 
 def is_guard(test: ast.expr) -> bool:
     """Whether a condition tests for the ranks that were seen, as what a fix keeps its original with does."""
-    calls = [one for one in ast.walk(test) if isinstance(one, ast.Call)]
-    only_ranks = all(isinstance(c.func, ast.Attribute) and c.func.attr == "dim" for c in calls)
-    return bool(calls) and only_ranks and isinstance(test, ast.Compare | ast.BoolOp)
+    called = [ast.unparse(one.func) for one in ast.walk(test) if isinstance(one, ast.Call)]
+    ranks = [name for name in called if name.endswith(".dim")]
+    others = set(called) - set(ranks) - {"all", "zip"}
+    return bool(ranks) and not others and isinstance(test, ast.Compare | ast.BoolOp)
 
 
 def is_fallback(source: Source, node: ast.AST) -> bool:
@@ -78,6 +79,9 @@ def is_fallback(source: Source, node: ast.AST) -> bool:
         if isinstance(outer, ast.If | ast.IfExp) and is_guard(outer.test):
             others = outer.orelse if isinstance(outer, ast.If) else [outer.orelse]
             if any(one is inner for one in others):
+                return True
+        if isinstance(outer, ast.BoolOp) and isinstance(outer.op, ast.Or):
+            if inner is not outer.values[0] and is_guard(outer.values[0]):
                 return True
         inner = outer if outer is not None else inner
     return False
