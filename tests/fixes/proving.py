@@ -30,7 +30,7 @@ from torchtrim.observe.probes import Probes
 DRAWS = 4
 STRANGERS = 3
 FOREIGN, FEW_FOREIGN, PATIENCE = 8, 8, 8
-"""Cases of every rank and type for each structure, or for a proof of few draws; how many are tried for one."""
+"""Cases of every rank and type for each structure, or in a proof of few draws; how many are tried for one."""
 Inputs = dict[str, Any]
 Make = Callable[[random.Random], Iterator[Inputs]]
 _EPSILON = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 4e-3}

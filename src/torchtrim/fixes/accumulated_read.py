@@ -5,9 +5,9 @@ as Python keeps it, so that it is the same number: `total = total + loss.detach(
 integers. After the loop `total` is made a number of Python's again, and where the loop itself looks at
 it, it is read there.
 
-Types that were seen are tested for, which needs no sync; others are read as before. Holds for sums of products too, `total += loss.item() * n`. Refused where somebody else may see `total`
-meanwhile: an attribute, a name of a function within, a `try` that goes on. Divided by a number the device
-may round otherwise.
+Types that were seen are tested for, which needs no sync; others are read as before. Holds for sums of
+products too, `total += loss.item() * n`. Refused where somebody else may see `total` meanwhile: an attribute,
+a name of a function within, a `try` that goes on. Divided by a number the device may round otherwise.
 """
 
 from __future__ import annotations

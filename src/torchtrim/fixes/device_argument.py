@@ -2,8 +2,9 @@
 
 Each of these functions takes a tensor of zero dimensions for the number, and then nothing is read. The
 tensor must be of the type of `x`, so that the result is too, and lie on its device: its type and dimensions
-are tested, which needs no sync, and for others it is read. It is detached, as the number was. A device divides by a number of the host as a multiplication by its reciprocal, so a quotient
-may differ in its last bit.
+are tested, which needs no sync, and for others it is read. It is detached, as the number was. A device
+divides by a number of the host as a multiplication by its reciprocal, so a quotient may differ in its last
+bit.
 
 Refused where the tensor may be written to afterwards, since backward would see it; and, from torch 2.15 on,
 a bound where a gradient is wanted: at an element that equals it a tensor and a number have other gradients.

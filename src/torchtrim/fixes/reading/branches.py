@@ -80,9 +80,9 @@ def is_fallback(source: Source, node: ast.AST) -> bool:
             others = outer.orelse if isinstance(outer, ast.If) else [outer.orelse]
             if any(one is inner for one in others):
                 return True
-        if isinstance(outer, ast.BoolOp) and isinstance(outer.op, ast.Or):
-            if inner is not outer.values[0] and is_guard(outer.values[0]):
-                return True
+        asked = isinstance(outer, ast.BoolOp) and isinstance(outer.op, ast.Or)
+        if asked and inner is not outer.values[0] and is_guard(outer.values[0]):  # type: ignore[union-attr]
+            return True
         inner = outer if outer is not None else inner
     return False
 

@@ -16,7 +16,6 @@ from torchtrim.fixes.reading.uses import stores
 from torchtrim.fixes.writing.replace import atom, torch_of
 from torchtrim.records.seen import Seen
 
-
 T = TypeVar("T")
 
 

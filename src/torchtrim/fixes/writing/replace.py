@@ -52,8 +52,9 @@ def replace(
 
     Its capitals become the match's parts, in parentheses where they need some; `torch.` becomes what
     the file calls it. A part that is there more than once and is more than a name is computed in a
-    statement before, under the name that `names` gives it; not one of `apart`, of which one alone runs. Raises `Refused` where that cannot be, and
-    where something with an effect would run twice, in another order or not at all.
+    statement before, under the name that `names` gives it; not one of `apart`, of which one alone runs.
+    Raises `Refused` where that cannot be, and where something with an effect would run twice, in another
+    order or not at all.
     """
     source = match.source
     written = [name for name in _words(template) if name in match.parts]
