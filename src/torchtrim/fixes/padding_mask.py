@@ -52,9 +52,9 @@ class _Loop(NamedTuple):
 def find(source: Source) -> Iterator[Match]:
     """The loops that fill rows up to, or from, a length."""
     for node in ast.walk(source.tree):
-        if is_fallback(source, node):
+        if not isinstance(node, ast.For) or is_fallback(source, node):
             continue
-        if isinstance(node, ast.For) and (found := _read(node, source)) is not None:
+        if (found := _read(node, source)) is not None:
             parts = {"X": found.mask, "L": found.lengths, "V": found.value}
             yield Match(fix=FIX, source=source, node=node.body[0], parts=parts, begin=node)
 
