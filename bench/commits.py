@@ -129,8 +129,12 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mirrors", type=Path, required=True)
-    parser.add_argument("--misses", action="store_true", help="name what was missed or is not quiet")
-    parser.add_argument("--json", action="store_true", help="write bench/results/MACHINE/commits.json")
+    parser.add_argument(
+        "--misses", action="store_true", help="name what was missed or is not quiet"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="write bench/results/MACHINE/commits.json"
+    )
     options = parser.parse_args()
     result, told = measure(options.mirrors)
     for name, value in result.items():

@@ -150,7 +150,10 @@ class Inference(Scope):
         return sequence(read[0]) if read else PLAIN
 
     def _binary(self, node: ast.BinOp) -> Kind:
-        return computed(self.value(node.left), self.value(node.right), node.op)
+        left, right = self.value(node.left), self.value(node.right)
+        if isinstance(node.op, ast.Mult) and isinstance(node.left, ast.List) and right.waits:
+            self.wait("item", node)
+        return computed(left, right, node.op)
 
     def _unary(self, node: ast.UnaryOp) -> Kind:
         if isinstance(node.op, ast.Not):

@@ -212,7 +212,9 @@ def _with_candidates(source: Source, found: list[Found], *, whole: bool) -> list
     tried: dict[int, Candidate] = {}
     chosen = []
     for one in found:
-        fitting = [match for match, span in zip(every, spans, strict=True) if _fits(match, span, one)]
+        fitting = [
+            match for match, span in zip(every, spans, strict=True) if _fits(match, span, one)
+        ]
         candidates = [tried.setdefault(id(match), _candidate(match)) for match in fitting]
         best = min(candidates, key=lambda candidate: _order(candidate, one.code), default=None)
         chosen.append(one._replace(candidate=best))
