@@ -1,9 +1,10 @@
-"""Whether `diagnose --capture` names the lines of public programs that a CUDA graph cannot hold, and no other.
+"""Whether `diagnose --capture` names the lines of public programs that a CUDA graph cannot hold, no other.
 
     python -m bench.capture --sources DIR [--library DIR] [NAME...] [--limit SECONDS] [--json]
 
-The programs are those of `bench.strangers`, which are not in this repository. Each runs as it is on an emulated
-device, made small by its command line alone. The lines are labelled in `bench/strangers/capturable.toml`, each
+The programs are those of `bench.strangers`, which are not in this repository. Each runs as it is on an
+emulated device, made small by its command line alone. Its lines are labelled in
+`bench/strangers/capturable.toml`, each
 with the rule that it breaks.
 """
 
