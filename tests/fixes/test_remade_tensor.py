@@ -49,7 +49,7 @@ def test_integers_keep_their_type() -> None:
         ("torch.tensor(x.item(), device=d)", "zero dimensions"),
         ("torch.tensor(float(n), device=d)", "way of another"),
         ("torch.tensor(n.item(), device=x)", "is a device"),
-        ("torch.tensor(x[0].item(), dtype=torch.float16, device=d)", "a type of floats"),
+        ("torch.tensor(x[0].item(), dtype=torch.float16, device=d)", "32 or 64 bits"),
     ],
 )
 def test_it_is_refused(call: str, reason: str) -> None:

@@ -3,6 +3,7 @@
 A list of places is made a tensor and copied to the device, and the host waits for that. Single places are
 views, which cost nothing; they are put together on the device.
 
+Never applied without being asked for: of a tensor without elements a place out of bounds is an error then.
 Refused for more than eight places, and where one comes twice, since gradients would be added up in another
 order.
 """
@@ -18,6 +19,7 @@ from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.writing.replace import replace
 
 _MOST = 8
+_RISK = "of a tensor without elements a place out of bounds is an error"
 
 
 def find(source: Source) -> Iterator[Match]:
@@ -61,10 +63,12 @@ def write(match: Match, facts: Facts) -> Writing:
     if min(numbers) < 0 <= max(numbers):
         raise Refused("places are counted from both ends, and may be the same")
     head = "".join("..., " if isinstance(one, ast.Constant) else ":, " for one in before)
-    rows = ", ".join(f"X[{head}{number}]" for number in numbers)
+    rows = ", ".join(f"X[{head}{number}]" for number in numbers) + (
+        "," if len(numbers) == 1 else ""
+    )
     dimension = -1 if "..." in head else len(before)
     along = f", {dimension}" if dimension else ""
-    return Writing(replace(match, f"torch.stack(({rows},){along})"))
+    return Writing(replace(match, f"torch.stack(({rows}){along})"), risk=_RISK)
 
 
 FIX: Fix = Fix(codes=("TT103",), equivalence="BITWISE", find=find, write=write)

@@ -8,8 +8,12 @@ changed only where it is asked for.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace as changed
+
 from torchtrim.fixes.base import Fix, Match, Writing, of_forms
 from torchtrim.fixes.reading.facts import Facts
+from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.reading.uploads import need_device
 from torchtrim.fixes.writing.replace import replace
 
@@ -25,6 +29,13 @@ _FORMS = {call.format(listed): template for call, template in _CALLS.items() for
 _TYPES = ("torch.int64", "torch.long", "torch.int32", "torch.int")
 
 
+def find(source: Source) -> Iterator[Match]:
+    """Ranges that become tensors. What is inside of a list is not watched with what is around it."""
+    for match in of_forms(lambda: FIX, *_FORMS)(source):
+        parts = {name: part for name, part in match.parts.items() if name != "I"}
+        yield changed(match, parts=parts)
+
+
 def write(match: Match, facts: Facts) -> Writing:
     """The range on the device."""
     facts.need(f"`{match.text('N')[:60]}` is an integer", lambda v: v.N.kind == "int")
@@ -37,6 +48,4 @@ def write(match: Match, facts: Facts) -> Writing:
     return Writing(replace(match, _FORMS[match.form]), risk=risk)
 
 
-FIX: Fix = Fix(
-    codes=("TT103",), equivalence="BITWISE", find=of_forms(lambda: FIX, *_FORMS), write=write
-)
+FIX: Fix = Fix(codes=("TT103",), equivalence="BITWISE", find=find, write=write)

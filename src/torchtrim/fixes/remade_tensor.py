@@ -21,6 +21,7 @@ _CALLS = {
     "torch.tensor({}).to(D)": "",
     "torch.as_tensor({}, device=D)": "",
 }
+_TYPES = ("torch.float32", "torch.float", "torch.float64", "torch.double")
 _FORMS = {call.format(read): dtype for call, dtype in _CALLS.items() for read in _READS}
 
 
@@ -36,11 +37,8 @@ def write(match: Match, facts: Facts) -> Writing:
         if "float(" in match.form or dtype:
             raise Refused("an integer would be made a float by way of another")
         dtype = "torch.int64"
-    elif dtype:
-        facts.need(
-            f"`{match.text('T')[:60]}` is a type of floats, no narrower than 32 bits",
-            lambda v: v.T.value in ("torch.float32", "torch.float64"),
-        )
+    elif dtype and match.source.dotted(match.parts["T"]) not in _TYPES:
+        raise Refused("the type that is asked for is not one of floats of 32 or 64 bits")
     dtype = dtype or "torch.get_default_dtype()"
     return Writing(replace(match, f"X.detach().to(device=D, dtype={dtype}, copy=True)"))
 
