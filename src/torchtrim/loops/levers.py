@@ -21,7 +21,7 @@ class Reached:
     """What the plan that needs least was measured to need; `used` is its figure of that kind of memory."""
 
     def __init__(self, techniques: Sequence[Technique], used: int, seconds: float) -> None:
-        self.names = tuple(one.name for one in techniques)
+        self.names = tuple(dict.fromkeys(one.name for one in techniques))
         self.lever = Lever(
             technique=" + ".join(self.names),
             equivalence=_least([one.equivalence for one in techniques]),
@@ -58,9 +58,10 @@ def levers_of(
 
 def _simulated(name: str, plan: Plan, allow: Allowance) -> Lever:
     equivalence = _least([one.equivalence for one in plan.techniques])
-    several = len({one.name for one in plan.techniques}) > 1
+    used = tuple(dict.fromkeys(one.name for one in plan.techniques))
+    several = len(used) > 1
     return Lever(
-        technique=" + ".join(one.name for one in plan.techniques) if several else name,
+        technique=" + ".join(used) if several else name,
         equivalence=equivalence,
         needs="" if allow.holds(equivalence, name) else f"--allow {_word(equivalence, name)}",
         peak_bytes=plan.predicted.peak_bytes,
