@@ -62,9 +62,9 @@ def seen(row: dict[str, Any], repository: Path) -> Seen:
 
 
 def _findings(repository: Path, tree: str, paths: list[str]) -> dict[str, list[Finding]]:
-    """By path, with the other files of the packages beside them, so that types flow through them."""
+    """By path, with the other files of their folders beside them, so that types flow through them."""
     with tempfile.TemporaryDirectory() as folder:
-        names = sorted({path.partition("/")[0] for path in paths})
+        names = sorted({path.rpartition("/")[0] or path for path in paths})
         pack = _git(repository, "archive", tree, "--", *names)
         with tarfile.open(fileobj=io.BytesIO(pack)) as archive:
             chosen = (one for one in archive if one.name.endswith(".py") and one.isfile())
