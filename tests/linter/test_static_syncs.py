@@ -336,6 +336,7 @@ UNKNOWN_NAMES = [
     ("get_accelerator().synchronize()", True),
     ("y = torch.cat(parts)\n    y[torch.cat(pad_masks)] = torch.relu(y)[0]", True),
     ("y = torch.cat(parts)\n    y[torch.cat(orders)] = torch.relu(y)[0]", False),
+    ("[p.grad.norm().item() for p in parts]", True),
     ("function.backward(ctx, x)\n    if function: pass", False),
     ("row.any(axis=0)", False),
 ]
@@ -351,3 +352,10 @@ def test_what_a_name_is_by_how_it_is_used(body: str, waits: bool) -> None:
 def test_where_there_are_arrays_their_methods_say_nothing(read: str) -> None:
     assert lines(f"import torch\ndef f(row):\n    {read}\n")
     assert not lines(f"import torch\nimport numpy as np\ndef f(row):\n    {read}\n")
+
+
+@pytest.mark.parametrize("name", ["main", "setup"])
+def test_a_main_that_trains_runs_more_than_once(name: str) -> None:
+    loop = "for x in parts:\n        loss = model(x)\n        loss.backward()\n        print(loss.item())"
+    assert bool(lines(f"import torch\ndef {name}(parts):\n    {loop}\n")) is (name == "main")
+    assert not lines(f"import torch\ndef {name}(x: torch.Tensor):\n    print(x.sum().item())\n")

@@ -124,6 +124,8 @@ class Inference(Scope):
             return base
         if base.what == "sequence" and name in ("values", "indices", "inverse", "counts"):
             return part_of(base)
+        if name == "grad":
+            return tensor()
         if name in _TENSORS:
             return tensor(sure=False)
         return _named(name)
