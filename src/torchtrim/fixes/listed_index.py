@@ -3,6 +3,8 @@
 A list of places is made a tensor and copied to the device, and the host waits for that. Single places are
 views, which cost nothing; they are put together on the device.
 
+Its values are the same; in memory they may lie in another order, in which a sum rounds in another way.
+
 Never applied without being asked for: of a tensor without elements a place out of bounds is an error then.
 Refused for more than eight places, and where one comes twice, since gradients would be added up in another
 order.
@@ -71,4 +73,4 @@ def write(match: Match, facts: Facts) -> Writing:
     return Writing(replace(match, f"torch.stack(({rows}){along})"), risk=_RISK)
 
 
-FIX: Fix = Fix(codes=("TT103",), equivalence="BITWISE", find=find, write=write)
+FIX: Fix = Fix(codes=("TT103",), equivalence="ROUNDING", find=find, write=write)
