@@ -49,6 +49,39 @@ class Stepping:
         take_off(self._optimizer)
 
 
+class OwnStep:
+    """An optimizer whose step is another's, which is given the step that it takes the place of, without a
+    closure: that has run before. `revert` makes the optimizer what it was.
+
+    What has wrapped it meanwhile stays, and then only calls on.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, run: Callable[[Callable[[], Any]], None]
+    ) -> None:
+        self._optimizer = optimizer
+        self._run: Callable[[Callable[[], Any]], None] | None = run
+        inner: Any = optimizer.step
+
+        @functools.wraps(getattr(inner, "__func__", inner))
+        def step(_: torch.optim.Optimizer, closure: Any = None) -> Any:
+            if self._run is None:
+                return inner(closure) if closure is not None else inner()
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self._run(inner)
+            return loss
+
+        put_on(optimizer, types.MethodType(step, optimizer), lambda: self._run is not None)
+
+    def revert(self) -> None:
+        """Make the optimizer what it was."""
+        self._run = None
+        take_off(self._optimizer)
+
+
 def put_on(optimizer: torch.optim.Optimizer, step: Any, is_on: Callable[[], bool]) -> None:
     """Give the optimizer that method for its `step`, for as long as it is on."""
     step.__func__.put = step, optimizer.__dict__.get("step"), is_on
