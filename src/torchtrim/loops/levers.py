@@ -10,7 +10,9 @@ from torchtrim.records.allowance import Allowance
 from torchtrim.records.finding import EQUIVALENCES, Equivalence
 from torchtrim.records.lever import Lever
 from torchtrim.records.plan import MemoryKind, Plan, Technique
-from torchtrim.techniques.base import names
+from torchtrim.records.trial import Trial
+from torchtrim.step.from_profile import step_of
+from torchtrim.techniques.base import Refuses, names, technique
 
 # A plan or a lever that saves less of the peak is none.
 LEAST_SAVING = 0.005
@@ -54,6 +56,16 @@ def levers_of(
         if used and plan.predicted.peak_bytes < (1 - LEAST_SAVING) * whole:
             found.append(_simulated(name, plan, allow))
     return tuple(sorted(found, key=lambda lever: lever.step_seconds))
+
+
+def refusals(original: Trial, exclude: Collection[str]) -> tuple[str, ...]:
+    """What techniques say of the places at which they would save and are not used."""
+    assert original.profile is not None
+    step = step_of(original.profile, original.seconds)
+    units = (technique(name) for name in names() if name not in exclude)
+    return tuple(
+        said for unit in units if isinstance(unit, Refuses) for said in unit.refusals(step)
+    )
 
 
 def _simulated(name: str, plan: Plan, allow: Allowance) -> Lever:
