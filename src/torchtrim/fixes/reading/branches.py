@@ -104,12 +104,13 @@ def _follows_guard(source: Source, statement: ast.stmt) -> bool:
     """Whether a guard before it, in its block, returns for what was seen."""
     if statement not in source.parents:
         return False
-    for one in source.block(statement):
-        if one is statement:
-            return False
-        if isinstance(one, ast.If) and is_guard(one.test) and isinstance(one.body[-1], ast.Return):
-            return True
-    return False
+    if statement not in source.behind:
+        behind = False
+        for one in source.block(statement):
+            source.behind[one] = behind
+            guards = isinstance(one, ast.If) and is_guard(one.test)
+            behind = behind or (guards and isinstance(one.body[-1], ast.Return))  # type: ignore[attr-defined]
+    return source.behind.get(statement, False)
 
 
 def _for_seen(value: ast.expr) -> tuple[ast.expr, tuple[ast.expr, ...]]:
