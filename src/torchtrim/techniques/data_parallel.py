@@ -62,7 +62,9 @@ class DataParallel:
         where = profile.modules[replica.module].path
         exchange = exchange_of(step, replica)
         if exchange.copied and not replica.bucket_views:
-            less = "ROUNDING" if exchange.again and not _halves(profile) else None
+            less: Equivalence | None = (
+                "ROUNDING" if exchange.again and not _halves(profile) else None
+            )
             yield Option(self.name, where, (), None, ((VIEWS, True),), less)
         rounds = rounds_of(profile)
         if rounds.count > 1 and _may_wait(step, replica, exchange):
