@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from torchtrim.errors import UnreadableInput
 from torchtrim.fixes.base import Match, Rewrite
+from torchtrim.fixes.reading.branches import is_fallback
 from torchtrim.fixes.reading.facts import Facts, Refused
 from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.registry import matches
 from torchtrim.fixes.writing.edits import compatible, diff_of, patch
-from torchtrim.fixes.writing.guarded import is_fallback
 from torchtrim.linter.project import is_cpu_test, outside_of
 from torchtrim.linter.static_syncs import StaticSync, static_syncs
 from torchtrim.records.finding import Finding, Suggestion

@@ -55,6 +55,10 @@ class Life:
         self.released = False
 
 
+FILE = "file"
+"""The pool of memory-mapped files, which are no device's and no process's memory."""
+
+
 class Storages:
     """All storages seen; `lives` by number, the living by the address of their C++ storage.
 
@@ -141,7 +145,7 @@ class Storages:
 
     def counts(self, life: Life) -> bool:
         """Whether the storage is on a device whose bytes are counted: `"cuda"` is any of them."""
-        return life.device.startswith(self._counted)
+        return life.device != FILE and life.device.startswith(self._counted)
 
     def counted_bytes(self, life: Life) -> int:
         """Bytes of a storage, none where its device is not counted."""
@@ -164,7 +168,7 @@ class Storages:
 
     def _begin(self, storage: Any, key: int, birth: int, kind: str) -> int:
         number = len(self.lives)
-        device = self._device(storage.device)
+        device = FILE if storage.filename else self._device(storage.device)
         watched = _Watched(storage, self._on_death)
         watched.key, watched.number, watched.bytes = key, number, storage.nbytes()
         life = Life(allocated_bytes(watched.bytes, device), birth, device, kind)

@@ -28,7 +28,7 @@ SHRINKS_BY = 1e4
 _MOST_KEPT = 48
 _CALLS_NAMES = """
     recompute replay overwrite plain_optimizer offload_activations offload_optimizer optimizer_in_backward
-    data_parallel
+    data_parallel low_bit_states
 """
 _LEFT = "memory:left behind"
 _CALLS_AS_BEFORE = frozenset(_CALLS_NAMES.split())

@@ -64,9 +64,39 @@ def branches(source: Source) -> Iterator[Branch]:
 
 def is_guard(test: ast.expr) -> bool:
     """Whether a condition tests for the ranks that were seen, as what a fix keeps its original with does."""
-    calls = [one for one in ast.walk(test) if isinstance(one, ast.Call)]
-    only_ranks = all(isinstance(c.func, ast.Attribute) and c.func.attr == "dim" for c in calls)
-    return bool(calls) and only_ranks and isinstance(test, ast.Compare | ast.BoolOp)
+    called = [ast.unparse(one.func) for one in ast.walk(test) if isinstance(one, ast.Call)]
+    ranks = [name for name in called if name.endswith(".dim")]
+    others = set(called) - set(ranks) - {"all", "zip"}
+    return bool(ranks) and not others and isinstance(test, ast.Compare | ast.BoolOp)
+
+
+def is_fallback(source: Source, node: ast.AST) -> bool:
+    """Whether it is what a guard keeps for other ranks and types, which is not to be fixed again."""
+    inner = node
+    for outer in (*source.around(node), None):
+        if isinstance(inner, ast.stmt) and _follows_guard(source, inner):
+            return True
+        if isinstance(outer, ast.If | ast.IfExp) and is_guard(outer.test):
+            others = outer.orelse if isinstance(outer, ast.If) else [outer.orelse]
+            if any(one is inner for one in others):
+                return True
+        asked = isinstance(outer, ast.BoolOp) and isinstance(outer.op, ast.Or)
+        if asked and inner is not outer.values[0] and is_guard(outer.values[0]):  # type: ignore[union-attr]
+            return True
+        inner = outer if outer is not None else inner
+    return False
+
+
+def _follows_guard(source: Source, statement: ast.stmt) -> bool:
+    """Whether a guard before it, in its block, returns for what was seen."""
+    if statement not in source.parents:
+        return False
+    for one in source.block(statement):
+        if one is statement:
+            return False
+        if isinstance(one, ast.If) and is_guard(one.test) and isinstance(one.body[-1], ast.Return):
+            return True
+    return False
 
 
 def _for_seen(value: ast.expr) -> tuple[ast.expr, tuple[ast.expr, ...]]:
