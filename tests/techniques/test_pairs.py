@@ -34,12 +34,13 @@ CLASSES, WIDTH, LENGTH, STEPS, OPTIONS = 2000, 32, 64, 2, 12
 ELSEWHERE = {
     "arena",
     "bounded_state",
+    "data_parallel",
     "in_place",
     "relative_attention",
     "release",
     "split_batch",
 }
-"""Those for inference, streams or a kind of model of their own."""
+"""Those for inference, streams, several processes or a kind of model of their own."""
 SCALED = {"from_batch": 8, "to_batch": 16, "rule": "sqrt", "warmup": 0}
 
 
