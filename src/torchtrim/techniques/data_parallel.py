@@ -67,8 +67,8 @@ class DataParallel:
             )
             yield Option(self.name, where, (), None, ((VIEWS, True),), less)
         rounds = rounds_of(profile)
-        if rounds.count > 1 and _may_wait(step, replica, exchange):
-            yield Option(self.name, where, (), None, ((ACCUMULATE, rounds.count),), "ROUNDING")
+        if rounds.rounds > 1 and _may_wait(step, replica, exchange):
+            yield Option(self.name, where, (), None, ((ACCUMULATE, rounds.rounds),), "ROUNDING")
 
     def edits(self, step: Step, option: Option) -> Edit | None:
         """Gradients end where their bucket has them; or exchanges do not block."""
