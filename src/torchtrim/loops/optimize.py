@@ -58,7 +58,7 @@ from torchtrim.verifier.ranks import certify_ranks
 _ROUNDS = 3
 _WELL_USED = 0.9
 _TIMES = 2
-_ALONE = ("micro_batch", "optimizer_in_backward")
+_ALONE = {"micro_batch", "optimizer_in_backward"}
 """Not for a job of several ranks, which exchange gradients once, when backward has made them."""
 _RANK = EQUIVALENCES.index
 NOTHING = "nothing that is allowed lowers the peak, so the plan changes nothing"
@@ -198,15 +198,14 @@ class Fitting:
             )
         path = self.workload.path if isinstance(self.workload, Script) else None
         used = (only, *helped_by(only)) if only else ()
-        others = {*names()} - {*used} if only else set()
+        others = ({*names()} - {*used} if only else set()) | (_ALONE if original.ranks else set())
         allow = max((self._allowed.least, *(technique(one).equivalence for one in used)), key=_RANK)
-        alone = _ALONE if original.ranks else ()
         return Planner(
             without_places(original.profile, self._dropped),
             step_seconds=original.seconds,
             fingerprint=original.fingerprint,
             script_sha256=sha256_of(path) if path else "",
-            exclude=(*self._exclude, *self._dropped, *others, *barred, *alone),
+            exclude=(*self._exclude, *self._dropped, *others, *barred),
             allow=allow,
             host_bytes=self._request.host_memory,
             pins={

@@ -6,6 +6,7 @@ import shlex
 
 from torchtrim.errors import TorchtrimError
 from torchtrim.loops.estimate import Estimate
+from torchtrim.records.finding import Equivalence
 from torchtrim.records.lever import Lever
 from torchtrim.records.sharding import Sharding
 from torchtrim.records.trial import Request, Trial
@@ -13,7 +14,7 @@ from torchtrim.run.script import Script
 from torchtrim.run.trials import Workload
 
 NAME = "shard"
-_EQUIVALENCE = "ROUNDING"
+_EQUIVALENCE: Equivalence = "ROUNDING"
 
 
 def sharded_lever(workload: Workload, original: Trial, whole: int) -> tuple[Lever, ...]:

@@ -56,7 +56,7 @@ from torchtrim.units import format_bytes
 def check(profile: Profile) -> Iterator[Finding]:
     """One finding where a rank exchanges more than once what it adds up."""
     rounds = rounds_of(profile)
-    if rounds.count < 2:
+    if rounds.rounds < 2:
         return
     path, line = line_of(profile, min((call.first for call in profile.calls), default=-1))
     yield Finding(
@@ -64,9 +64,9 @@ def check(profile: Profile) -> Iterator[Finding]:
         path=path,
         line=line,
         end_line=line,
-        message=f"a step exchanges {format_bytes(rounds.all_bytes)} of gradients in {rounds.count} rounds, "
+        message=f"a step exchanges {format_bytes(rounds.all_bytes)} of gradients in {rounds.rounds} rounds, "
         f"one for each micro-batch, and {format_bytes(rounds.once_bytes)} would do",
-        count_per_step=rounds.count - 1,
+        count_per_step=rounds.rounds - 1,
         price_ms=rounds.needless_seconds * 1e3,
         fix=Suggestion(
             kind="advice",

@@ -29,13 +29,13 @@ class Exchange(NamedTuple):
 
 
 class Rounds(NamedTuple):
-    """How often a step exchanges all gradients, 0 for no replica.
+    """How often a step exchanges all gradients: `rounds`, 0 for no replica.
 
     `all_bytes`: of all rounds, `once_bytes` of one. `needless_seconds`: for how long all but the last block
     the rank.
     """
 
-    count: int
+    rounds: int
     all_bytes: int
     once_bytes: int
     needless_seconds: float

@@ -62,11 +62,13 @@ class DataParallel:
         where = profile.modules[replica.module].path
         exchange = exchange_of(step, replica)
         if exchange.copied and not replica.bucket_views:
-            less = "ROUNDING" if exchange.again and not _halves(profile) else None
+            less: Equivalence | None = (
+                "ROUNDING" if exchange.again and not _halves(profile) else None
+            )
             yield Option(self.name, where, (), None, ((VIEWS, True),), less)
         rounds = rounds_of(profile)
-        if rounds.count > 1 and _may_wait(step, replica, exchange):
-            yield Option(self.name, where, (), None, ((ACCUMULATE, rounds.count),), "ROUNDING")
+        if rounds.rounds > 1 and _may_wait(step, replica, exchange):
+            yield Option(self.name, where, (), None, ((ACCUMULATE, rounds.rounds),), "ROUNDING")
 
     def edits(self, step: Step, option: Option) -> Edit | None:
         """Gradients end where their bucket has them; or exchanges do not block."""

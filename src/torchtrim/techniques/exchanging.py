@@ -36,7 +36,7 @@ def changed(where: str, module: Any, options: Mapping[str, Any]) -> Handle:
 class BucketViews:
     """A module whose gradients are views of its buckets."""
 
-    def __init__(self, where: str, module: DistributedDataParallel) -> None:
+    def __init__(self, where: str, module: Any) -> None:
         _refuse(where, module)
         if module.gradient_as_bucket_view:
             raise ApplyFailed(f"`{where}`: its gradients are views of buckets already. {_ADVICE}")
@@ -54,7 +54,7 @@ class BucketViews:
 class Accumulating:
     """A module of which only every `count`-th forward with gradients is followed by an exchange."""
 
-    def __init__(self, where: str, module: DistributedDataParallel, count: int) -> None:
+    def __init__(self, where: str, module: Any, count: int) -> None:
         _refuse(where, module)
         if module.find_unused_parameters or (module.forward_sync_buffers and [*module.buffers()]):
             raise ApplyFailed(

@@ -18,10 +18,10 @@ from torchtrim.planner.stages.choose import Orders
 from torchtrim.planner.stages.costs import Link, StageCost, stage_of
 from torchtrim.planner.stages.cut import balanced
 from torchtrim.planner.stages.timing import step_seconds
-from torchtrim.records.pipeline import Order
+from torchtrim.records.pipeline import Order, Schedule
 from torchtrim.units import format_bytes
 
-_SCHEDULE = "1F1B"
+_SCHEDULE: Schedule = "1F1B"
 _MOST_MICROBATCHES = 512
 _MOST_SAMPLES = 16
 _SIMULATED = 3
