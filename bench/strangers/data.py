@@ -6,6 +6,7 @@ import gzip
 import json
 import pickle
 import random
+import string
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -110,9 +111,9 @@ def words(folder: Path, lines: int = 3000) -> None:
 
 
 def text(file: Path, lines: int = 4000) -> None:
-    """One file of sentences."""
+    """One file of sentences, and of each letter."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("\n".join(sentences(lines)) + "\n")
+    file.write_text("\n".join(sentences(lines)) + f"\n{string.ascii_letters} .,;:!?'-\n")
 
 
 def enwik8(file: Path, length: int = 95_000_000) -> None:

@@ -98,9 +98,8 @@ class Fitting:
     """Fits one workload. Every method runs it, and leaves nothing behind.
 
     The original is run once, however many budgets are tried; where its steps differ in length, once more to
-    record the longest. `exclude`: techniques that are not to be
-    used. `allow`: what a plan may change. `pins`: what holds in every plan (`planner.pins`).
-    `exports`: only what can be exported is planned, and the planned runs are of the plan exported.
+    record the longest. `exclude`: techniques not to be used. `allow`: what a plan may change. `pins`: what
+    holds in every plan (`planner.pins`). `exports`: only what can be exported is planned, and run exported.
     """
 
     def __init__(

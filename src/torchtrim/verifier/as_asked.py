@@ -13,9 +13,10 @@ from torchtrim.records.trial import Request, Trial
 from torchtrim.techniques.base import Replaces, technique
 from torchtrim.verifier.certify import ROUNDING_LIMIT
 
+_COARSE = ("precision", "low_bit_states")
 _COARSE_LIMIT = 0.5
-"""The largest difference that may be rounding where a program computes in half precision: bfloat16 has 8
-bits, 2**16 times fewer than float32. Whether it is rounding float64 says."""
+"""The largest difference that may be rounding where a program computes in half precision, or keeps 8 bits:
+bfloat16 has 8 bits, 2**16 times fewer than float32. Whether it is rounding float64 says."""
 
 
 def asked_of(plan: Plan) -> tuple[Technique, ...]:
@@ -25,7 +26,7 @@ def asked_of(plan: Plan) -> tuple[Technique, ...]:
 
 def limit_of(plan: Plan) -> float:
     """Above it no difference from the program with its replacement made by hand is taken for rounding."""
-    coarse = any(one.name == "precision" for one in asked_of(plan))
+    coarse = any(one.name in _COARSE for one in asked_of(plan))
     return _COARSE_LIMIT if coarse else ROUNDING_LIMIT
 
 
