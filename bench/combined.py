@@ -27,8 +27,8 @@ from torchtrim.records.trial import Request
 from torchtrim.techniques.apply import apply_plan, named_roots
 
 TIMES, MOST_TIME = 5, 0.2
-ROUNDS = 5
-LENGTH, COUNT, VOCABULARY = 256, 8, 8192
+ROUNDS = 3
+LENGTH, COUNT, VOCABULARY = 128, 16, 8192
 
 MODELS: dict[str, zoo.Maker] = {
     "gpt2": zoo.transformer(
@@ -36,9 +36,9 @@ MODELS: dict[str, zoo.Maker] = {
         "CausalLM",
         LENGTH,
         COUNT,
-        n_embd=192,
+        n_embd=128,
         n_layer=4,
-        n_head=6,
+        n_head=4,
         n_positions=LENGTH,
         vocab_size=VOCABULARY,
     ),
@@ -47,11 +47,11 @@ MODELS: dict[str, zoo.Maker] = {
         "CausalLM",
         LENGTH,
         COUNT,
-        hidden_size=192,
+        hidden_size=128,
         num_hidden_layers=4,
-        num_attention_heads=6,
+        num_attention_heads=4,
         num_key_value_heads=2,
-        intermediate_size=512,
+        intermediate_size=344,
         vocab_size=VOCABULARY,
     ),
 }
@@ -79,11 +79,12 @@ def measure(make: zoo.Maker) -> dict[str, Any]:
     sample = make()
     optimizer = torch.optim.AdamW(sample.model.parameters(), 1e-4)
     work = TrainStep(sample.model.train(), sample.loss, optimizer, sample.batch)
-    fitting = Fitting(work, Request(steps=3), lambda _: None, allow="ROUNDING")
+    fitting = Fitting(work, Request(steps=2), lambda _: None, allow="ROUNDING")
     peak = fitting.observe().peak_bytes
     try:
         fit = fitting.fit(peak // TIMES)
     except InfeasibleBudget as error:
+        print(fitting.notes, error, flush=True)
         return {"peak_bytes": peak, "smallest_bytes": error.smallest_bytes, "set_by": error.set_by}
     assert fit.planned is not None
     assert fit.certificate is not None

@@ -36,11 +36,14 @@ ELSEWHERE = {
     "bounded_state",
     "data_parallel",
     "in_place",
+    "low_bit_states",
     "relative_attention",
     "release",
     "split_batch",
+    "split_matmul",
 }
-"""Those for inference, streams, several processes or a kind of model of their own."""
+"""Those for inference, streams, several processes or models of a kind of their own; one that needs an
+extra; one that needs a product which sets the peak."""
 SCALED = {"from_batch": 8, "to_batch": 16, "rule": "sqrt", "warmup": 0}
 
 

@@ -280,11 +280,12 @@ def _assigned_later(match: Match, name: ast.expr) -> ast.expr | None:
     source, function = match.source, match.source.function(match.node)
     if not isinstance(name, ast.Name) or not isinstance(function, Function):
         return None
-    made = [source.parents[one] for one in stores(function, name.id)]
+    places = stores(function, name.id)
+    made = source.parents[places[0]] if len(places) == 1 else None
     first = source.start(source.statement(match.begin or match.node))
-    if len(made) != 1 or not isinstance(made[0], ast.Assign) or source.start(made[0]) < first:
+    if not isinstance(made, ast.Assign) or source.start(made) < first:
         return None
-    return made[0].value
+    return made.value
 
 
 def for_names_seen(
