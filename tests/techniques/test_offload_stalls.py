@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from bench.clock import DeviceClock, clocked, seconds_of
+from bench.offload import MODELS, every, is_never_slower, joint, priced, recorded, squared, stalls
 from torch import nn
 
 import torchtrim
-from bench.clock import DeviceClock, clocked, seconds_of
-from bench.offload import MODELS, every, is_never_slower, joint, priced, recorded, squared, stalls
 from torchtrim.observe.emulated import emulate
 from torchtrim.observe.workload import TrainStep
 from torchtrim.records.plan import Technique
