@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import torchtrim
-from bench import zoo
 from bench.clock import DeviceClock, clocked, seconds_of
 from bench.machine import RESULTS, save, slug
 from torchtrim.observe.emulated import emulate
@@ -132,16 +131,24 @@ def of(model: Callable[[], nn.Module], *shape: int, adam: bool = False) -> Make:
 
 def named(kind: str, task: str, **options: Any) -> Make:
     """The same of a model of transformers'."""
-    maker = zoo.transformer(kind, task, 128, 8, vocab_size=512, **options)
 
     def make() -> TrainStep:
+        import transformers
+
         torch.manual_seed(0)
-        sample = maker()
-        net = sample.model.cuda()
-        batch = {name: value.cuda() for name, value in sample.batch.items()}
-        return TrainStep(net, sample.loss, torch.optim.AdamW(net.parameters(), 1e-3), batch)
+        config = getattr(transformers, f"{kind}Config")(vocab_size=512, **options)
+        net = getattr(transformers, f"AutoModelFor{task}").from_config(config).cuda()
+        tokens = torch.randint(3, 512, (8, 128), device="cuda")
+        batch = {"input_ids": tokens, "labels": tokens.clone()}
+        return TrainStep(net, language, torch.optim.AdamW(net.parameters(), 1e-3), batch)
 
     return make
+
+
+def language(model: nn.Module, batch: Any) -> torch.Tensor:
+    """The loss that a model of transformers' gives."""
+    found: torch.Tensor = model(**batch).loss
+    return found
 
 
 _SMALL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
