@@ -129,30 +129,6 @@ def of(model: Callable[[], nn.Module], *shape: int, adam: bool = False) -> Make:
     return make
 
 
-def named(kind: str, task: str, **options: Any) -> Make:
-    """The same of a model of transformers'."""
-
-    def make() -> TrainStep:
-        import transformers
-
-        torch.manual_seed(0)
-        config = getattr(transformers, f"{kind}Config")(vocab_size=512, **options)
-        net = getattr(transformers, f"AutoModelFor{task}").from_config(config).cuda()
-        tokens = torch.randint(3, 512, (8, 128), device="cuda")
-        batch = {"input_ids": tokens, "labels": tokens.clone()}
-        return TrainStep(net, language, torch.optim.AdamW(net.parameters(), 1e-3), batch)
-
-    return make
-
-
-def language(model: nn.Module, batch: Any) -> torch.Tensor:
-    """The loss that a model of transformers' gives."""
-    found: torch.Tensor = model(**batch).loss
-    return found
-
-
-_SMALL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
-_LARGER = {**_SMALL, "intermediate_size": 256}
 MODELS: dict[str, Make] = {
     "mlp": of(lambda: mlp(5, 32), 8192, 32),
     "deep mlp": of(lambda: mlp(12, 48, nn.Tanh), 4096, 48),
@@ -169,20 +145,11 @@ MODELS: dict[str, Make] = {
     "u-net": of(Skips, 4, 3, 96, 96),
     "encoder": of(lambda: attention(2, 64, 0.1), 16, 128, 64, adam=True),
     "deep encoder": of(lambda: attention(5, 32, 0.0), 16, 128, 32, adam=True),
-    "gpt2": named("GPT2", "CausalLM", n_positions=128, n_embd=64, n_layer=3, n_head=4),
-    "bert": named("Bert", "MaskedLM", **_LARGER),
-    "llama": named("Llama", "CausalLM", num_key_value_heads=2, **_LARGER),
-    "qwen2": named("Qwen2", "CausalLM", num_key_value_heads=2, **_LARGER),
-    "t5": named(
-        "T5",
-        "Seq2SeqLM",
-        d_model=64,
-        d_kv=16,
-        d_ff=256,
-        num_layers=2,
-        num_heads=4,
-        decoder_start_token_id=0,
-    ),
+    "wide encoder": of(lambda: attention(2, 128, 0.1), 8, 128, 128, adam=True),
+    "leaky": of(lambda: mlp(6, 64, nn.LeakyReLU), 4096, 64),
+    "sigmoid": of(lambda: mlp(7, 48, nn.Sigmoid), 8192, 48),
+    "wide convolutions": of(lambda: convolutions(4, 16), 4, 3, 64, 64),
+    "deep residual": of(lambda: Residual(32, 9), 4096, 32),
 }
 
 
