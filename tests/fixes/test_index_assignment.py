@@ -69,7 +69,7 @@ BODIES = [
 
 @pytest.mark.parametrize("body", BODIES)
 def test_it_is_sound(body: str) -> None:
-    proof = proving.prove(FIX, code_of(body), make, structures=50, every_rank=True)
+    proof = proving.prove(FIX, code_of(body), make, structures=50)
     assert proof.reaches(200), proof
 
 
@@ -81,7 +81,7 @@ def one(rng: random.Random) -> Iterator[proving.Inputs]:
 @pytest.mark.parametrize("index", ["i", "i, j", "j, i % 1", "..., i % 1"])
 def test_an_index_of_no_dimensions(index: str) -> None:
     body = f"x = x.clone()\nx[{index}] = value\nreturn x"
-    proof = proving.prove(FIX, code_of(body), one, structures=25, every_rank=True)
+    proof = proving.prove(FIX, code_of(body), one, structures=25)
     assert proof.reaches(100), proof
 
 

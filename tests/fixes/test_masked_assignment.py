@@ -131,20 +131,26 @@ def fixed(body: str, inputs: proving.Inputs) -> str:
 
 def test_what_is_written_reads_like_its_surroundings() -> None:
     assert fixed("x[mask] = v  # the token", ROWS) == (
-        "    if (x.dim(), mask.dim(), v.dim()) == (2, 1, 1):\n"
+        "    if (x.dim(), mask.dim(), v.dim()) == (2, 1, 1) and x.dtype == torch.float32 "
+        "and mask.dtype == torch.bool and v.dtype == torch.float32:\n"
         "        x.copy_(torch.where(mask[..., None], v, x))\n"
         "    else:\n"
         "        x[mask] = v  # the token\n"
     )
     assert fixed("y = [x]\ny[-1][mask > 0] *= 2", ROWS) == (
         "    y = [x]\n    target = y[-1]\n    kept = mask > 0\n"
-        "    if (target.dim(), kept.dim()) == (2, 1):\n"
+        "    if (target.dim(), kept.dim()) == (2, 1) and target.dtype == torch.float32:\n"
         "        target.copy_(torch.where(kept[..., None], target * 2, target))\n"
         "    else:\n"
         "        y[-1][mask > 0] *= 2\n"
     )
     assert fixed("x[mask == 1] = F.relu(v)", {**ROWS, "v": torch.zeros(2, 2)}) == (
-        "    rows = F.relu(v)\n    x[torch.nonzero_static(mask == 1, size=len(rows)).unbind(1)] = rows\n"
+        "    rows = F.relu(v)\n"
+        "    if (x.dim(), mask.dim(), rows.dim()) == (2, 1, 2) and x.dtype == torch.float32 "
+        "and rows.dtype == torch.float32 and rows.shape[0] != 1:\n"
+        "        x[torch.nonzero_static(mask == 1, size=len(rows)).unbind(1)] = rows\n"
+        "    else:\n"
+        "        x[mask == 1] = rows\n"
     )
 
 
@@ -253,4 +259,4 @@ def test_what_is_kept_for_other_ranks_is_not_fixed_again() -> None:
     code = code_of("x[mask] = v\nreturn x")
     rewrite = proving.fixed(FIX, code, ROWS)
     after = patch(rewrite.match.source, [rewrite]).text
-    assert not list(FIX.find(Source("case.py", after)))
+    assert not FIX.places(Source("case.py", after))

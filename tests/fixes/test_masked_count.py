@@ -73,13 +73,27 @@ def fixed(body: str, **others: object) -> str:
 
 
 def test_what_is_written() -> None:
-    assert fixed("return y / max(len(x[mask]), 1)") == "    return y / mask.sum().clamp(min=1)\n"
-    assert fixed("return y / x[mask].numel()", x=torch.ones(3, 2)) == (
-        "    return y / (mask.sum() * x.shape[mask.dim():].numel())\n"
+    seen = "(y.dim(), y.dtype, mask.dim(), mask.dtype) == (1, torch.float32, 1, torch.bool)"
+    assert fixed("return y / max(len(x[mask]), 1)") == (
+        "    return y / (\n"
+        "        mask.sum().clamp(min=1)\n"
+        f"        if {seen}\n"
+        "        else max(len(x[mask]), 1)\n"
+        "    )\n"
     )
-    assert (
-        fixed("return y * torch.nonzero(x > 0).size(0)")
-        == "    return y * torch.count_nonzero(x > 0)\n"
+    assert fixed("return y / x[mask].numel()", x=torch.ones(3, 2)) == (
+        "    return y / (\n"
+        "        (mask.sum() * x.shape[mask.dim():].numel())\n"
+        f"        if {seen}\n"
+        "        else x[mask].numel()\n"
+        "    )\n"
+    )
+    assert fixed("return y * torch.nonzero(x > 0).size(0)") == (
+        "    return y * (\n"
+        "        torch.count_nonzero(x > 0)\n"
+        "        if (y.dim(), y.dtype) == (1, torch.float32)\n"
+        "        else torch.nonzero(x > 0).size(0)\n"
+        "    )\n"
     )
 
 

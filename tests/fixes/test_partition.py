@@ -72,7 +72,8 @@ def test_what_is_written() -> None:
     assert patch(rewrite.match.source, [rewrite]).text.removeprefix(HEAD) == (
         "    return (\n"
         "        x[torch.argsort((~mask).byte(), stable=True)]\n"
-        "        if (x.dim(), mask.dim()) == (2, 1)\n"
+        "        if (x.dim(), mask.dim()) == (2, 1) and x.dtype == torch.float32 "
+        "and mask.dtype == torch.bool\n"
         "        else torch.cat([x[mask], x[~mask]])\n"
         "    )\n"
     )

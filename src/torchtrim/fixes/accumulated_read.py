@@ -5,9 +5,9 @@ as Python keeps it, so that it is the same number: `total = total + loss.detach(
 integers. After the loop `total` is made a number of Python's again, and where the loop itself looks at
 it, it is read there.
 
-Holds for sums of products too, `total += loss.item() * n`. Refused where somebody else may see `total`
-meanwhile: an attribute, a name of a function within, a `try` that goes on. Divided by a number the device
-may round otherwise.
+Types that were seen are tested for, which needs no sync; others are read as before. Holds for sums of
+products too, `total += loss.item() * n`. Refused where somebody else may see `total` meanwhile: an attribute,
+a name of a function within, a `try` that goes on. Divided by a number the device may round otherwise.
 """
 
 from __future__ import annotations
@@ -29,11 +29,16 @@ from torchtrim.fixes.writing.deferred import (
     on_device,
     widest_loop,
 )
+from torchtrim.fixes.writing.guarded import check_bound, names_tested, with_names
 from torchtrim.fixes.writing.replace import check_comments, insert_after, torch_of
 
 
 def find(source: Source) -> Iterator[Match]:
     """Each `+=` and `-=` of reads in a loop."""
+    return with_names(_find)(source)
+
+
+def _find(source: Source) -> Iterator[Match]:
     for node in source.at({(ast.AugAssign, "")}):
         assert isinstance(node, ast.AugAssign)
         if not isinstance(node.op, ast.Add | ast.Sub) or source.loop(node) is None:
@@ -97,12 +102,18 @@ def _edits(
     assert isinstance(node.target, ast.Name)
     name = node.target.id
     torch, imports = torch_of(source)
+    test, _, nodes = names_tested(match, facts, [f"L{n}" for n in range(len(computed.reads))])
+    check_bound(match, nodes, node)
     read = f"{name}.item() if {torch}.is_tensor({name}) else {name}"
-    plain = integral or starts == {float}
+    plain = starts == {float} or (integral and not test)
     if plain:
-        read, imports = f"{'int' if integral else 'float'}({name})", ()
+        read = f"{'int' if integral else 'float'}({name})"
+    if plain and not test:
+        imports = ()
     text = on_device(source, node.value, computed, facts, ".long()" if integral else ".double()")
-    if not isinstance(node.value, ast.Call):
+    if test:
+        text = f"({text} if {test} else {source.segment(node.value)})"
+    elif not isinstance(node.value, ast.Call):
         text = f"({text})"
     sign = "+" if isinstance(node.op, ast.Add) else "-"
     edits = [Edit(source.start(node), source.end(node), f"{name} = {name} {sign} {text}"), *imports]

@@ -5,7 +5,8 @@ not come to the host. The tensor takes its place, detached, where the result kee
 only with a tensor of their own type, tensors of zero dimensions never with a wider one. A device divides by
 a number of the host as a multiplication by its reciprocal, so a quotient may differ in its last bit.
 
-Refused where the tensor may be written to after it was read.
+Refused where the tensor may be written to after it was read. The types and ranks that were seen are tested
+for, which needs no sync; for others it is read as before.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torchtrim.fixes.reading.facts import (
 from torchtrim.fixes.reading.names import stays
 from torchtrim.fixes.reading.reads import read_of
 from torchtrim.fixes.reading.source import Source
+from torchtrim.fixes.writing.guarded import for_names_seen, with_names
 from torchtrim.fixes.writing.replace import replace
 from torchtrim.fixes.writing.tensor_uses import need_tensor_uses, with_companions
 from torchtrim.records.seen import Seen
@@ -90,7 +92,8 @@ def write(match: Match, facts: Facts) -> Writing:
         )
     graded = any(getattr(v, "N", None) and v.N.requires_grad for v in facts.executions)
     text = "N.detach()" if graded or not facts.seen else "N"
-    return Writing(replace(match, _bounded(match, facts, text) if bounded else text))
+    edits = replace(match, _bounded(match, facts, text) if bounded else text)
+    return Writing(for_names_seen(match, facts, edits))
 
 
 def _bounded(match: Match, facts: Facts, text: str) -> str:
@@ -129,7 +132,7 @@ def _keeps(other: Seen, number: Seen, *, bounded: bool) -> bool:
 
 def find(source: Source) -> Iterator[Match]:
     """Reads, and bounds of reads, that are used in arithmetic with tensors alone."""
-    return with_companions(_find)(source)
+    return with_names(with_companions(_find))(source)
 
 
 FIX = Fix(codes=("TT101",), equivalence="ROUNDING", find=find, write=write)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from torchtrim.fixes.reading.branches import is_fallback
 from torchtrim.fixes.reading.facts import Facts
 from torchtrim.fixes.reading.forms import places
 from torchtrim.fixes.reading.source import Source, spot
@@ -118,9 +119,10 @@ class Fix:
         return self.write.__module__.rpartition(".")[2]
 
     def places(self, source: Source) -> tuple[Match, ...]:
-        """What `find` gives of a source, in which it looks once."""
+        """What `find` gives of a source, in which it looks once, without what a guard keeps as it was."""
         if self.name not in source.memo:
-            source.memo[self.name] = tuple(self.find(source))
+            found = (one for one in self.find(source) if not is_fallback(source, one.node))
+            source.memo[self.name] = tuple(found)
         return source.memo[self.name]
 
     @property

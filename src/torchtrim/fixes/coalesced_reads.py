@@ -6,7 +6,8 @@ dictionary or an f-string, or in statements that follow each other, where nothin
 The numbers are the same, since a Python number holds each value exactly; floats are read together with
 counts in 64 bits.
 
-Refused where fewer than two are of one device and of types that go together.
+Types that were seen are tested for, which needs no sync; others are read one by one. Refused where fewer than
+two are of one device and of types that go together.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from torchtrim.fixes.base import Edit, Fix, Match, Writing
 from torchtrim.fixes.reading.facts import Facts, Refused, is_floating, is_integral
@@ -25,6 +27,7 @@ from torchtrim.fixes.reading.reads import Read, is_single, is_whole, reads_in
 from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.reading.uses import stores
 from torchtrim.fixes.writing.deferred import is_count
+from torchtrim.fixes.writing.guarded import check_bound, names_tested, with_names
 from torchtrim.fixes.writing.replace import (
     atom,
     check_comments,
@@ -42,6 +45,10 @@ _FACT = "what is read are tensors of one number, on one device and of types that
 
 def find(source: Source) -> Iterator[Match]:
     """Each run of statements with two reads or more."""
+    return with_names(_find)(source)
+
+
+def _find(source: Source) -> Iterator[Match]:
     if not source.words & {"item", "float", "int"}:
         return
     for node in source.nodes:
@@ -231,24 +238,45 @@ def _edits(
 ) -> tuple[Edit, ...]:
     source = match.source
     torch, imports = torch_of(source)
-    names: list[str] = []
-    tensors: list[ast.expr] = []
-    texts: list[str] = []
+    groups: list[_Group] = []
     edits = [*imports]
     for part, read in reads:
-        same = [n for n, one in enumerate(tensors) if equal(one, read.tensor)]
+        same = [one for one in groups if equal(one.tensor, read.tensor)]
         if not same:
-            names.append(_name(source, read, names))
-            tensors.append(read.tensor)
-            texts.append(_text(source, facts, part, read, cast))
-        name = names[same[0]] if same else names[-1]
-        edits.append(_value(source, facts, part, read, name, cast))
-    if len(names) == 1:
-        line = f"{names[0]} = {atom(source, tensors[0])}.item()"
-    else:
-        line = f"{', '.join(names)} = {torch}.stack(({', '.join(texts)})).tolist()"
-    edits.append(insert_before(source, _first(match, reads), line))
+            name = _name(source, read, [one.name for one in groups])
+            text = _text(source, facts, part, read, cast)
+            same = [_Group(name, read.tensor, text, _kind_read(facts, part, cast))]
+            groups += same
+        edits.append(_value(source, facts, part, read, same[0].name))
+    test, _, nodes = names_tested(match, facts, [part for part, _ in reads])
+    check_bound(match, nodes, reads[0][1].node)
+    lines = _lines(source, torch, groups, test)
+    edits.append(insert_before(source, _first(match, reads), lines))
     return tuple(edits)
+
+
+class _Group(NamedTuple):
+    """A tensor that is read, the name of its value, how it is written, and what makes it the type that was
+    read."""
+
+    name: str
+    tensor: ast.expr
+    text: str
+    kind: str
+
+
+def _lines(source: Source, torch: str, groups: Sequence[_Group], test: str) -> str:
+    """The one read; where the test does not hold, each on its own."""
+    names = ", ".join(one.name for one in groups)
+    single = [f"{atom(source, one.tensor)}.item()" for one in groups]
+    if len(groups) == 1:
+        return f"{names} = {single[0]}"
+    together = f"{names} = {torch}.stack(({', '.join(one.text for one in groups)})).tolist()"
+    made = [f"{one.name} = {one.kind}({one.name})" for one in groups if one.kind]
+    if not test:
+        return "\n".join([together, *made])
+    inside = [f"    {line}" for line in (together, *made)]
+    return "\n".join([f"if {test}:", *inside, "else:", f"    {names} = {', '.join(single)}"])
 
 
 def _first(match: Match, reads: Sequence[tuple[str, Read]]) -> ast.AST:
@@ -275,15 +303,19 @@ def _text(source: Source, facts: Facts, part: str, read: Read, cast: str) -> str
     return atom(source, read.tensor) + ("" if flat else ".reshape(())") + cast
 
 
-def _value(source: Source, facts: Facts, part: str, read: Read, name: str, cast: str) -> Edit:
-    """The name in the place of the read, made the type that was read."""
-    kind = read.cast
-    if not kind and cast:
-        integral = facts.holds(lambda v: is_integral(getattr(v, part)))
-        truth = facts.holds(lambda v: getattr(v, part).dtype == "bool")
-        kind = "bool" if truth else "int" if integral else ""
-    if kind == "float" and facts.holds(lambda v: is_floating(getattr(v, part))):
-        kind = ""
+def _kind_read(facts: Facts, part: str, cast: str) -> str:
+    """What makes a float, as which it was read with others, the type that it has alone."""
+    if not cast:
+        return ""
+    truth = facts.holds(lambda v: getattr(v, part).dtype == "bool")
+    integral = facts.holds(lambda v: is_integral(getattr(v, part)))
+    return "bool" if truth else "int" if integral else ""
+
+
+def _value(source: Source, facts: Facts, part: str, read: Read, name: str) -> Edit:
+    """The name in the place of the read, with its cast."""
+    floating = facts.holds(lambda v: is_floating(getattr(v, part)))
+    kind = "" if read.cast == "float" and floating else read.cast
     return Edit(source.start(read.node), source.end(read.node), f"{kind}({name})" if kind else name)
 
 

@@ -5,7 +5,9 @@ answer. The same holds for `if not torch.isfinite(x).all(): x = torch.nan_to_num
 place, and for a mask that is a view or a part of the one that is asked.
 
 Refused where `x` would be another tensor than before and may be written to afterwards, and where it is
-filled in place while a gradient is recorded, since a backward may need it as it was.
+filled in place while a gradient is recorded, since a backward may need it as it was. A mask that does not
+fit is no error while nothing is true in it: so its type and shape are tested, which needs no sync, and the
+question is asked for others.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.reading.tensor_methods import VIEWS
 from torchtrim.fixes.reading.typed import known_names, names_in, typed
 from torchtrim.fixes.reading.uses import loads
-from torchtrim.fixes.writing.replace import comments
+from torchtrim.fixes.writing.replace import atom, comments, instead, torch_of
 from torchtrim.records.seen import Seen
 
 _ANY = ("M.any()", "torch.any(M)", "M.any().item()", "bool(M.any())", "M.sum() > 0", "M.max()")
@@ -143,7 +145,34 @@ def write(match: Match, facts: Facts) -> Writing:
     _need(match, facts, found)
     if found.form not in _IN_PLACE:
         _check_copy(source, found)
-    return Writing(_edits(source, found))
+    test, before = ("", ()) if found.form in _CLEANED else _fits(match, facts, found)
+    return Writing((*before, *_edits(source, found, test)))
+
+
+def _fits(match: Match, facts: Facts, found: _Fill) -> tuple[str, tuple[Edit, ...]]:
+    """The test that the mask may be written where the question is not asked, and what it needs before.
+
+    Without evidence there is none.
+    """
+    source, mask = match.source, found.parts["M"]
+    if not facts.seen:
+        return "", ()
+    known = [known_names(match.parts, values) for values in facts.executions]
+    target = source.segment(found.parts["X"])
+    kinds = {seen.dtype for names in known if (seen := names.get(ast.unparse(found.parts["X"])))}
+    if len(kinds) != 1:
+        raise Refused(f"the type of `{target}` is not the same in all runs that were watched")
+    torch, imports = torch_of(source)
+    text = atom(source, mask)
+    types = f"({text}.dtype, {target}.dtype) == ({torch}.bool, {torch}.{kinds.pop()})"
+    if found.form == "X[M] = V":
+        return (
+            f"{types} and {text}.dim() and {text}.shape == {target}.shape[: {text}.dim()]",
+            imports,
+        )
+    pairs = f"zip({text}.shape[::-1], {target}.shape[::-1])"
+    fits = f"{text}.dim() <= {target}.dim() and all(a in (1, b) for a, b in {pairs})"
+    return f"{types} and {fits}", imports
 
 
 def _need(match: Match, facts: Facts, found: _Fill) -> None:
@@ -219,8 +248,11 @@ def _check_copy(source: Source, found: _Fill) -> None:
     )
 
 
-def _edits(source: Source, found: _Fill) -> tuple[Edit, ...]:
+def _edits(source: Source, found: _Fill, test: str) -> tuple[Edit, ...]:
     node, body = found.node, found.node.body[0]
+    if test:
+        text = f"{test} or {source.segment(found.question)}"
+        return (instead(source, found.question, f"({text})" if found.others else text),)
     if found.others:
         last = found.others[-1]
         return (Edit(source.end(last), source.end(found.question), ""),)

@@ -14,6 +14,7 @@ from torchtrim.fixes.base import Fix, Match, Writing, of_forms
 from torchtrim.fixes.reading.facts import Facts, Refused, Values, is_floating, is_tensor
 from torchtrim.fixes.reading.names import stays
 from torchtrim.fixes.reading.reads import bare
+from torchtrim.fixes.writing.guarded import for_names_seen, with_names
 from torchtrim.fixes.writing.replace import replace
 
 _TEMPLATES = {
@@ -44,7 +45,7 @@ def write(match: Match, facts: Facts) -> Writing:
     template = _FORMS[match.form]
     if any(hasattr(v, "P") and v.P.requires_grad for v in facts.executions) or not facts.seen:
         template = re.sub(r"\bP\b", "P.detach()", template)
-    return Writing(replace(match, template))
+    return Writing(for_names_seen(match, facts, replace(match, template)))
 
 
 def _fits(values: Values) -> bool:
@@ -59,5 +60,8 @@ def _fits(values: Values) -> bool:
 
 
 FIX: Fix = Fix(
-    codes=("TT101",), equivalence="ROUNDING", find=of_forms(lambda: FIX, *_FORMS), write=write
+    codes=("TT101",),
+    equivalence="ROUNDING",
+    find=with_names(of_forms(lambda: FIX, *_FORMS)),
+    write=write,
 )

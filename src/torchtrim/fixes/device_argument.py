@@ -1,9 +1,10 @@
 """`x.clamp(max=t.item())`, `x.masked_fill(m, t.item())`, `x.mul(t.item())` take the tensor itself.
 
 Each of these functions takes a tensor of zero dimensions for the number, and then nothing is read. The
-tensor must be of the type of `x`, so that the result is too, and lie on its device. It is detached, as the
-number was. A device divides by a number of the host as a multiplication by its reciprocal, so a quotient
-may differ in its last bit.
+tensor must be of the type of `x`, so that the result is too, and lie on its device: its type and dimensions
+are tested, which needs no sync, and for others it is read. It is detached, as the number was. A device
+divides by a number of the host as a multiplication by its reciprocal, so a quotient may differ in its last
+bit.
 
 Refused where the tensor may be written to afterwards, since backward would see it; and, from torch 2.15 on,
 a bound where a gradient is wanted: at an element that equals it a tensor and a number have other gradients.
@@ -40,11 +41,11 @@ _FUNCTIONS = (
     "torch.where(M, N, X)",
 )
 _TEMPLATES = (*_METHODS, *_FUNCTIONS)
-_READ = {
-    template.replace("N)", f"{read})").replace("N,", f"{read},"): template
+_FORMS = [
+    template.replace("N)", f"{read})").replace("N,", f"{read},")
     for template in _TEMPLATES
     for read in ("N.item()", "float(N)")
-}
+]
 
 
 def write(match: Match, facts: Facts) -> Writing:
@@ -68,13 +69,14 @@ def write(match: Match, facts: Facts) -> Writing:
         )
     if not stays(source, tensor, source.statement(match.node)):
         raise Refused(f"`{match.text('N')[:60]}` may be written to afterwards. Use `.clone()`")
-    template = _READ[match.form]
     graded = any(hasattr(v, "N") and v.N.requires_grad for v in facts.executions)
-    if graded or not facts.seen:
-        template = template.replace("N)", "N.detach())").replace("N,", "N.detach(),")
-    return Writing(replace(match, template))
+    given = "N.detach()" if graded or not facts.seen else "N"
+    read = "float(N)" if "float(N)" in match.form else "N.item()"
+    chosen = f"{given} if N.dtype == X.dtype and not N.dim() else {read}"
+    template = match.form.replace(read, chosen)
+    return Writing(replace(match, template, {"X": "values", "N": "number"}))
 
 
 FIX: Fix = Fix(
-    codes=("TT101",), equivalence="ROUNDING", find=of_forms(lambda: FIX, *_READ), write=write
+    codes=("TT101",), equivalence="ROUNDING", find=of_forms(lambda: FIX, *_FORMS), write=write
 )

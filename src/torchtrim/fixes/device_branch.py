@@ -29,7 +29,7 @@ from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.reading.total import is_fresh, is_total, labels_of
 from torchtrim.fixes.reading.typed import Typed, holds, known_names, names_in, typed
 from torchtrim.fixes.reading.uses import loads
-from torchtrim.fixes.writing.guarded import guarded, is_fallback, kinds_seen
+from torchtrim.fixes.writing.guarded import guarded, kinds_seen
 from torchtrim.fixes.writing.replace import (
     atom,
     check_comments,
@@ -51,8 +51,6 @@ def find(source: Source) -> Iterator[Match]:
     """Choices between values, with the names in them as parts."""
     for branch in branches(source):
         if any(not is_total(one, source) for one in branch.expressions):
-            continue
-        if is_fallback(source, branch.whole):
             continue
         parts: dict[str, ast.expr] = {"C": branch.condition, "T": branch.then}
         if branch.other is not None:

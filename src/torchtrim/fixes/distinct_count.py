@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from torchtrim.fixes.base import Fix, Match, Writing, of_forms
 from torchtrim.fixes.reading.facts import Facts, is_integral, is_number
+from torchtrim.fixes.writing.guarded import for_names_seen, with_names
 from torchtrim.fixes.writing.replace import replace
 from torchtrim.fixes.writing.tensor_uses import need_tensor_uses, need_wide_uses, with_companions
 
@@ -35,15 +36,15 @@ def write(match: Match, facts: Facts) -> Writing:
     facts.need(f"`{match.text('X')}` is a tensor of integers", lambda v: is_integral(v.X))
     if "C" in match.parts:
         facts.need(f"`{match.text('C')}` is a number of Python's", lambda v: is_number(v.C))
-        return Writing(replace(match, _BUT_ONE, {"X": "values"}))
+        return Writing(for_names_seen(match, facts, replace(match, _BUT_ONE, {"X": "values"})))
     need_tensor_uses(match, facts, "X")
     need_wide_uses(match, facts)
-    return Writing(replace(match, _ALL, {"X": "values"}))
+    return Writing(for_names_seen(match, facts, replace(match, _ALL, {"X": "values"})))
 
 
 FIX: Fix = Fix(
     codes=("TT102",),
     equivalence="BITWISE",
-    find=with_companions(of_forms(lambda: FIX, *_OTHERS, *_COUNTS)),
+    find=with_names(with_companions(of_forms(lambda: FIX, *_OTHERS, *_COUNTS))),
     write=write,
 )

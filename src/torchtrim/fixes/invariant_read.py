@@ -21,11 +21,11 @@ from torchtrim.fixes.reading.loops import keeps, loops_around
 from torchtrim.fixes.reading.purity import is_pure
 from torchtrim.fixes.reading.reads import bare, is_whole, read_of, reads_in
 from torchtrim.fixes.reading.source import Loop, Source
+from torchtrim.fixes.writing.guarded import names_tested, with_names
 from torchtrim.fixes.writing.replace import atom, check_comments, fresh, insert_before
 
 
-def find(source: Source) -> Iterator[Match]:
-    """Reads in a loop, of what the loop does not bind."""
+def _find(source: Source) -> Iterator[Match]:
     for node in source.at(
         {(ast.Call, "tolist"), (ast.Call, "item"), (ast.Call, "int"), (ast.Call, "float")}
     ):
@@ -36,6 +36,11 @@ def find(source: Source) -> Iterator[Match]:
         parts = _parts(source, node, tensor)
         if parts is not None:
             yield Match(fix=FIX, source=source, node=node, parts=parts)
+
+
+def find(source: Source) -> Iterator[Match]:
+    """Reads in a loop, of what the loop does not bind."""
+    return with_names(_find)(source)
 
 
 def _tensor(source: Source, node: ast.Call) -> ast.expr | None:
@@ -101,7 +106,10 @@ def write(match: Match, facts: Facts) -> Writing:
             "what is read is a list of lists, or a tensor of one element and more dimensions"
         )
     loop, risk = _widest(match)
-    return Writing(_edits(match, loop, indices, copied=listed and left == 1), risk)
+    test, imports, _ = names_tested(match, facts, ["X"]) if listed else ("", (), [])
+    copied = listed and left == 1
+    edits = _edits(match, loop, indices, copied=copied, test=test, scalar=not listed and facts.seen)
+    return Writing((*imports, *edits), risk)
 
 
 def _widest(match: Match) -> tuple[Loop, str]:
@@ -119,7 +127,11 @@ def _widest(match: Match) -> tuple[Loop, str]:
     return inner, f"something that is called in the loop might write to `{match.text('X')[:60]}`"
 
 
-def _edits(match: Match, loop: Loop, indices: list[str], *, copied: bool) -> tuple[Edit, ...]:
+def _edits(
+    match: Match, loop: Loop, indices: list[str], *, copied: bool, test: str, scalar: bool
+) -> tuple[Edit, ...]:
+    """The read, and its value. `copied`: that is a list. `test`: where this does not hold the tensor is read
+    as it was. `scalar`: a number is read, whatever dimensions of one element there are besides."""
     source, node, tensor = match.source, match.node, match.parts["X"]
     assert isinstance(node, ast.Call)
     if not is_whole(source, node):
@@ -136,8 +148,13 @@ def _edits(match: Match, loop: Loop, indices: list[str], *, copied: bool) -> tup
     read = read_of(node, source)
     if read is not None and read.cast:
         value = f"{read.cast}({value})"
+    if test:
+        whole = f"{value} if {test} else {source.segment(node)}"
+        value = whole if isinstance(source.parents[node], ast.Assign | ast.Return) else f"({whole})"
     start = source.line_start(loop.lineno)
-    once = f"if {name} is None:\n    {name} = {_joined(atom(source, tensor))}.tolist()"
+    text = _joined(atom(source, tensor))
+    shaped = f".reshape({text}.shape[:{len(indices)}])" if scalar else ""
+    once = f"if {name} is None:\n    {name} = {text}{shaped}.tolist()"
     edits = (
         Edit(start, start, f"{blanks}{name} = None{source.newline}"),
         insert_before(source, node, once),

@@ -1,8 +1,7 @@
-"""`[int(v) for v in x]` and `for v in x: ... v.item()` go over `x.tolist()`: one read, not one an element.
+"""`[int(v) for v in x]` and `for v in x: ... v.item()` go over `x.flatten().tolist()`: one read.
 
 Iterating a tensor gives views of its elements, and each of them is read on its own. Where an element is
-used for nothing but its number, the numbers are read in one copy. `[v.item() for v in x]` is `x.tolist()`
-itself.
+used for nothing but its number, the numbers are read in one copy. Rows of one element count as elements.
 
 Holds for tensors of one dimension. Suggested, not applied, where something that is called meanwhile might
 write to the tensor, whose later elements would be read before it.
@@ -98,7 +97,9 @@ def write(match: Match, facts: Facts) -> Writing:
     name = target.id if isinstance(target, ast.Name) else target.elts[1].id  # type: ignore[union-attr]
     if isinstance(around, ast.For):
         _check_name(source, around, name)
-    edits = [Edit(source.start(tensor), source.end(tensor), f"{atom(source, tensor)}.tolist()")]
+    edits = [
+        Edit(source.start(tensor), source.end(tensor), f"{atom(source, tensor)}.flatten().tolist()")
+    ]
     for use in ast.walk(around):
         if isinstance(use, ast.Name) and use.id == name and isinstance(use.ctx, ast.Load):
             call = source.parents[_top(source, use)]

@@ -1,7 +1,8 @@
 """`torch.repeat_interleave(x, counts)` gets `output_size`, where the host has the counts.
 
 The result is as long as the counts add up to, and the device has them, so the host waits. Where `counts`
-was made of a list in the same function, `torch.tensor(numbers)`, the sum of the list is that length.
+was made of a list in the same function, `torch.tensor(numbers)`, the sum of the list is that length. A list
+of one number may stand for all rows: then the device is asked, as before.
 
 Refused where the host is not seen to know it: a size that is wrong is not noticed, and memory beyond the
 result is read or written. The line to write is in the reason.
@@ -59,7 +60,7 @@ def write(match: Match, facts: Facts) -> Writing:
         )
     last = max([*node.args, *(word.value for word in node.keywords)], key=source.end)
     at = source.end(last)
-    edits = (Edit(at, at, f", output_size=sum({numbers})"),)
+    edits = (Edit(at, at, f", output_size=sum({numbers}) if len({numbers}) != 1 else None"),)
     if source.text[at : source.end(node) - 1].strip(" \t\r\n,"):
         raise Refused("its last argument is in parentheses, or has a comment behind it")
     check_comments(source, edits)

@@ -49,7 +49,7 @@ from torchtrim.fixes.reading.selections import (
 )
 from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.writing.dense import Dense, hoisted, is_own
-from torchtrim.fixes.writing.guarded import guarded, is_fallback, of_same_rank, ranks_seen
+from torchtrim.fixes.writing.guarded import guarded, kinds_tested, of_same_rank
 from torchtrim.fixes.writing.replace import atom, check_comments, torch_of
 
 _OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
@@ -70,7 +70,7 @@ def find(source: Source) -> Iterator[Match]:
     """The assignments by what may be a mask."""
     for node in ast.walk(source.tree):
         found = _read(node, source)
-        if found is not None and not is_fallback(source, node):
+        if found is not None:
             parts = {**found.tree.parts(), "V": found.value}
             yield Match(fix=FIX, source=source, node=node, parts=parts)
 
@@ -134,7 +134,7 @@ def _dense(match: Match, facts: Facts, found: _Assignment) -> Writing:
     edit = Edit(source.start(found.node), source.end(found.node), text)
     edits = (*before, *dense.edits, *imports, edit)
     check_comments(source, edits)
-    if test := ranks_seen(facts, _tested(source, found, target, dense.mask)):
+    if test := kinds_tested(match, facts, _tested(source, found, target, dense.mask), torch):
         (kept,) = guarded(source, (edit,), (found.node, found.node), test)
         edits = (*before, *dense.edits, *imports, kept)
     exact = not found.tree.rounded and facts.holds(lambda v: not _sums_gradients(v, found.tree))
@@ -176,6 +176,13 @@ def _packed(match: Match, facts: Facts, found: _Assignment) -> Writing:
     index = f"{torch}.nonzero_static({match.text('M')}, size=len({rows})).unbind(1)"
     text = f"{atom(source, found.target)}[{index}] {found.sign}= {rows}"
     edit = Edit(source.start(found.node), source.end(found.node), text)
+    names = {"X": found.target, "M": found.mask}
+    texts = {part: of_same_rank(source, node) for part, node in names.items()} | {"V": rows}
+    test = kinds_tested(match, facts, texts, torch)
+    if test:
+        kept = [Edit(source.start(found.value), source.end(found.value), rows)] if before else []
+        span = (found.node, found.node)
+        (edit,) = guarded(source, (edit,), span, f"{test} and {rows}.shape[0] != 1", kept=kept)
     edits = (*before, *imports, edit)
     check_comments(source, edits)
     return Writing(edits)

@@ -6,7 +6,8 @@ normaliser never comes to the host; `max(len(x[mask]), 1)` becomes `mask.sum().c
 divides by a number of the host through its reciprocal, so a quotient agrees but for rounding.
 
 Refused where the count is needed as a number of Python's: as a size, a bound, a condition, or where it
-leaves the function.
+leaves the function. Types and ranks that were seen are tested for, which needs no sync; for others the
+original is kept.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torchtrim.fixes.base import Edit, Fix, Match, Writing, of_forms
 from torchtrim.fixes.reading.facts import Facts, is_mask, is_tensor
 from torchtrim.fixes.reading.selections import mask_of_index
 from torchtrim.fixes.reading.source import Source
+from torchtrim.fixes.writing.guarded import for_names_seen, with_names
 from torchtrim.fixes.writing.replace import replace
 from torchtrim.fixes.writing.tensor_uses import (
     bounds_of,
@@ -49,8 +51,7 @@ def _forms(source: Source) -> Iterator[Match]:
 _find = with_companions(_forms, bounded=True)
 
 
-def find(source: Source) -> Iterator[Match]:
-    """The counts, each once, with what is made of it."""
+def _once(source: Source) -> Iterator[Match]:
     found = [
         match
         for match in _find(source)
@@ -58,6 +59,11 @@ def find(source: Source) -> Iterator[Match]:
     ]
     nodes = {match.node for match in found}
     yield from (match for match in found if not nodes.intersection(source.around(match.node)))
+
+
+def find(source: Source) -> Iterator[Match]:
+    """The counts, each once, with what is made of it."""
+    return with_names(_once)(source)
 
 
 def write(match: Match, facts: Facts) -> Writing:
@@ -72,7 +78,9 @@ def write(match: Match, facts: Facts) -> Writing:
     need_tensor_uses(match, facts, "M" if "M" in match.parts else "X", bounded=True)
     need_wide_uses(match, facts)
     edits = replace(match, text, {"X": "values", "M": "kept"})
-    return Writing((*edits, *(_clamped(match.source, call) for call in bounds_of(match))))
+    bounds = [_clamped(match.source, call) for call in bounds_of(match)]
+    deciding = [part for part in match.parts if part == "M" or part.startswith("WITH")]
+    return Writing(for_names_seen(match, facts, [*edits, *bounds], deciding))
 
 
 def _clamped(source: Source, call: ast.Call) -> Edit:

@@ -26,7 +26,7 @@ from torchtrim.fixes.reading.purity import is_simple
 from torchtrim.fixes.reading.selections import Selection, Tree, selection
 from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.writing.dense import named_mask, need_order, spliced
-from torchtrim.fixes.writing.guarded import for_ranks_seen, is_fallback
+from torchtrim.fixes.writing.guarded import for_kinds_seen
 from torchtrim.fixes.writing.named import named_values
 from torchtrim.fixes.writing.replace import atom, check_comments, torch_of
 
@@ -48,8 +48,6 @@ class _Loss(NamedTuple):
 def find(source: Source) -> Iterator[Match]:
     """The losses of selected scores and labels."""
     for node in ast.walk(source.tree):
-        if is_fallback(source, node):
-            continue
         if isinstance(node, ast.Call) and (found := _read(node, source)) is not None:
             parts = {"X": found.scores.tensor, "Y": found.labels.tensor, "M": found.scores.mask}
             begin = min(found.assigned, key=source.start, default=None)
@@ -109,7 +107,7 @@ def write(match: Match, facts: Facts) -> Writing:
     texts: dict[ast.AST, str] = {found.scores.node: scores, found.labels.node: labels}
     edits = (*before, *imports, *_edits(source, found, texts))
     check_comments(source, edits)
-    return Writing(for_ranks_seen(match, facts, edits))
+    return Writing(for_kinds_seen(match, facts, edits))
 
 
 def _edits(source: Source, found: _Loss, texts: dict[ast.AST, str]) -> Iterator[Edit]:

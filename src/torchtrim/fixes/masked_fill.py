@@ -4,17 +4,19 @@ The indices of `nonzero` are as many as the mask has true elements, so the host 
 An assignment of a Python number by one boolean mask is dispatched to `masked_fill_`, which does not
 count. The same memory is written, so views and other names of the tensor see it as before.
 
-Refused where the mask has another shape than the tensor begins with, since indices reach further than
-a mask does, and where the value is a tensor.
+Indices reach further than a mask does: they may be of fewer rows than the tensor has. So the shapes are
+tested, which needs no sync, and for others the original assignment is kept. Refused where they do not fit
+in the run, and where the value is a tensor.
 """
 
 from __future__ import annotations
 
 import ast
 
-from torchtrim.fixes.base import Fix, Match, Writing, of_forms
+from torchtrim.fixes.base import Edit, Fix, Match, Writing, of_forms
 from torchtrim.fixes.reading.facts import Facts, is_integral, is_number, is_tensor
-from torchtrim.fixes.writing.replace import replace
+from torchtrim.fixes.reading.forms import equal
+from torchtrim.fixes.writing.replace import replace, replace_if
 
 FORMS = (
     "X[M.nonzero(as_tuple=True)] = C",
@@ -35,10 +37,24 @@ def write(match: Match, facts: Facts) -> Writing:
         ),
     )
     facts.need(f"`{match.text('C')}` is a number of Python's", lambda v: is_number(v.C))
-    if isinstance(match.parts["M"], ast.Compare):
+    if not isinstance(match.parts["M"], ast.Compare):
+        facts.need(
+            f"`{match.text('M')}` is of integers or truth values", lambda v: is_integral(v.M)
+        )
+        return Writing(_where_it_fits(match, "X[M != 0] = C"))
+    if equal(match.parts["M"].left, match.parts["X"]) and _of_constants(match.parts["M"]):
         return Writing(replace(match, "X[M] = C"))
-    facts.need(f"`{match.text('M')}` is of integers or truth values", lambda v: is_integral(v.M))
-    return Writing(replace(match, "X[M != 0] = C"))
+    return Writing(_where_it_fits(match, "X[M] = C"))
+
+
+def _of_constants(test: ast.Compare) -> bool:
+    return all(isinstance(one, ast.Constant) for one in test.comparators)
+
+
+def _where_it_fits(match: Match, text: str) -> tuple[Edit, ...]:
+    """The assignment for a mask of the shape that the tensor begins with, and else the original."""
+    test = "M.dim() and M.shape == X.shape[: M.dim()]"
+    return replace_if(match, test, text, names={"X": "target", "M": "mask"}, apart="C")
 
 
 FIX: Fix = Fix(

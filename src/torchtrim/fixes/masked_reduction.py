@@ -29,7 +29,7 @@ from torchtrim.fixes.reading.facts import Facts, is_floating, is_integral
 from torchtrim.fixes.reading.selections import LOSSES, Tree, need_fit, read_tree
 from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.writing.dense import Dense
-from torchtrim.fixes.writing.guarded import for_ranks_seen, is_fallback
+from torchtrim.fixes.writing.guarded import for_kinds_seen
 from torchtrim.fixes.writing.named import named_values
 from torchtrim.fixes.writing.replace import check_comments, instead, torch_of
 
@@ -54,8 +54,6 @@ class _Reduction(NamedTuple):
 def find(source: Source) -> Iterator[Match]:
     """The reductions of selections."""
     for node in ast.walk(source.tree):
-        if is_fallback(source, node):
-            continue
         if isinstance(node, ast.Call) and (found := _read(node, source)) is not None:
             parts = {**found.tree.parts(), "R": found.inner}
             begin = min(found.named, key=source.start, default=None)
@@ -81,7 +79,7 @@ def write(match: Match, facts: Facts) -> Writing:
     edits.append(instead(source, match.node, text))
     check_comments(source, edits)
     return Writing(
-        for_ranks_seen(match, facts, edits, torch=torch),
+        for_kinds_seen(match, facts, edits),
         equivalence="BITWISE" if exact and not found.tree.rounded else None,
     )
 

@@ -17,13 +17,14 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from torchtrim.fixes.base import Edit, Fix, Match, Writing
+from torchtrim.fixes.reading.branches import is_fallback
 from torchtrim.fixes.reading.facts import Facts, Refused, Values, is_floating, is_number, is_tensor
 from torchtrim.fixes.reading.forms import equal, match_form
 from torchtrim.fixes.reading.purity import is_pure, is_simple
 from torchtrim.fixes.reading.source import Function, Source
 from torchtrim.fixes.reading.uses import loads
 from torchtrim.fixes.writing.dense import widened
-from torchtrim.fixes.writing.guarded import for_ranks_seen, is_fallback
+from torchtrim.fixes.writing.guarded import for_kinds_seen
 from torchtrim.fixes.writing.replace import check_comments, fresh, torch_of
 
 _READS = ("N.item()", "int(N)", "N")
@@ -52,9 +53,9 @@ class _Loop(NamedTuple):
 def find(source: Source) -> Iterator[Match]:
     """The loops that fill rows up to, or from, a length."""
     for node in ast.walk(source.tree):
-        if is_fallback(source, node):
+        if not isinstance(node, ast.For) or is_fallback(source, node):
             continue
-        if isinstance(node, ast.For) and (found := _read(node, source)) is not None:
+        if (found := _read(node, source)) is not None:
             parts = {"X": found.mask, "L": found.lengths, "V": found.value}
             yield Match(fix=FIX, source=source, node=node.body[0], parts=parts, begin=node)
 
@@ -118,7 +119,7 @@ def write(match: Match, facts: Facts) -> Writing:
     text = f"{source.newline}{blanks}".join(lines)
     edits = (*imports, Edit(source.start(found.node), source.end(found.node), text))
     check_comments(source, edits)
-    return Writing(for_ranks_seen(match, facts, edits))
+    return Writing(for_kinds_seen(match, facts, edits))
 
 
 def _lines(match: Match, found: _Loop, torch: str, rank: int) -> list[str]:

@@ -23,7 +23,7 @@ from torchtrim.fixes.reading.forms import equal
 from torchtrim.fixes.reading.selections import Selection, Tree, selection, tensor_part
 from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.writing.dense import hoisted, need_order, widened
-from torchtrim.fixes.writing.guarded import for_ranks_seen, is_fallback
+from torchtrim.fixes.writing.guarded import for_kinds_seen
 from torchtrim.fixes.writing.replace import atom, check_comments, instead, torch_of
 
 _NAMES = ("torch.cat", "torch.concat", "torch.concatenate")
@@ -32,8 +32,6 @@ _NAMES = ("torch.cat", "torch.concat", "torch.concatenate")
 def find(source: Source) -> Iterator[Match]:
     """The concatenations of what masks and their inverses select."""
     for node in ast.walk(source.tree):
-        if is_fallback(source, node):
-            continue
         if isinstance(node, ast.Call) and (found := _read(node, source)) is not None:
             parts = {tensor_part(n): one.tensor for n, one in enumerate(found)}
             parts |= {f"M{n}" if n else "M": one.mask for n, one in enumerate(found)}
@@ -94,7 +92,7 @@ def write(match: Match, facts: Facts) -> Writing:
     else:
         edits = (*imports, *_of_two(match, facts, chosen, torch))
     check_comments(source, edits)
-    return Writing(for_ranks_seen(match, facts, edits))
+    return Writing(for_kinds_seen(match, facts, edits))
 
 
 def _of_two(match: Match, facts: Facts, chosen: list[Selection], torch: str) -> tuple[Edit, ...]:

@@ -54,7 +54,8 @@ class Choice(NamedTuple):
 class Planner:
     """Plans for one profile; `step_seconds` is the original's step without the recorder.
 
-    What overwrites its input costs nothing, so whatever may does, in every plan that changes something.
+    What overwrites its input costs nothing, and some options save time: whatever may does, in every plan that
+    changes something.
     For an emulated device the options are chosen by what they cost there; predicted are the seconds here.
     `exclude` names techniques, places, or places of one technique (`recompute:Net.a`), that are not to be
     used; `allow` is the least equal result. `pins`: what holds in every plan (`planner.pins`).
@@ -253,8 +254,8 @@ class Planner:
 
     @cached_property
     def _forced(self) -> list[tuple[Option, Edit]]:
-        """The pinned options, those apart that cost nothing."""
-        found = [pair for pair in self._overwriting[1] if self.pinned.demands(pair[0])]
+        """The pinned options and those that save time, those apart that only overwrite."""
+        found = [pair for pair in self._overwriting[1] if self._is_on(*pair)]
         missing = self.pinned.missing((*self._free, *(option for option, _ in found)))
         if missing:
             raise UsageError(
@@ -262,6 +263,9 @@ class Planner:
                 "overwrite its input. Take one of them out."
             )
         return found
+
+    def _is_on(self, option: Option, edit: Edit) -> bool:
+        return self.pinned.demands(option) or (edit.seconds < 0 and self.pinned.may(option))
 
     def _overwritten(self, step: Step, free: Iterable[Option]) -> Step:
         edits = (technique(o.technique).edits(step, o) for o in free)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from torchtrim.errors import UsageError
@@ -127,6 +127,15 @@ class Replaces(Protocol):
         ...
 
 
+@runtime_checkable
+class Refuses(Protocol):
+    """A technique that can say where it would save and is not used, why, and what it would cost."""
+
+    def refusals(self, step: Step) -> Iterable[str]:
+        """A sentence for each such place."""
+        ...
+
+
 def technique(name: str) -> TechniqueUnit:
     """The technique of that name: `TECHNIQUE` in the file of the same stem in this folder."""
     known = names()
@@ -165,8 +174,10 @@ _SERVING = (
     "batch_parts",
     "blocks",
     "by_graph",
+    "by_rows",
     "early_stop",
     "early_update",
+    "exchanging",
     "export",
     "failing",
     "fingerprint",
@@ -175,6 +186,8 @@ _SERVING = (
     "hooks",
     "host_state",
     "lowered",
+    "narrow_sizes",
+    "narrow_states",
     "network",
     "norms",
     "overwriting",

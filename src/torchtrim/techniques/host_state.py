@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -11,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchtrim.techniques.scratch import mapped
-from torchtrim.techniques.stepping import Group, cut, refuse
+from torchtrim.techniques.stepping import Group, OwnStep, cut, refuse
 
 Parameter = torch.Tensor
 
@@ -72,13 +70,12 @@ class HostState:
         self._in_file = in_file
         self._optimizer = optimizer
         self._most = most
-        self._own: Any = optimizer.__dict__.get("step")
         self._on = True
         self._busy = False
         self._streams: tuple[Any, Any] | None = None
         self._written: Any = None
         self._hosts: defaultdict[Parameter, dict[str, torch.Tensor]] = defaultdict(dict)
-        optimizer.step = self._ours = types.MethodType(self._stepping(), optimizer)  # type: ignore[method-assign]
+        self._own = OwnStep(optimizer, self._steps)
         self._load = optimizer.register_load_state_dict_post_hook(self._loaded)
         self._loaded(optimizer)
 
@@ -95,30 +92,14 @@ class HostState:
             state[parameter][key] = host.to(parameter.device, copy=True)
         optimizer.state = state
         self._hosts.clear()
-        if optimizer.__dict__.get("step") is self._ours:
-            del optimizer.__dict__["step"]
-            if self._own is not None:
-                optimizer.__dict__["step"] = self._own
+        self._own.revert()
 
-    def _stepping(self) -> Callable[..., Any]:
-        inner: Any = self._optimizer.step
-        function = getattr(inner, "__func__", inner)
-
-        @functools.wraps(function)
-        def step(optimizer: torch.optim.Optimizer, closure: Any = None) -> Any:
-            if not self._on:
-                return inner(closure) if closure is not None else inner()
-            loss = None
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-            if any(p.is_cuda for group in optimizer.param_groups for p in group["params"]):
-                self._run(inner)
-            else:
-                self._run_here(inner)
-            return loss
-
-        return step
+    def _steps(self, step: Callable[[], Any]) -> None:
+        groups = self._optimizer.param_groups
+        if any(p.is_cuda for group in groups for p in group["params"]):
+            self._run(step)
+        else:
+            self._run_here(step)
 
     def _run(self, step: Callable[[], Any]) -> None:
         """A step in parts, each fetched while the one before it is updated."""

@@ -64,9 +64,52 @@ def branches(source: Source) -> Iterator[Branch]:
 
 def is_guard(test: ast.expr) -> bool:
     """Whether a condition tests for the ranks that were seen, as what a fix keeps its original with does."""
-    calls = [one for one in ast.walk(test) if isinstance(one, ast.Call)]
-    only_ranks = all(isinstance(c.func, ast.Attribute) and c.func.attr == "dim" for c in calls)
-    return bool(calls) and only_ranks and isinstance(test, ast.Compare | ast.BoolOp)
+    called = [ast.unparse(one.func) for one in ast.walk(test) if isinstance(one, ast.Call)]
+    ranks = [name for name in called if name.endswith(".dim")]
+    others = set(called) - set(ranks) - {"all", "zip"}
+    return bool(ranks) and not others and isinstance(test, ast.Compare | ast.BoolOp)
+
+
+def is_fallback(source: Source, node: ast.AST) -> bool:
+    """Whether it is what a guard keeps for other ranks and types, which is not to be fixed again.
+
+    What is told of a node is kept, since much is asked about what is around the same ones.
+    """
+    chain: list[ast.AST] = []
+    at: ast.AST | None = node
+    while at is not None and at not in source.fallback:
+        chain.append(at)
+        at = source.parents.get(at)
+    found = at is not None and source.fallback[at]
+    for inner in reversed(chain):
+        found = found or _is_kept(source, inner)
+        source.fallback[inner] = found
+    return found
+
+
+def _is_kept(source: Source, inner: ast.AST) -> bool:
+    """Whether it is itself the other way of a guard, or behind one that returns."""
+    if isinstance(inner, ast.stmt) and _follows_guard(source, inner):
+        return True
+    outer = source.parents.get(inner)
+    if isinstance(outer, ast.If | ast.IfExp) and is_guard(outer.test):
+        others = outer.orelse if isinstance(outer, ast.If) else [outer.orelse]
+        return any(one is inner for one in others)
+    if isinstance(outer, ast.BoolOp) and isinstance(outer.op, ast.Or):
+        return inner is not outer.values[0] and is_guard(outer.values[0])
+    return False
+
+
+def _follows_guard(source: Source, statement: ast.stmt) -> bool:
+    """Whether a guard before it, in its block, returns for what was seen."""
+    if statement not in source.parents:
+        return False
+    for one in source.block(statement):
+        if one is statement:
+            return False
+        if isinstance(one, ast.If) and is_guard(one.test) and isinstance(one.body[-1], ast.Return):
+            return True
+    return False
 
 
 def _for_seen(value: ast.expr) -> tuple[ast.expr, tuple[ast.expr, ...]]:

@@ -3,42 +3,60 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace as changed
+from typing import TypeVar
 
 from torchtrim.fixes.base import Edit, Match
-from torchtrim.fixes.reading.branches import is_guard
 from torchtrim.fixes.reading.facts import Facts, Refused, is_tensor
 from torchtrim.fixes.reading.purity import is_pure, is_simple
-from torchtrim.fixes.reading.source import Source
-from torchtrim.fixes.writing.replace import atom
+from torchtrim.fixes.reading.source import Function, Source
+from torchtrim.fixes.reading.typed import names_in
+from torchtrim.fixes.reading.uses import stores
+from torchtrim.fixes.writing.replace import atom, torch_of
 from torchtrim.records.seen import Seen
 
+T = TypeVar("T")
 
-def ranks_seen(facts: Facts, texts: Mapping[str, str]) -> str:
-    """The test that tensors have the ranks that were seen: `"(x.dim(), mask.dim()) == (3, 2)"`.
 
-    `texts`: what to write for a part, by its name; those that are no tensors are left out. Empty without
-    evidence. Raises `Refused` where runs differ in it.
+def kinds_tested(match: Match, facts: Facts, texts: Mapping[str, str], torch: str) -> str:
+    """The test that tensors have the ranks and types that were seen: `"(x.dim(), mask.dim()) == (2, 1) and
+    mask.dtype == torch.bool"`.
+
+    `texts`: what to write for a part, by its name; those that are no tensors are left out. `torch`: what the
+    file calls it. Empty without evidence. Raises `Refused` where runs differ in it.
     """
-    named: dict[str, int] = {}
+    ranks: dict[str, int] = {}
+    types: list[str] = []
     for part, text in texts.items():
-        seen = facts.only(f"the rank of `{text}`", lambda v, part=part: _rank(getattr(v, part)), -1)  # type: ignore[misc]
-        if seen >= 0:
-            named[text] = seen
-    return _equal([f"{text}.dim()" for text in named], [str(rank) for rank in named.values()])
+        rank = _common(facts, part, f"the rank of `{text}`", _rank)
+        if rank is None or rank < 0:
+            continue
+        ranks[text] = rank
+        if keeps_type(match.source, match.parts[part]):
+            kind = _common(facts, part, f"the type of `{text}`", lambda seen: seen.dtype)
+            types.append(f"{text}.dtype == {torch}.{kind}")
+    test = _equal([f"{text}.dim()" for text in ranks], [str(rank) for rank in ranks.values()])
+    return " and ".join([test, *dict.fromkeys(types)]) if test else ""
 
 
 def _rank(seen: Seen) -> int:
     return len(seen.shape) if is_tensor(seen) else -1
 
 
-def for_ranks_seen(
-    match: Match, facts: Facts, edits: Sequence[Edit], *, torch: str = ""
-) -> tuple[Edit, ...]:
-    """The edits for the ranks that were seen alone; without evidence as they are.
+def _common(facts: Facts, part: str, what: str, get: Callable[[Seen], T]) -> T | None:
+    """What is the same of a part in all runs that computed it; None where none did."""
+    found = {get(getattr(values, part)) for values in facts.executions if values.has(part)}
+    if len(found) > 1:
+        raise Refused(f"{what} is not the same in all runs that were watched")
+    return found.pop() if found else None
 
-    The test is of all parts that are tensors, but what is made of them (`R`). `torch`: what the file calls
-    it, for types to be tested too. Raises `Refused` where the edit computes a part.
+
+def for_kinds_seen(match: Match, facts: Facts, edits: Sequence[Edit]) -> tuple[Edit, ...]:
+    """The edits for the ranks and types that were seen alone; without evidence as they are.
+
+    The test is of all parts that are tensors, but what is made of them (`R`). Raises `Refused` where the edit
+    computes a part.
     """
     source = match.source
     tensors = [
@@ -46,14 +64,23 @@ def for_ranks_seen(
         for part, node in match.parts.items()
         if part != "R"
         and not isinstance(node, ast.Slice | ast.Starred)
-        and facts.holds(lambda v, part=part: is_tensor(getattr(v, part)))  # type: ignore[misc]
+        and any(
+            values.has(part) and is_tensor(getattr(values, part)) for values in facts.executions
+        )
     ]
     texts = {part: of_same_rank(source, match.parts[part]) for part in tensors}
-    test = ranks_seen(facts, texts)
-    if test and torch:
-        test = _with_types(facts, texts, test, torch)
+    torch, imports = torch_of(source)
+    test = kinds_tested(match, facts, texts, torch)
     if not test:
         return tuple(edits)
+    used = {one.id for part in tensors for one in _names(match.parts[part])}
+    own = [one for one in edits if one not in imports]
+    return (*imports, *_where(match, own, test, used))
+
+
+def _where(match: Match, edits: Sequence[Edit], test: str, used: set[str]) -> tuple[Edit, ...]:
+    """The edits where the test, which uses these names, holds."""
+    source = match.source
     if (chosen := _in_place(match, edits, test)) is not None:
         return chosen
     span, inner = _span(source, match, edits)
@@ -64,7 +91,6 @@ def for_ranks_seen(
         for node in ast.walk(statement)
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
     }
-    used = {one.id for part in tensors for one in _names(match.parts[part])}
     bound = {one.id for node in _loops(span) for one in _names(node.target)}
     if hidden := used & (bound if span[0] is span[1] else made):
         raise Refused(
@@ -113,16 +139,6 @@ def _choice(source: Source, node: ast.expr, new: str, test: str, old: str) -> st
     return source.newline.join([*lines, f"{blanks})"])
 
 
-def _with_types(facts: Facts, texts: Mapping[str, str], test: str, torch: str) -> str:
-    """The test of ranks, and of the types of floating tensors."""
-    types: dict[str, str] = {}
-    for part, text in texts.items():
-        kind = facts.only(f"the type of `{text}`", lambda v, part=part: getattr(v, part).dtype, "")  # type: ignore[misc]
-        if kind and kind != "bool":
-            types[text] = f"{torch}.{kind}"
-    return " and ".join([test, *(f"{text}.dtype == {kind}" for text, kind in types.items())])
-
-
 def _loops(span: tuple[ast.stmt, ast.stmt]) -> Iterable[ast.comprehension]:
     return (one for end in span for one in ast.walk(end) if isinstance(one, ast.comprehension))
 
@@ -150,23 +166,21 @@ def _span(
     return (touched[0], touched[-1]), inner
 
 
-_KEEPS_RANK = frozenset(
-    (
-        "clone",
-        "permute",
-        "transpose",
-        "detach",
-        "contiguous",
-        "to",
-        "float",
-        "half",
-        "bfloat16",
-        "double",
-        "long",
-        "bool",
-        "logical_not",
-    )
+_KEEPS_TYPE = frozenset(("clone", "permute", "transpose", "detach", "contiguous"))
+_KEEPS_RANK = _KEEPS_TYPE | frozenset(
+    ("to", "float", "half", "bfloat16", "double", "long", "bool", "logical_not")
 )
+
+
+def keeps_type(source: Source, node: ast.expr) -> bool:
+    """Whether what `of_same_rank` gives is of the node's type too."""
+    while (inner := _inside(source, node)) is not None:
+        called = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        turned = isinstance(node, ast.UnaryOp) and not isinstance(node.op, ast.Not)
+        if not turned and not (called and node.func.attr in _KEEPS_TYPE):  # type: ignore[attr-defined]
+            return False
+        node = inner
+    return True
 
 
 def of_same_rank(source: Source, node: ast.expr) -> str:
@@ -189,6 +203,8 @@ def _inside(source: Source, node: ast.expr) -> ast.expr | None:
         return node.operand
     if isinstance(node, ast.Compare) and all(isinstance(c, ast.Constant) for c in node.comparators):
         return node.left
+    if isinstance(node, ast.BinOp) and isinstance(node.right, ast.Constant):
+        return node.left
     if (
         isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
@@ -197,6 +213,160 @@ def _inside(source: Source, node: ast.expr) -> ast.expr | None:
     ):
         return node.func.value
     return None
+
+
+_HOLDING = ("dict", "list", "defaultdict", "OrderedDict")
+NAMED = "NAMED"
+"""What parts are called that are the names of others, as `with_names` adds them."""
+
+
+def with_names(find: Callable[[Source], Iterator[Match]]) -> Callable[[Source], Iterator[Match]]:
+    """The same places, with the names that their parts are made of as parts `NAMED0`, `NAMED1`, ..."""
+
+    def named(source: Source) -> Iterator[Match]:
+        for match in find(source):
+            nodes = {ast.unparse(one): one for one in _made_of(match, match.parts)}
+            parts = {f"{NAMED}{n}": node for n, node in enumerate(nodes.values())}
+            yield changed(match, parts={**match.parts, **parts})
+
+    return named
+
+
+def _made_of(match: Match, parts: Iterable[str]) -> Iterator[ast.expr]:
+    """The names that parts are made of; of a name that is assigned later, those of what it is assigned."""
+    pending, done = [match.parts[part] for part in parts], set()
+    while pending:
+        for name in _leaves(pending.pop(), match.source):
+            later = _assigned_later(match, name)
+            if later is None:
+                yield name
+            elif later not in done:
+                done.add(later)
+                pending.append(later)
+
+
+def _leaves(node: ast.AST, source: Source) -> Iterator[ast.expr]:
+    """The names, attributes and items by a constant, as `batch["y"]`, that a value is made of."""
+    if isinstance(node, ast.Subscript) and _is_item(node) and not list(_dotted(node, source)):
+        yield node
+    elif isinstance(node, ast.Name | ast.Attribute) and _is_item(node):
+        yield from names_in(node, source)
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        for one in (node.func.value, *node.args, *node.keywords):
+            yield from _leaves(one, source)
+    else:
+        for child in ast.iter_child_nodes(node):
+            yield from _leaves(child, source)
+
+
+def _dotted(node: ast.AST, source: Source) -> Iterator[ast.AST]:
+    return (
+        one
+        for one in ast.walk(node)
+        if isinstance(one, ast.Name | ast.Attribute) and source.dotted(one) is not None
+    )
+
+
+def _is_item(node: ast.AST) -> bool:
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        if isinstance(node, ast.Subscript) and not isinstance(node.slice, ast.Constant):
+            return False
+        node = node.value
+    return isinstance(node, ast.Name)
+
+
+def _assigned_later(match: Match, name: ast.expr) -> ast.expr | None:
+    """What a name is assigned in the match's statement or after it, where it is assigned once."""
+    source, function = match.source, match.source.function(match.node)
+    if not isinstance(name, ast.Name) or not isinstance(function, Function):
+        return None
+    made = [source.parents[one] for one in stores(function, name.id)]
+    first = source.start(source.statement(match.begin or match.node))
+    if len(made) != 1 or not isinstance(made[0], ast.Assign) or source.start(made[0]) < first:
+        return None
+    return made[0].value
+
+
+def for_names_seen(
+    match: Match, facts: Facts, edits: Sequence[Edit], of: Iterable[str] | None = None
+) -> tuple[Edit, ...]:
+    """The edits for names of the ranks and types that were seen alone, and else the original.
+
+    `of`: the parts whose types decide what is written, all unless given. They follow from those of their
+    names, so nothing of them may be a function of the user's. Without evidence the edits are as they are.
+    """
+    source = match.source
+    test, imports, nodes = names_tested(match, facts, of)
+    if not test:
+        return tuple(edits)
+    check_bound(match, nodes, match.begin or match.node)
+    own = [one for one in edits if one not in imports]
+    block = source.block(source.statement(match.begin or match.node))
+    start, end = source.line_start(block[0].lineno), source.end(block[-1])
+    if any(one.start < start or one.end > end for one in own):
+        raise Refused("its value is used in another block. Give it a name for each")
+    used = {one.id for node in nodes for one in _names(node)}
+    return (*imports, *_where(match, own, test, used))
+
+
+def names_tested(
+    match: Match, facts: Facts, of: Iterable[str] | None = None
+) -> tuple[str, tuple[Edit, ...], list[ast.expr]]:
+    """The test that the names of parts have the ranks and types that were seen, and nothing where none was;
+    the import that it needs; the names."""
+    source = match.source
+    deciding = [part for part in of or match.parts if not part.startswith(NAMED)]
+    if any(not is_pure(match.parts[part], source) for part in deciding):
+        raise Refused(
+            "the type of what a function gives decides what is written. Give it a name first"
+        )
+    texts = {ast.unparse(one) for one in _made_of(match, deciding)}
+    kinds: dict[str, tuple[int, str]] = {}
+    nodes: list[ast.expr] = []
+    for part, node in match.parts.items():
+        if part.startswith(NAMED) and ast.unparse(node) in texts:
+            kind = _kind_of(facts, part, ast.unparse(node))
+            if kind is not None:
+                kinds[source.segment(node)] = kind
+                nodes.append(node)
+    if not kinds:
+        return "", (), []
+    torch, imports = torch_of(source)
+    test = _equal(
+        [f"{text}.{what}" for text in kinds for what in ("dim()", "dtype")],
+        [one for rank, kind in kinds.values() for one in (str(rank), f"{torch}.{kind}")],
+    )
+    return test, imports, nodes
+
+
+def _kind_of(facts: Facts, part: str, text: str) -> tuple[int, str] | None:
+    """The rank and the type of a name in all runs; None for what is no tensor, or was not seen."""
+    rank = _common(facts, part, f"the rank of `{text}`", _rank)
+    if rank is None:
+        facts.leave_open(f"the type of `{text}`")
+    if any(
+        values.has(part) and getattr(values, part).kind in _HOLDING for values in facts.executions
+    ):
+        raise Refused(
+            f"the type of what `{text}` holds decides what is written. Give it a name first"
+        )
+    if rank is None or rank < 0:
+        return None
+    return rank, _common(facts, part, f"the type of `{text}`", lambda seen: seen.dtype) or ""
+
+
+def check_bound(match: Match, nodes: Iterable[ast.expr], at: ast.AST) -> None:
+    """Raises `Refused` where a name is given its value after the statement of `at` only."""
+    source = match.source
+    end = source.start(source.statement(at))
+    for node in nodes:
+        for one in ast.walk(source.function(match.node)):
+            later = isinstance(one, ast.Name | ast.Attribute) and not isinstance(one.ctx, ast.Load)
+            if later and ast.unparse(one) == ast.unparse(node) and source.start(one) > end:
+                raise Refused(
+                    f"the type of `{ast.unparse(node)}`, which has its value later, decides what is written. "
+                    "Move the line behind it"
+                )
 
 
 def kinds_seen(known: Iterable[Mapping[str, Seen]], torch: str) -> str:
@@ -241,10 +411,12 @@ def guarded(
     test: str,
     *,
     returns: bool = False,
+    kept: Sequence[Edit] = (),
 ) -> tuple[Edit, ...]:
     """The edits made only where the test holds, and else the statements as they are.
 
-    `span`: the first and the last statement that they change. `returns`: both ways end in a return.
+    `span`: the first and the last statement that they change. `returns`: both ways end in a return. `kept`:
+    what is edited where the test does not hold.
     """
     first, last = span
     blanks = source.indentation(first)
@@ -253,7 +425,8 @@ def guarded(
     start, end = source.line_start(first.lineno), source.end(last)
     _check_lines(source, first, last)
     inside = [one for one in edits if start <= one.start and one.end <= end]
-    old, new = source.text[start:end], _patched(source.text, inside, start, end)
+    old = _patched(source.text, kept, start, end)
+    new = _patched(source.text, inside, start, end)
     newline = source.newline
     lines = [f"{blanks}if {test}:", _deeper(new)]
     lines += [old] if returns else [f"{blanks}else:", _deeper(old)]
@@ -288,29 +461,3 @@ def _deeper(text: str, *, first: bool = True) -> str:
     """The text four blanks to the right; its first line too, unless that is behind something."""
     deeper = [f"    {line}" if line.strip() else line for line in text.split("\n")]
     return "\n".join(deeper if first else [text.partition("\n")[0], *deeper[1:]])
-
-
-def is_fallback(source: Source, node: ast.AST) -> bool:
-    """Whether it is what a guard keeps for other ranks and types, which is not to be fixed again."""
-    inner = node
-    for outer in (*source.around(node), None):
-        if isinstance(inner, ast.stmt) and _follows_guard(source, inner):
-            return True
-        if isinstance(outer, ast.If | ast.IfExp) and is_guard(outer.test):
-            others = outer.orelse if isinstance(outer, ast.If) else [outer.orelse]
-            if any(one is inner for one in others):
-                return True
-        inner = outer if outer is not None else inner
-    return False
-
-
-def _follows_guard(source: Source, statement: ast.stmt) -> bool:
-    """Whether a guard before it, in its block, returns for what was seen."""
-    if statement not in source.parents:
-        return False
-    for one in source.block(statement):
-        if one is statement:
-            return False
-        if isinstance(one, ast.If) and is_guard(one.test) and isinstance(one.body[-1], ast.Return):
-            return True
-    return False

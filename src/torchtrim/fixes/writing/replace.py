@@ -46,21 +46,22 @@ _DELIMITING = (
 
 
 def replace(
-    match: Match, template: str, names: Mapping[str, str] | None = None
+    match: Match, template: str, names: Mapping[str, str] | None = None, apart: str = ""
 ) -> tuple[Edit, ...]:
     """The edits that put the template in the place of the match.
 
     Its capitals become the match's parts, in parentheses where they need some; `torch.` becomes what
     the file calls it. A part that is there more than once and is more than a name is computed in a
-    statement before, under the name that `names` gives it. Raises `Refused` where that cannot be, and
-    where something with an effect would run twice, in another order or not at all.
+    statement before, under the name that `names` gives it; not one of `apart`, of which one alone runs.
+    Raises `Refused` where that cannot be, and where something with an effect would run twice, in another
+    order or not at all.
     """
     source = match.source
     written = [name for name in _words(template) if name in match.parts]
     counts = Counter(written)
     hoisted: dict[str, str] = {}
     for name, count in counts.items():
-        if count > 1 and not is_simple(match.parts[name]):
+        if count > 1 and name not in apart.split() and not is_simple(match.parts[name]):
             hoisted[name] = fresh(source, match.node, (names or {}).get(name, name.lower()))
     _check_effects(match, written)
     before = "".join(f"{new} = {match.text(name)}\n" for name, new in hoisted.items())
@@ -72,6 +73,21 @@ def replace(
         edits.insert(0, insert_before(source, match.node, before))
     check_comments(source, edits)
     return tuple(edits)
+
+
+def replace_if(
+    match: Match, test: str, template: str, *, names: Mapping[str, str], apart: str = ""
+) -> tuple[Edit, ...]:
+    """The edits that put the template in the place of a matched statement where the test holds, which has
+    capitals too, and else leave the statement as it is.
+
+    `names` and `apart` are as `replace` takes them.
+    """
+    blanks = match.source.indentation(match.source.statement(match.node))
+    if blanks is None:
+        raise Refused("the statement shares its line with another. Give each its own line")
+    lines = (f"if {test}:", f"    {template}", "else:", f"    {match.form}")
+    return replace(match, f"{match.source.newline}{blanks}".join(lines), names, apart)
 
 
 def filled(

@@ -6,8 +6,8 @@ import ast
 
 import pytest
 
+from torchtrim.fixes.reading.branches import is_fallback
 from torchtrim.fixes.reading.source import Source
-from torchtrim.fixes.writing.guarded import is_fallback
 
 TEXT = """\
 def f(x, m):
