@@ -77,7 +77,7 @@ def test_compute_stands_still_while_it_waits() -> None:
 def test_the_page_says_what_hides() -> None:
     profile, _ = planned()
     view = copies_view(profile, drawn())
-    assert [lane.name for lane in view.lanes] == ["compute", "to the host", "back", "waits"]
+    assert [lane.name for lane in view.lanes] == ["compute", "out", "back", "waits"]
     assert all("path" in lane.markup for lane in view.lanes)
     assert "hide behind compute" in view.said
 

@@ -276,8 +276,24 @@ class Planner:
         for solver in _SOLVERS:
             solved = solver.solve(self._problem)
             if solved is not None:
+                if not solved.optimal:
+                    self._offer_alone(solved.front)
                 return solved.front, solved.optimal
         raise AssertionError("the local search takes any problem")
+
+    def _offer_alone(self, front: Front) -> None:
+        """Join the choices that only offload, and those that never do: the best of all are not worse."""
+        problem = self._problem
+        offloads = [bool(edit.trips) for edit in problem.edits]
+        for kind in {True, False} if len(set(offloads)) > 1 else ():
+            numbers = [number for number, one in enumerate(offloads) if one == kind]
+            options = [problem.options[number] for number in numbers]
+            edits = [problem.edits[number] for number in numbers]
+            alone = Problem(problem.step, options, edits, problem.forced)
+            solved = (solver.solve(alone) for solver in _SOLVERS)
+            for point in next(one for one in solved if one is not None).front.points:
+                chosen = tuple(numbers[number] for number in point.chosen)
+                front.add(Point(point.peak_bytes, point.seconds, chosen))
 
     @property
     def _front(self) -> Front:

@@ -15,7 +15,7 @@ from torchtrim.step.costs import on_device
 from torchtrim.step.edits import Edit
 from torchtrim.step.from_profile import step_of
 from torchtrim.step.links import Traffic, traffic
-from torchtrim.step.step import Step
+from torchtrim.step.step import DETACH, Step
 from torchtrim.techniques.offload_activations.places import placed
 from torchtrim.techniques.offload_activations.windows import edit_of
 from torchtrim.units import format_bytes, format_seconds
@@ -77,7 +77,7 @@ def _lanes(step: Step, found: Traffic, device: str) -> Copies:
     compute = [
         Span(start=start + delays[bisect_right(tasks, number)], seconds=task.seconds, index=number)
         for number, (start, task) in enumerate(zip(step.clock, step.tasks, strict=False))
-        if task.seconds
+        if task.seconds and not task.name.startswith(DETACH)
     ]
     ways: dict[str, list[Span]] = {"out": [], "home": []}
     for copy in found.copies:

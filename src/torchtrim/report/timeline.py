@@ -81,7 +81,7 @@ def copies_view(profile: Profile, copies: Copies) -> CopiesView:
     return CopiesView(
         lanes=[
             strip("compute", copies.compute, lambda s: f"p-{profile.operators[s.index].phase}"),
-            strip("to the host", copies.out, lambda _: "p-communication"),
+            strip("out", copies.out, lambda _: "p-communication"),
             strip("back", copies.home, lambda _: "p-communication"),
             strip("waits", copies.awaited, lambda _: "p-waiting"),
         ],

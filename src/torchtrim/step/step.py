@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from torchtrim.records.profile import Profile
 
+DETACH = "aten::detach."
 DEVICE = "device"
 """The pool whose peak is the step's: the memory of the device that runs it."""
 
@@ -135,10 +136,13 @@ class Step:
 
     @cached_property
     def clock(self) -> tuple[float, ...]:
-        """When each task begins, in seconds, and when the last ends."""
+        """When each task begins, in seconds, and when the last ends.
+
+        `detach` takes none: it is no work, and autograd runs it elsewhere where tensors are saved by hooks.
+        """
         moments = [0.0]
         for task in self.tasks:
-            moments.append(moments[-1] + task.seconds)
+            moments.append(moments[-1] + (0.0 if task.name.startswith(DETACH) else task.seconds))
         return tuple(moments)
 
     @cached_property

@@ -13,6 +13,8 @@ _WHERE = re.compile(
     rf"(?P<root>[^:]+):(?P<made>{_RUN})(?:/(?P<result>\d+))? until (?P<until>{_RUN}) from (?P<trigger>{_RUN})"
     r"(?P<file> in file)?(?: at (?P<offsets>\d+(?:,\d+)*))?"
 )
+UNSEEN = frozenset(("", "detach", "alias", "lift_fresh"))
+"""No sign of how far a call is: operators that others than the program run, or that are not torch's."""
 END = Run("end", 0)
 """In place of an operator: when the call of the root ends."""
 

@@ -17,7 +17,7 @@ from torchtrim.techniques.base import Handle, Handles
 from torchtrim.techniques.failing import note
 from torchtrim.techniques.hooks import chains, on_top
 from torchtrim.techniques.offload_activations.moving import Moved, Mover, View
-from torchtrim.techniques.offload_activations.places import Place, Room, placed
+from torchtrim.techniques.offload_activations.places import UNSEEN, Place, Room, placed
 from torchtrim.techniques.places import module_at
 from torchtrim.techniques.replay.places import Run
 from torchtrim.techniques.swap import Swapped
@@ -172,7 +172,8 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for position in written:
             self._settle(call, args[position] if position < len(args) else None)
         result = func(*args, **kwargs)
-        call.last = run
+        if name not in UNSEEN:
+            call.last = run
         for place in self._made.get(run, ()) if torch.is_grad_enabled() else ():
             self._note(call, place, result)
         return result

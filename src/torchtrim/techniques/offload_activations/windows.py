@@ -14,7 +14,7 @@ from torchtrim.step.edits import Block, Drop, Edit, Insert, Need, Trip, joined
 from torchtrim.step.host import DISK, FILE, PINNED
 from torchtrim.step.simulate import simulate
 from torchtrim.step.step import DEVICE, Call, Span, Step
-from torchtrim.techniques.offload_activations.places import END, Place
+from torchtrim.techniques.offload_activations.places import END, UNSEEN, Place
 from torchtrim.techniques.replay.places import Run
 from torchtrim.techniques.replay.reading import Reader
 
@@ -22,8 +22,6 @@ _STATE = frozenset(("parameter", "buffer", "optimizer_state", "gradient", "gathe
 _LEAST_SHARE = 0.002
 """A tensor of less than two thousandths of the peak is not worth two copies."""
 _LEAST_BYTES = 16_384
-_UNSEEN = frozenset(("", "detach", "alias", "lift_fresh"))
-"""No sign of how far a call is: operators that others than the program run, or that are not torch's."""
 _SECONDS_A_COPY = 2e-5
 """What it takes the host to queue a copy with its events, twice what a launch takes on most devices."""
 
@@ -176,7 +174,7 @@ class _Reading:
         if not asked or not within:
             return None
         packed = min(hold.packed for _, hold in holds)
-        if self._written[number] > packed or self._reader.names[tensor.birth] in _UNSEEN:
+        if self._written[number] > packed or self._reader.names[tensor.birth] in UNSEEN:
             return None
         return Found(
             number,
@@ -203,7 +201,7 @@ class _Reading:
         """The first task from one on that a plan can name; the end of the call where there is none."""
         names = self._reader.names
         return next(
-            (i for i in range(task, call.span.last) if names[i] not in _UNSEEN), call.span.last
+            (i for i in range(task, call.span.last) if names[i] not in UNSEEN), call.span.last
         )
 
     def _homewards(self, call: Call, found: list[Found]) -> dict[int, int | None]:
@@ -237,11 +235,13 @@ class _Reading:
         names = self._reader.names
         for saved in self._profile.saved:
             for span in spans if saved.saver >= 0 else ():
-                inside = span.first <= saved.packed and saved.saver < span.last
-                if inside and saved.unpacked >= 0 and names[saved.packed] not in _UNSEEN:
+                packed = saved.packed
+                while packed >= span.first and names[packed] in UNSEEN:
+                    packed -= 1
+                if span.first <= packed and saved.saver < span.last and saved.unpacked >= 0:
                     moments = found.setdefault(span, {})
-                    known = moments.get(saved.packed, saved.unpacked)
-                    moments[saved.packed] = min(known, saved.unpacked)
+                    known = moments.get(packed, saved.unpacked)
+                    moments[packed] = min(known, saved.unpacked)
         return found
 
     def _place(self, call: Call, one: Found, until: int, trigger: int) -> Place:
