@@ -248,7 +248,7 @@ def test_shapes_that_no_longer_agree_choose_as_before() -> None:
 def test_what_other_fixes_test_for_types_is_known_to_hold() -> None:
     code = """
 import torch
-from torch.nn.functional import cross_entropy
+import torch.nn.functional as F
 def function(scores, labels):
     if (
         (labels.flatten().sort().values.diff() != 0).sum() + 1
@@ -258,9 +258,9 @@ def function(scores, labels):
         return 0.0 * scores.sum()
     mask = labels != -1
     return (
-        cross_entropy(scores.masked_fill(~mask[:, None], 0), torch.where(mask, labels, -100))
+        F.cross_entropy(scores.masked_fill(~mask[:, None], 0), torch.where(mask, labels, -100))
         if (scores.dim(), labels.dim(), mask.dim()) == (2, 1, 1) and labels.dtype == torch.int64
-        else cross_entropy(scores[mask], labels[mask])
+        else F.cross_entropy(scores[mask], labels[mask])
     )
 """
     inputs = {
