@@ -102,7 +102,7 @@ MODELS: dict[str, zoo.Maker] = {
     "qwen2": zoo.transformer("Qwen2", "CausalLM", 256, 8, num_key_value_heads=2, **_WORDS),
     "vit": zoo.timm("vit_tiny_patch16_224", 224, 8),
     "deit": zoo.timm("deit3_small_patch16_224", 224, 4),
-    "swin": zoo.timm("swin_tiny_patch4_window7_224", 224, 4),
+    "swin": zoo.timm("swin_tiny_patch4_window7_224", 224, 2),
     "convnext": zoo.timm("convnext_atto", 160, 8),
     "resnet": zoo.timm("resnet26", 128, 16),
     "densenet": zoo.vision("densenet121", 96, 16),
@@ -175,6 +175,8 @@ def measure(make: zoo.Maker) -> dict[str, Any]:
     found["inversions"] = inversions(planner, peak, floor, bias)
     seconds = timed(work, plans)
     found["original_seconds"] = round(seconds["original"], 4)
+    found["predicted_original"] = planner.priced[1]
+    found["threads"] = torch.get_num_threads()
     for name, value in seconds.items():
         _row(found, name)["time"] = round(value / seconds["original"] - 1, 4)
     return found
@@ -186,6 +188,7 @@ def _figures(plan: Plan, trial: Trial) -> dict[str, Any]:
         "measured": trial.peak_bytes,
         "techniques": {one.name: len(one.where) for one in plan.techniques},
         "predicted_time": plan.predicted.step_seconds,
+        "gap": plan.gap,
     }
 
 

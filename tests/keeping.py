@@ -26,15 +26,15 @@ def profile_of(keeps: str) -> Profile:
     return profile
 
 
-def the_only_finding(keeps: str, code: str) -> Finding:
+def the_only_finding(keeps: str, code: str, instead: str = "nothing") -> Finding:
     """What is found in a script that keeps that. The price is what it needs over the script that keeps
     nothing, and there nothing is found."""
-    assert not diagnose(profile_of("nothing"), CODES)
+    assert not diagnose(profile_of(instead), CODES)
     (found,) = diagnose(profile_of(keeps), CODES)
     assert found.code == code
     assert found.fix is not None
     assert found.price_bytes is not None
     peak = profile_of(keeps).tracked_peak_bytes
     assert 0.02 * peak <= found.price_bytes
-    assert peak - found.price_bytes >= 0.95 * profile_of("nothing").tracked_peak_bytes
+    assert peak - found.price_bytes >= 0.95 * profile_of(instead).tracked_peak_bytes
     return found

@@ -28,14 +28,18 @@ import msgspec
 
 from bench import machine
 from bench.strangers.data import GENERATORS
-from bench.strangers.table import rows_of, write_page
+from bench.strangers.table import rows_of, write_page, write_ranks_page
 
 HERE = Path(__file__).parent
 ALONE_STEPS = 5
+BUDGET, RANKS_BUDGET = "60%", "70%"
+ROUNDING = "optimize, rounding"
+"""It runs where BITWISE levers alone miss the budget, and what lasts takes less than half of the peak."""
+_LASTING = "parameter", "buffer", "gradient", "optimizer_state"
 VERBS = {
     "diagnose": ("diagnose",),
-    "optimize": ("optimize", "--memory", "60%"),
-    "optimize, rounding": ("optimize", "--memory", "60%", "--allow", "rounding"),
+    "optimize": ("optimize", "--memory", BUDGET),
+    ROUNDING: ("optimize", "--memory", BUDGET, "--allow", "rounding"),
 }
 _OFFLINE = {
     "HF_HUB_OFFLINE": "1",
@@ -49,7 +53,10 @@ _OFFLINE = {
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One program: where it is, how it is made small, and what it reads."""
+    """One program: where it is, how it is made small, and what it reads.
+
+    `processes`: as how many ranks it runs, `device` where.
+    """
 
     name: str
     kind: str
@@ -63,6 +70,8 @@ class Program(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     driver: str = ""
     data: dict[str, str] = {}
     no_data_yet: list[str] = []
+    processes: int = 1
+    device: str = "cpu"
 
 
 class Ended(NamedTuple):
@@ -86,9 +95,11 @@ class Place(NamedTuple):
 
 
 def programs() -> list[Program]:
-    """All of `programs.toml`."""
-    found = tomllib.loads((HERE / "programs.toml").read_text())
-    rows = [{**row, "commit": found["commits"][row["repository"]]} for row in found["program"]]
+    """All of `programs.toml`, and of `ranks.toml`, those in several processes."""
+    rows = []
+    for name in ("programs.toml", "ranks.toml"):
+        found = tomllib.loads((HERE / name).read_text())
+        rows += [{**row, "commit": found["commits"][row["repository"]]} for row in found["program"]]
     return msgspec.convert(rows, list[Program])
 
 
@@ -98,7 +109,9 @@ def prepared(program: Program, place: Place, name: str) -> Path:
     folder = place.copy_of(program, name)
     shutil.rmtree(folder, ignore_errors=True)
     skipped = shutil.ignore_patterns(".git", "*.ipynb", "*.gif", "*.mp4")
-    shutil.copytree(source / program.folder, folder / program.folder, ignore=skipped)
+    if source.exists():
+        shutil.copytree(source / program.folder, folder / program.folder, ignore=skipped)
+    (folder / program.inside).mkdir(parents=True, exist_ok=True)
     for empty in program.no_data_yet:
         shutil.rmtree(folder / empty, ignore_errors=True)
     for generator, where in program.data.items():
@@ -138,14 +151,23 @@ def tried(program: Program, place: Place, verbs: list[str], limit: float) -> dic
     found: dict[str, Any] = {
         **{key: getattr(program, key) for key in ("name", "kind", "repository", "commit", "args")},
         "script": program.script,
+        "processes": program.processes,
         **_known(program, place),
     }
-    if "diagnose" in verbs:
+    if "diagnose" in verbs and program.processes == 1:
         found["alone"] = _alone(program, place, limit)
     for verb in verbs:
+        if verb == ROUNDING and not _wants_more(found["verbs"].get("optimize", {})):
+            continue
         found["verbs"][verb] = _verb(program, place, verb, limit)
         print(f"{program.name}: {verb}: {_short(found['verbs'][verb])}", flush=True)
     return found
+
+
+def _wants_more(optimized: dict[str, Any]) -> bool:
+    """Whether a budget is missed of which what lives through the step takes less than half of the peak."""
+    lasting = sum((optimized.get("by_kind") or {}).get(kind, 0) for kind in _LASTING)
+    return optimized.get("code") == 1 and lasting < 0.5 * (optimized.get("peak_bytes") or 0)
 
 
 def _known(program: Program, place: Place) -> dict[str, Any]:
@@ -183,7 +205,10 @@ def _verb(program: Program, place: Place, verb: str, limit: float) -> dict[str, 
     shutil.rmtree(out, ignore_errors=True)
     first, *rest = VERBS[verb]
     command = [sys.executable, "-m", "torchtrim", first, program.script, *rest]
-    command += ["--device", "cpu", "--timeout", str(limit), "--out", str(out)]
+    command += ["--device", program.device, "--timeout", str(limit), "--out", str(out)]
+    if program.processes > 1:
+        command = [RANKS_BUDGET if word == BUDGET else word for word in command]
+        command += ["--processes", str(program.processes), "--steps", "1"]
     ended = run(
         [*command, "--", *shlex.split(program.args)], folder, _paths(program, place, "tried"), limit
     )
@@ -225,7 +250,8 @@ def main() -> None:
         scratch = options.keep or Path(temporary)
         place = Place(options.sources, options.library, scratch)
         for program in chosen:
-            if not (options.sources / program.repository.partition("/")[2]).exists():
+            source = options.sources / program.repository.partition("/")[2]
+            if not (program.driver or source.exists()):
                 print(f"{program.name}: not among the sources")
                 continue
             result = tried(program, place, options.verbs, options.limit)
@@ -247,8 +273,14 @@ def _save(scratch: Path) -> None:
         result = json.loads(file.read_text())
         found[result["name"]] = result
     rows = [found[one.name] for one in programs() if one.name in found]
-    machine.save("strangers", {"programs": rows})
-    write_page(rows)
+    for name, several, write in (
+        ("strangers", False, write_page),
+        ("strangers-ranks", True, write_ranks_page),
+    ):
+        own = [row for row in rows if (row.get("processes", 1) > 1) is several]
+        if own:
+            machine.save(name, {"programs": own})
+            write(own)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,22 @@ bench.strangers` makes this page; each program, its commit and its arguments are
 the smallest found. *Alone* is the script's own time for five steps.
 
 """
+RANKS_PAGE = PAGE.with_name("programs-in-processes.md")
+_RANKS = """# Public programs in several processes
+
+`optimize --processes 4 --memory 70%` on programs that torchtrim was not written for, made small by their
+command lines alone, with generated data, on two cores of a loaded machine. Where a script insists on CUDA and
+NCCL, it runs on emulated devices, its groups over gloo. `python -m bench.strangers` makes this page; each
+program and its arguments are in `bench/strangers/ranks.toml`.
+
+The peak is the largest rank's. *Reached* is the measured peak of the plan, in percent of that; where the
+budget is missed it is the smallest found. *Verdict* is the worst of all ranks.
+
+"""
+_RANK_COLUMNS = (
+    *("program", "kind", "peak MiB", "reached", "verdict", "levers"),
+    *("diagnose s", "optimize s", "findings"),
+)
 _COLUMNS = (
     "program",
     "kind",
@@ -58,14 +75,28 @@ def rows_of(report: dict[str, Any]) -> dict[str, Any]:
 
 def write_page(rows: list[dict[str, Any]]) -> None:
     """Write the page."""
-    head = f"| {' | '.join(_COLUMNS)} |\n|{'---|' * len(_COLUMNS)}\n"
-    PAGE.write_text(_HEAD + head + "".join(_line(row) for row in rows))
+    PAGE.write_text(_HEAD + _table(_COLUMNS, [_cells(row) for row in rows]))
 
 
-def _line(row: dict[str, Any]) -> str:
+def write_ranks_page(rows: list[dict[str, Any]]) -> None:
+    """Write the page of programs in several processes."""
+    RANKS_PAGE.write_text(_RANKS + _table(_RANK_COLUMNS, [_rank_cells(row) for row in rows]))
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}\n"
+    return head + "".join(f"| {' | '.join(line)} |\n" for line in rows)
+
+
+def _rank_cells(row: dict[str, Any]) -> list[str]:
+    cells = dict(zip(_COLUMNS, _cells(row), strict=True))
+    return [cells[name] for name in _RANK_COLUMNS]
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
     verbs = row["verbs"]
     seen, fitted = verbs.get("diagnose", {}), verbs.get("optimize", {})
-    cells = [
+    return [
         row["name"],
         row["kind"],
         _mib(fitted.get("peak_bytes") or seen.get("peak_bytes")),
@@ -78,7 +109,6 @@ def _line(row: dict[str, Any]) -> str:
         _seconds(fitted),
         ", ".join(f"{code} {count}" for code, count in seen.get("findings", {}).items()) or "-",
     ]
-    return f"| {' | '.join(cells)} |\n"
 
 
 def _mib(count: int | None) -> str:

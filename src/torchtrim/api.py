@@ -381,7 +381,8 @@ class FittedMemory(Fitted):
     """A live model whose calls, or whose training, go by a plan of their memory.
 
     `before` and `after`: bytes by what they are for. `notes` say what could not be planned, and why.
-    `original`, `planned` and `certificate` are None where it was not verified.
+    `original`, `planned`, `certificate` and `slowdown`, the time of a call as a factor of the original's,
+    are None where it was not verified; training has no `slowdown`.
     """
 
     def __init__(self, optimized: Optimized) -> None:
@@ -394,6 +395,7 @@ class FittedMemory(Fitted):
         self.before = optimized.before
         self.after = optimized.after
         self.notes = optimized.notes
+        self.slowdown = optimized.slowdown
         self._program = optimized.program
 
     def graph(self) -> NetworkPicture:

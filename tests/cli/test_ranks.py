@@ -83,6 +83,14 @@ def test_run_runs_each_rank_to_its_end() -> None:
     assert sorted(line[:6] for line in ended.stdout.splitlines()) == ["0 done", "1 done"]
 
 
+@pytest.mark.slow
+def test_run_runs_what_a_script_would_spawn() -> None:
+    script = str(SCRIPTS / "spawns.py")
+    command = [sys.executable, "-m", "torchtrim", "run", script, "--processes", "2", "--", "launch"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_run_ends_with_the_code_of_the_rank_that_failed(capfd: pytest.CaptureFixture[str]) -> None:
     assert launch(words("--dies", "0", "--at", "1"), 2) == 128 + 9
     assert "rank 0 ended with SIGKILL" in capfd.readouterr().err

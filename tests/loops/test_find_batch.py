@@ -12,7 +12,6 @@ from torch import nn
 import torchtrim
 from steps import ConvNet, encoder, flat, images, squared, train_step
 from torchtrim import Script, TrainStep, UsageError
-from torchtrim.loops.estimate import Estimate
 from torchtrim.loops.find_batch import Search, advice, probe_note
 from torchtrim.records.estimate import Growth
 from torchtrim.records.trial import Request, Trial
@@ -43,9 +42,10 @@ STEPS: dict[str, Callable[[], TrainStep]] = {
 
 
 def peak_at(step: TrainStep, batch: int, tmp_path: Path) -> int:
-    """What a step of that batch needs."""
-    _, sized = Estimate(step)._lengths("batch")
-    trial: Trial = run_trial(sized(batch), REQUEST, tmp_path, lambda _: None)  # type: ignore[arg-type]
+    """What a step of that batch needs, where there is no other."""
+    alone = step.resized(0, len(step.batch), batch)
+    step.batch, step._second, step._turn = alone.batch, None, alone._turn
+    trial: Trial = run_trial(step, REQUEST, tmp_path, lambda _: None)
     return trial.peak_bytes
 
 

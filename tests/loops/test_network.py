@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import torchtrim
 from models import SAMPLES
+from torchtrim.loops.network import seconds_of_call
 from torchtrim.techniques.network import ways
 
 
@@ -32,6 +33,23 @@ def test_it_returns_what_was_measured_and_proved() -> None:
         assert torchtrim.count_memory(model, inputs) == fitted.after
         assert [t.name for t in fitted.plan.techniques] == ["release", "in_place", "arena"]
     assert type(model) is nn.Sequential
+
+
+def test_it_says_what_a_call_costs_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([0.5, 0.75])
+    monkeypatch.setattr("torchtrim.loops.network.seconds_of_call", lambda *_: next(seconds))
+    model, inputs = net()
+    with torchtrim.optimize_memory(model, inputs) as fitted:
+        assert fitted.slowdown == 1.5
+    with torchtrim.optimize_memory(model, inputs, verify=False) as fitted:
+        assert fitted.slowdown is None
+
+
+def test_the_time_of_a_call_is_taken_without_a_change_to_the_model() -> None:
+    model, inputs = net()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert seconds_of_call(model, inputs) > 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize("name", ["resnet", "unet", "lstm", "inplace", "encoder"])

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from torchtrim.errors import Unsupported
-from torchtrim.loops.optimize import Fitting, fitted
+from torchtrim.loops.optimize import Fit, Fitting, fitted
+from torchtrim.loops.sharding import sharded_lever
 from torchtrim.loops.verify import verify_pair
-from torchtrim.records.trial import Request
+from torchtrim.records.trial import Request, Trial
 from torchtrim.report.ranks import rank_lines
 from torchtrim.run.script import Script, working_folder
 from torchtrim.run.trials import run_trial
@@ -23,9 +25,14 @@ def script(*words: str) -> Script:
     return Script(SCRIPT, words, processes=2)
 
 
+@cache
+def fit() -> Fit:
+    """Two ranks, planned and certified."""
+    return Fitting(script(*LARGE), REQUEST, lambda _: None).nearest("70%")
+
+
 def test_one_plan_fits_every_rank_and_is_certified_on_each() -> None:
-    workload = script(*LARGE)
-    found = Fitting(workload, REQUEST, lambda _: None).nearest("70%")
+    workload, found = script(*LARGE), fit()
     assert found.missed is None
     assert found.planned is not None
     assert found.certificate is not None
@@ -38,6 +45,27 @@ def test_one_plan_fits_every_rank_and_is_certified_on_each() -> None:
     lines = rank_lines(report)
     assert [line.partition(":")[0] for line in lines] == ["rank 0", "rank 1"]
     assert all("->" in line for line in lines)
+
+
+def test_gradients_of_replicas_are_in_the_plan_as_views_of_their_buckets() -> None:
+    techniques = {one.name: one for one in fit().plan.techniques}
+    assert techniques["data_parallel"].where == ("DistributedDataParallel",)
+    assert techniques["data_parallel"].options == {"gradient_as_bucket_view": True}
+    planned = fit().planned
+    assert planned is not None
+    for rank in planned.ranks:
+        assert rank.profile is not None
+        assert [one.bucket_views for one in rank.profile.replicas] == [True]
+
+
+def test_sharding_is_a_lever_of_replicas_with_the_command_that_says_more() -> None:
+    workload, original = script(*LARGE), fit().original
+    (lever,) = sharded_lever(workload, original, original.peak_bytes)
+    assert lever.technique == "shard"
+    assert 0 < lever.peak_bytes < original.peak_bytes
+    assert "--ranks 2 --fsdp -- --batch 512" in lever.needs
+    alone = Trial(request=REQUEST, device="cpu", profile=original.profile)
+    assert sharded_lever(workload, alone, original.peak_bytes) == ()
 
 
 @pytest.mark.slow

@@ -44,6 +44,20 @@ def test_what_grows_in_proportion_takes_few_tries() -> None:
     assert len(tried) < 16
 
 
+def test_what_is_flat_at_first_takes_few_tries_and_another_budget_fewer() -> None:
+    known: dict[int, int | None] = {}
+
+    def peak_of(length: int) -> int:
+        known[length] = max(1_500_000, 480_000 + 6_448 * length)
+        return known[length] or 0
+
+    assert largest(peak_of, 1_756_018, 2, known).length == 197
+    assert len(known) < 20
+    before = len(known)
+    assert largest(peak_of, 1_740_000, 2, known).length == 195
+    assert len(known) < before + 6
+
+
 def test_a_crooked_line_takes_no_more_than_a_few_times_as_many() -> None:
     tried: list[int] = []
 
@@ -65,7 +79,7 @@ def test_what_runs_is_too_large_and_what_is_smaller_does_not_run() -> None:
 
 
 def test_nothing_fits() -> None:
-    assert largest(lambda length: 100 + length, 50, 8) == Largest(0, None, 101, 64, falls=False)
+    assert largest(lambda length: 100 + length, 50, 8) == Largest(0, None, 101, 256, falls=False)
 
 
 def test_what_never_grows_ends() -> None:
@@ -76,6 +90,7 @@ SHAPES = {
     "padded to 64": lambda n: 1000 + 10 * (-(-n // 64) * 64),
     "in parts from 1024 on": lambda n: 100 + (n * n // 50 if n <= 1024 else 5 * n),
     "cheap in blocks of 8": lambda n: 100 + 3 * n + (4000 if n % 8 else 0),
+    "cheap in blocks of 32": lambda n: 100 + 3 * n + (4000 if n % 32 else 0),
     "odd ones are dearer": lambda n: 100 + 3 * n + n % 2 * 1000,
 }
 

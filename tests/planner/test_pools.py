@@ -11,10 +11,10 @@ from steps import squared
 from torchtrim.observe.emulated import emulate
 from torchtrim.observe.workload import TrainStep
 from torchtrim.planner.planner import Planner
-from torchtrim.planner.pools import host_peak
 from torchtrim.records.profile import Profile
 from torchtrim.step.costs import on_device
 from torchtrim.step.from_profile import step_of
+from torchtrim.step.host import host_peak
 from torchtrim.sync.model.devices import device_named
 from torchtrim.techniques.base import Option, technique
 
@@ -43,7 +43,7 @@ def host_bytes(profile: Profile, planner: Planner) -> int:
         if one.name == "offload_activations"
         for where in one.where
     ]
-    return host_peak(step, [edit for edit in found if edit is not None])
+    return host_peak(edit for edit in found if edit is not None)
 
 
 def test_a_plan_takes_no_more_of_the_host_than_it_may(profile: Profile) -> None:

@@ -11,6 +11,11 @@ def test_logits_that_have_a_name() -> None:
     assert found.path.endswith("keeps.py")
 
 
+def test_a_batch_that_has_a_name_through_the_next_step() -> None:
+    found = the_only_finding("batch", "TT206", "fresh batch")
+    assert "has a name" in found.message
+
+
 def step_of(*, read: bool, size: int = 500) -> Step:
     step = Step()
     old = step.alive("input", 500)

@@ -97,8 +97,9 @@ def test_a_search_that_finds_something_is_told_of_nothing() -> None:
     assert "TT603" not in {one.code for one in report(*words).findings}
 
 
-def test_a_script_that_spawns_its_ranks() -> None:
-    spawns = Script(SCRIPT.replace("ranks.py", "spawns.py"), processes=2, timeout=LIMIT)
+@pytest.mark.parametrize("how", ["spawn", pytest.param("start", marks=pytest.mark.slow), "launch"])
+def test_a_script_that_spawns_its_ranks(how: str) -> None:
+    spawns = Script(SCRIPT.replace("ranks.py", "spawns.py"), (how,), processes=2, timeout=LIMIT)
     with working_folder() as folder:
         found = run_trial(spawns, REQUEST, folder)
     assert [one.profile.world for one in found.ranks if one.profile is not None] == [2, 2]

@@ -37,6 +37,11 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             continue
+        elif KEEPS in ("batch", "fresh batch"):
+            batch = torch.randn(2048, 64), torch.randint(500, (2048,))
+            step(model, optimizer, *batch)
+            before = batch if KEEPS == "batch" else None  # noqa: F841
+            continue
         elif KEEPS == "graph":
             loss = nn.functional.cross_entropy(model(data), labels)
             loss.backward(retain_graph=True)

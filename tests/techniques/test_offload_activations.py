@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,12 +20,12 @@ from torchtrim.errors import ApplyFailed
 from torchtrim.observe.emulated import emulate
 from torchtrim.observe.workload import TrainStep
 from torchtrim.planner.planner import Planner
-from torchtrim.planner.pools import host_peak
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile
 from torchtrim.step.costs import on_device
 from torchtrim.step.edits import Edit
 from torchtrim.step.from_profile import step_of
+from torchtrim.step.host import PINNED, host_peak
 from torchtrim.step.simulate import simulate, timeline
 from torchtrim.step.step import Step
 from torchtrim.sync.model.devices import device_named
@@ -33,7 +33,6 @@ from torchtrim.techniques.base import technique
 from torchtrim.techniques.offload_activations import TECHNIQUE
 from torchtrim.techniques.offload_activations.moving import Mover
 from torchtrim.techniques.offload_activations.places import place_of
-from torchtrim.techniques.offload_activations.windows import PINNED
 
 ORDERS = draws.orders(20)
 
@@ -128,13 +127,12 @@ def workload(name: str) -> TrainStep:
     return TrainStep(model, squared, optimizer, torch.randn(shape, device="cuda"))
 
 
-def run(name: str, where: Sequence[str] = (), order: str = "") -> Ran:
-    """Three steps, planned where places are given."""
+def run(name: str, planned: Technique | None = None, order: str = "") -> Ran:
+    """Three steps, planned where a plan is given."""
     with emulate(streams=order) as emulation:
         step = workload(name)
-        if where:
-            roots = {type(step.model).__name__: step.model}
-            TECHNIQUE.apply(roots, Technique(name=TECHNIQUE.name, where=tuple(where)))
+        if planned is not None:
+            TECHNIQUE.apply({type(step.model).__name__: step.model}, planned)
         torch.manual_seed(3)
         step.step(0)
         step.step(1)
@@ -150,8 +148,8 @@ def priced(profile: Profile) -> Step:
     return on_device(step_of(profile), device_named("a100"))
 
 
-def every(step: Step) -> tuple[list[str], list[Edit]]:
-    """All places that do not exclude each other, and what they change."""
+def every(step: Step) -> tuple[Technique, list[Edit]]:
+    """All places that do not exclude each other, as a plan has them, and what they change."""
     where, edits, taken = [], [], set()
     for option in TECHNIQUE.options(step):
         edit = TECHNIQUE.edits(step, option)
@@ -160,7 +158,8 @@ def every(step: Step) -> tuple[list[str], list[Edit]]:
             taken |= claimed
             where.append(option.where)
             edits.append(edit)
-    return where, edits
+    planned = Technique(name=TECHNIQUE.name, where=tuple(where))
+    return TECHNIQUE.settled(step, planned), edits
 
 
 def is_equal(first: Ran, second: Ran) -> bool:
@@ -171,17 +170,17 @@ def is_equal(first: Ran, second: Ran) -> bool:
 def test_every_bit_agrees_and_the_peak_is_the_planned_one(name: str) -> None:
     original = run(name)
     step = priced(original.profile)
-    where, edits = every(step)
-    assert where
+    technique_, edits = every(step)
+    assert technique_.where
     predicted = simulate(step, edits).peak_bytes
     assert predicted < original.profile.peak_bytes
     for order in ORDERS:
-        planned = run(name, where, order)
+        planned = run(name, technique_, order)
         assert is_equal(original, planned), order
         assert planned.races == []
         assert planned.profile.peak_bytes == pytest.approx(predicted, rel=0.01), order
         pinned = max(timeline(step_of(planned.profile), (), PINNED).before)
-        assert pinned == host_peak(step, edits)
+        assert pinned == host_peak(edits)
 
 
 def test_it_is_planned_with_the_others_and_certified() -> None:
@@ -210,11 +209,11 @@ BESIDE = {
 def test_beside_others(name: str) -> None:
     """Their hooks are within its own: what they do not drop they hand on."""
     original = run("norms")
-    where = every(priced(original.profile))[0]
+    planned = every(priced(original.profile))[0]
     with emulate(streams="late") as emulation:
         step = workload("norms")
         roots = {"Sequential": step.model}
-        TECHNIQUE.apply(roots, Technique(name=TECHNIQUE.name, where=tuple(where)))
+        TECHNIQUE.apply(roots, planned)
         technique(name).apply(roots, Technique(name=name, where=(BESIDE[name],)))
         torch.manual_seed(3)
         for number in range(2):
@@ -242,9 +241,7 @@ def applied(model: nn.Module, batch: torch.Tensor) -> Any:
     """The model with all that can be offloaded."""
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)
     profile = torchtrim.record(TrainStep(model, squared, optimizer, batch))
-    where = every(priced(profile))[0]
-    roots = {type(model).__name__: model}
-    return TECHNIQUE.apply(roots, Technique(name=TECHNIQUE.name, where=tuple(where)))
+    return TECHNIQUE.apply({type(model).__name__: model}, every(priced(profile))[0])
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -316,7 +313,7 @@ def test_pinned_memory_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
         streams = mover.streams
         assert streams is mover.streams
     assert len(set(seen[1:])) == 1
-    assert mover.pinned_bytes == sum(size * len(free) for size, free in mover._free.items())
+    assert mover.pinned_bytes == mover.store(in_file=False)._slab_bytes
 
 
 def test_places_read_as_they_are_written() -> None:
@@ -335,10 +332,10 @@ def test_a_fetch_that_forgets_to_wait_is_caught(monkeypatch: pytest.MonkeyPatch)
     from torchtrim.techniques.offload_activations.moving import Moved
 
     original = run("mlp")
-    where = every(priced(original.profile))[0]
+    planned = every(priced(original.profile))[0]
     monkeypatch.setattr(Moved, "_land", lambda self: setattr(self, "_arrived", None))
-    assert is_equal(original, run("mlp", where))
-    broken = run("mlp", where, "late")
+    assert is_equal(original, run("mlp", planned))
+    broken = run("mlp", planned, "late")
     assert not is_equal(original, broken)
     assert broken.races
 
@@ -350,10 +347,10 @@ def test_a_source_that_is_let_go_too_early_is_caught(monkeypatch: pytest.MonkeyP
         self._here, self._is_original = None, False
 
     original = run("mlp")
-    where = every(priced(original.profile))[0]
+    planned = every(priced(original.profile))[0]
     monkeypatch.setattr(Moved, "release", release)
-    assert is_equal(original, run("mlp", where))
-    assert not is_equal(original, run("mlp", where, "late"))
+    assert is_equal(original, run("mlp", planned))
+    assert not is_equal(original, run("mlp", planned, "late"))
 
 
 def test_on_a_cpu_everything_stays() -> None:

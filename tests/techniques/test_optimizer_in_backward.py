@@ -18,8 +18,11 @@ from torchtrim.observe.spent import Spent
 from torchtrim.planner.planner import Planner
 from torchtrim.records.plan import Technique
 from torchtrim.records.trial import Request, Trial
+from torchtrim.step.from_profile import step_of
+from torchtrim.techniques.base import names
 from torchtrim.techniques.failing import place_of
 from torchtrim.techniques.optimizer_in_backward import TECHNIQUE
+from torchtrim.units import format_bytes
 
 NAME = "optimizer_in_backward"
 
@@ -82,9 +85,35 @@ def test_it_is_the_same_to_the_bit(kind: str) -> None:
     same(original, planned)
 
 
+def clip_each(net: nn.Module) -> None:
+    """Clip the gradient of each parameter by its own norm as soon as it was added to."""
+    for parameter in net.parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda p: torch.nn.utils.clip_grad_norm_([p], 0.1) and None
+        )
+
+
+class ClippedRun(Run):
+    """A loop that clips each parameter by itself."""
+
+    def __init__(self, kind: str, backwards: int = 1, early: bool = False) -> None:
+        super().__init__(kind, backwards)
+        clip_each(self.net)
+        self.handle = applied(self.optimizer, backwards) if early else None
+
+
+def test_clipping_each_parameter_by_itself_goes_with_it() -> None:
+    original, planned, free = ClippedRun("AdamW", 2), ClippedRun("AdamW", 2, True), Run("AdamW", 2)
+    for run in (original, planned, free):
+        run.train(0, 3)
+    same(original, planned)
+    assert not torch.equal(original.net[0].weight, free.net[0].weight)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("Run", [Run, ClippedRun])
 @pytest.mark.parametrize("kind", ["SGD", "momentum", "Adam", "AdamW", "RMSprop", "Adagrad"])
-def test_it_is_the_same_over_a_thousand_steps(kind: str) -> None:
+def test_it_is_the_same_over_a_thousand_steps(kind: str, Run: type[Run]) -> None:  # noqa: N803
     backwards = 2
     original, planned = Run(kind, backwards), Run(kind, backwards, early=True)
     original.train(0, 1000)
@@ -268,6 +297,22 @@ class Filling(torchtrim.TrainStep):
         (optimizer,) = self.optimizers
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
+
+
+def test_a_missed_budget_says_what_clipping_costs_it() -> None:
+    step = wide_step()
+    clipping = Clipping(step.model, squared, step.optimizers[0], step.batch)
+    others = [name for name in names() if name != NAME]
+    found = Fitting(clipping, Request(steps=1), lambda _: None, exclude=others).nearest("1%")
+    assert found.missed is not None
+    (said,) = (note for note in found.notes if note.startswith(NAME))
+    gradients = sum(p.nbytes for p in step.model.parameters())
+    assert "norm" in said
+    assert f"all {format_bytes(gradients)} of them are kept" in said
+    assert "would run twice" in said
+    unclipped = observed(wide_step())
+    assert unclipped.profile is not None
+    assert not [*TECHNIQUE.refusals(step_of(unclipped.profile, unclipped.seconds))]
 
 
 @pytest.mark.parametrize("kind", [Clipping, Filling])

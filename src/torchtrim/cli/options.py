@@ -211,7 +211,8 @@ def fits(*, required: bool = True) -> Callable[[F], F]:
         function = click.option(
             "--host-memory",
             metavar="B",
-            help="What a plan may take of the host's memory for what it offloads; all it wants by default.",
+            help="What a plan may take of the host's memory for what it offloads; what has no room there may "
+            "go to files. By default all it wants, and no files.",
         )(function)
         return click.option(
             "--memory",

@@ -68,6 +68,8 @@ class Estimate:
         self.trial = self._run(self.workload)
         assert self.trial.profile is not None
         self.profile: Profile = self.trial.profile
+        self._known: dict[str, dict[int, int | None]] = {}
+        self._refused: dict[str, dict[int, str]] = {}
 
     @functools.cached_property
     def facts(self) -> Estimated:
@@ -167,24 +169,22 @@ class Estimate:
         unused = self._unused
         if unused and budget <= unused:
             raise UsageError(_taken(budget, unused))
-        refused: dict[int, str] = {}
+        refused = self._refused.setdefault(what, {})
+        known = self._known.setdefault(what, {now: self.bytes_held})
 
         def peak_of(length: int) -> int | None:
-            if length == now:
-                return self.bytes_held
             self._progress(f"{what} of {length}")
             try:
                 trial = self._run(at(length))
             except (RuntimeError, ValueError, IndexError, ScriptFailed) as error:
                 refused[length] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                known[length] = None
                 return None
             assert trial.profile is not None
-            return self._held_at(trial.profile)
+            known[length] = _held(trial.profile) - self.given_bytes(trial.profile)
+            return known[length]
 
-        found = largest(peak_of, budget, now)
-        reason = refused.get(found.length + 1, "")
-        if refused and found.length == 0 and now in refused:
-            raise ScriptFailed(f"it does not run at a {what} of 1: {reason}")
+        found = largest(peak_of, budget, now, known)
         return Growth(
             what="batch" if what == "batch" else "sequence",
             budget_bytes=budget,
@@ -192,7 +192,7 @@ class Estimate:
             largest=found.length,
             peak_bytes=found.peak,
             next_bytes=found.next_peak,
-            limited_by=reason,
+            limited_by=refused.get(found.length + 1, ""),
             tried=found.tried,
             falls=found.falls,
             unused_bytes=unused,
@@ -206,10 +206,9 @@ class Estimate:
             return given.script, {"batch_size": given.size}
         return given, {}
 
-    def _held_at(self, profile: Profile) -> int:
-        """What has to fit at another length, at which the batch that was given would not be there."""
-        given = 0 if profile.reserved_bytes else unused_bytes(profile) - self._unused
-        return _held(profile) - max(given, 0)
+    def given_bytes(self, profile: Profile) -> int:
+        """What of a peak at another length is the batch that was given, which would not be there."""
+        return 0 if profile.reserved_bytes else max(unused_bytes(profile) - self._unused, 0)
 
     def _lengths(self, what: str) -> tuple[int, Callable[[int], Workload | _Sized]]:
         """The length that there is, and the workload at another."""

@@ -14,6 +14,7 @@ from torchtrim.loops.optimize import measured
 from torchtrim.planner.rates import rates_plan
 from torchtrim.records.allowance import allowance
 from torchtrim.records.estimate import Growth, Probed
+from torchtrim.records.plan import MemoryKind
 from torchtrim.records.report import Result
 from torchtrim.records.trial import Request
 from torchtrim.run.script import Script, working_folder
@@ -161,7 +162,9 @@ class Search:
         chosen = msgspec.structs.replace(self._request, **request)
         with working_folder() as folder:
             trial = run_trial(workload, chosen, folder, self._progress)
-        return measured(trial, "reserved" if self._estimate.reserved_bytes else "allocated")
+        kind: MemoryKind = "reserved" if self._estimate.reserved_bytes else "allocated"
+        given = self._estimate.given_bytes(trial.profile) if trial.profile is not None else 0
+        return measured(trial, kind) - given
 
     def _answer(self, predicted: Growth) -> Growth:
         low = self._low

@@ -10,7 +10,9 @@ from torchtrim.records.allowance import Allowance
 from torchtrim.records.finding import EQUIVALENCES, Equivalence
 from torchtrim.records.lever import Lever
 from torchtrim.records.plan import MemoryKind, Plan, Technique
-from torchtrim.techniques.base import names
+from torchtrim.records.trial import Trial
+from torchtrim.step.from_profile import step_of
+from torchtrim.techniques.base import Refuses, names, technique
 
 # A plan or a lever that saves less of the peak is none.
 LEAST_SAVING = 0.005
@@ -21,7 +23,7 @@ class Reached:
     """What the plan that needs least was measured to need; `used` is its figure of that kind of memory."""
 
     def __init__(self, techniques: Sequence[Technique], used: int, seconds: float) -> None:
-        self.names = tuple(one.name for one in techniques)
+        self.names = tuple(dict.fromkeys(one.name for one in techniques))
         self.lever = Lever(
             technique=" + ".join(self.names),
             equivalence=_least([one.equivalence for one in techniques]),
@@ -56,11 +58,22 @@ def levers_of(
     return tuple(sorted(found, key=lambda lever: lever.step_seconds))
 
 
+def refusals(original: Trial, exclude: Collection[str]) -> tuple[str, ...]:
+    """What techniques say of the places at which they would save and are not used."""
+    assert original.profile is not None
+    step = step_of(original.profile, original.seconds)
+    units = (technique(name) for name in names() if name not in exclude)
+    return tuple(
+        said for unit in units if isinstance(unit, Refuses) for said in unit.refusals(step)
+    )
+
+
 def _simulated(name: str, plan: Plan, allow: Allowance) -> Lever:
     equivalence = _least([one.equivalence for one in plan.techniques])
-    several = len({one.name for one in plan.techniques}) > 1
+    used = tuple(dict.fromkeys(one.name for one in plan.techniques))
+    several = len(used) > 1
     return Lever(
-        technique=" + ".join(one.name for one in plan.techniques) if several else name,
+        technique=" + ".join(used) if several else name,
         equivalence=equivalence,
         needs="" if allow.holds(equivalence, name) else f"--allow {_word(equivalence, name)}",
         peak_bytes=plan.predicted.peak_bytes,

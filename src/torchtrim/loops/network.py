@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from torchtrim.errors import ApplyFailed, UsageError
@@ -23,11 +26,14 @@ from torchtrim.techniques.network.parts import PartsProgram
 from torchtrim.techniques.network.planned import Planned
 from torchtrim.techniques.network.program import Program
 
+_MOST_CALLS, _PATIENCE = 5, 0.5
+
 
 class Optimized(NamedTuple):
     """A model that runs by a plan. `fit` is None where it was not verified.
 
-    `program` is None where its graph could not be had; `notes` say why.
+    `program` is None where its graph could not be had; `notes` say why. `seconds`: of a call before and
+    with the plan, where it was verified.
     """
 
     plan: Plan
@@ -37,6 +43,12 @@ class Optimized(NamedTuple):
     applied: Applied
     fit: Fit | None
     notes: tuple[str, ...]
+    seconds: tuple[float, float] | None = None
+
+    @property
+    def slowdown(self) -> float | None:
+        """The time of a planned call as a factor of the original's."""
+        return None if self.seconds is None else self.seconds[1] / self.seconds[0]
 
 
 def optimize(
@@ -61,15 +73,38 @@ def optimize(
         after = table_of(model, inputs, program)
         predicted = Prediction(peak_bytes=after.total, step_seconds=0.0)
         plan = plan_for(model, options, before.outputs, predicted)
-        fit = None
+        fit = seconds = None
         if verify:
             applied.revert()
             fit = _verified(model, inputs, plan, before.total, progress)
+            plain = seconds_of_call(model, inputs)
             applied = apply_plan(plan, {type(model).__name__: model})
+            seconds = plain, seconds_of_call(model, inputs)
     except BaseException:
         applied.revert()
         raise
-    return Optimized(plan, before, after, program, applied, fit, notes)
+    return Optimized(plan, before, after, program, applied, fit, notes, seconds)
+
+
+def seconds_of_call(model: nn.Module, inputs: Any) -> float:
+    """The quickest of some calls, in seconds, after one that does not count."""
+    work, quickest = Inference(model, inputs), math.inf
+    work.step(0)
+    until = time.perf_counter() + _PATIENCE
+    for _ in range(_MOST_CALLS):
+        _wait()
+        begin = time.perf_counter()
+        work.step(0)
+        _wait()
+        quickest = min(quickest, time.perf_counter() - begin)
+        if time.perf_counter() > until:
+            break
+    return quickest
+
+
+def _wait() -> None:
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
 
 
 def tables_by_batch(

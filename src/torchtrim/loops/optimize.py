@@ -25,7 +25,8 @@ from torchtrim.loops.findings import ranks_of, report_of
 from torchtrim.loops.fix import Fixing
 from torchtrim.loops.fixed import fixes_of, with_fixes
 from torchtrim.loops.lengths import longest_step, recording, uneven_note
-from torchtrim.loops.levers import LEAST_SAVING, Reached, levers_of
+from torchtrim.loops.levers import LEAST_SAVING, Reached, levers_of, refusals
+from torchtrim.loops.sharding import sharded_lever
 from torchtrim.loops.surviving import (
     failing_places,
     failure_note,
@@ -228,9 +229,9 @@ class Fitting:
         planner = self.planner(original)
         self.notes += {planner.pinned.note()} - {"", *self.notes}
         if whole <= budget and not planner.forced:
-            plan = self._unchanged(original, budget, memory_kind)
             notes = (*self.notes, "the original fits the budget as it is")
-            return Fit(original, budget, plan, None, None, notes)
+            unchanged = self._unchanged(original, budget, memory_kind)
+            return Fit(original, budget, unchanged, None, None, notes)
         return self._surviving(
             lambda: self._within(original, budget, memory_kind),
             lambda: self._missed(original, budget, memory_kind, Tried.unchanged(whole)),
@@ -359,7 +360,7 @@ class Fitting:
             found = self._verified(original, budget, max(fitting, key=lambda one: one.used))
         else:
             found = self._missed(original, budget, kind, min(tried, key=lambda one: one.used))
-        return found._replace(notes=tuple(notes))
+        return found._replace(notes=(*notes, *found.notes))
 
     def _verified(self, original: Trial, budget: int, tried: Tried) -> Fit:
         if tried.plan is None or tried.trial is None:
@@ -382,12 +383,13 @@ class Fitting:
             Reached(found.plan.techniques, tried.used, seconds),
             self._exclude,
             self._allowed,
-        )
+        ) + sharded_lever(self.workload, original, whole)
         missed = self.planner(original).infeasible(budget, tried.used)
         if not found.plan.techniques:
             missed = _nothing_helps(budget, tried.used, missed.set_by)
         missed.plan, missed.certificate, missed.levers = found.plan, found.certificate, levers
-        return found._replace(missed=missed, levers=levers)
+        notes = (*found.notes, *refusals(original, self._exclude))
+        return found._replace(missed=missed, levers=levers, notes=notes)
 
     def _unchanged(self, original: Trial, budget: int, kind: MemoryKind) -> Plan:
         """The plan that changes nothing."""

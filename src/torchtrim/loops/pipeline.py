@@ -29,7 +29,7 @@ from torchtrim.records.report import Report, Result
 from torchtrim.records.trial import Request
 from torchtrim.report.assemble import with_plan
 from torchtrim.run.script import Script, working_folder
-from torchtrim.run.stage_ranks import run_ranks
+from torchtrim.run.stage_ranks import run_stages
 from torchtrim.run.stage_worker import VALUES, How, StageTask, StageTrial
 from torchtrim.run.trials import Progress, Workload
 from torchtrim.sync.model.devices import DEVICES
@@ -182,7 +182,7 @@ class Runs:
         folder = self._folder / said.replace(" ", "-").replace(",", "") / str(still)
         folder.mkdir(parents=True)
         tell = lambda text: self._tell(f"{said}: {text}")  # noqa: E731
-        return Run(run_ranks(self._script, task, ranks, folder, tell))
+        return Run(run_stages(self._script, task, ranks, folder, tell))
 
 
 def verify_pipeline(

@@ -222,6 +222,7 @@ def _storages(recorder: Recorder, operators: list[Operator]) -> list[Storage]:
             device=life.device,
             name=life.name,
             pool=life.pool,
+            kept=life.kept,
         )
         for number, life in enumerate(lives)
     ]

@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import (
 )
 
 COMPOSITE = "CompositeImplicitAutograd"
+CUSTOM = torch._C.DispatchKey.CompositeExplicitAutograd
+_TORCHS_OWN = ("aten", "prim", "prims", "_c10d_functional", "c10d")
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _FLAGS = (
     "old_dispatch_mode_flags",
@@ -40,6 +42,15 @@ def is_composite(func: Any) -> bool:
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     name: str = func.name()  # type: ignore[no-untyped-call]
     return has(name, COMPOSITE) and not has(name, "CPU")
+
+
+def is_custom(func: Any) -> bool:
+    """Whether an operator is somebody's own, with one kernel for all devices, made of other operators."""
+    if not isinstance(func, OpOverload) or func.namespace in _TORCHS_OWN:
+        return False
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    name: str = func.name()  # type: ignore[no-untyped-call]
+    return has(name, CUSTOM.name) and not has(name, "CPU")
 
 
 def has_own_dispatch(kind: type) -> bool:

@@ -187,7 +187,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             enter_below(self._emulation.accelerator)
         self._undo.close()
         self.end_ns = time.perf_counter_ns()
-        self.storages.note_peak()
+        self.storages.end()
 
     def _watch_resizes(self) -> None:
         """`UntypedStorage.resize_` is not dispatched."""
@@ -268,10 +268,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with self:
                 return known.parts(*args, **kwargs)
         before = len(self.operators) - 1
+        self.storages.sweep()
         inputs = self._uses(args, before + known.lifts, "" if known.lifts else "input")
         if kwargs:
             inputs += self._uses(kwargs.values(), before, "input")
-        node = _current_autograd_node()
+        node: Any = _current_autograd_node()
         phase, module, spot, caller, forward = self._cause(node, sys._getframe().f_back)
         result, begin, end = self._run(func, args, kwargs)
         with self._lock:
@@ -279,6 +280,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.storages.clock = index + 1
             mutates = self._mutated(known, args, kwargs) if known.written else ()
             outputs = self._uses((result,), index)
+            if node is None:
+                self.storages.keep(result)
             self.storages.note_peak()
             if self._dry is not None:
                 self._take_workspace(self._dry)

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from torch import nn
 
 from torchtrim.observe.modules import Modules
-from torchtrim.records.profile import Profile, Replica
+from torchtrim.records.profile import Profile, Replica, Storage
 
 
 class Replicas:
@@ -32,7 +32,9 @@ class Replicas:
             _replica(number, module, self._unused.get(number, 0))
             for number, module in _wrappers(modules)
         ]
-        return replace(profile, replicas=found) if found else profile
+        if not found:
+            return profile
+        return replace(profile, replicas=found, storages=_with_buckets(profile))
 
 
 def _wrappers(modules: Modules) -> Iterator[tuple[int, Any]]:
@@ -43,6 +45,20 @@ def _wrappers(modules: Modules) -> Iterator[tuple[int, Any]]:
         wraps = isinstance(module, parallel.DistributedDataParallel)
         if wraps and hasattr(module, "find_unused_parameters"):  # one that is sharded has none
             yield number, module
+
+
+def _with_buckets(profile: Profile) -> list[Storage]:
+    """The storages; the buckets in which gradients travel are none of the step's inputs."""
+    buckets = {
+        use.storage
+        for one in profile.collectives
+        if profile.operators[one.operator].phase == "backward"
+        for use in profile.operators[one.operator].inputs
+    }
+    return [
+        replace(one, kind="gathered") if number in buckets and one.kind == "input" else one
+        for number, one in enumerate(profile.storages)
+    ]
 
 
 def _replica(number: int, module: Any, unused: int) -> Replica:

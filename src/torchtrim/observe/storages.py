@@ -10,14 +10,17 @@ from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass, _current_autograd_node
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from torchtrim.observe.kept import Kept, counts_tell
 from torchtrim.records.profile import DEVICE_POOL
 
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 """The classes whose attributes are torch's own."""
 
+_SIMPLE = PLAIN | {FakeTensor}
 _CUDA_BLOCK = 512
 _NO_STORAGE = (NotImplementedError, RuntimeError)
 
@@ -34,10 +37,11 @@ class _Watched(weakref.ref[Any]):
 class Life:
     """One storage: `bytes`, and alive during operators `birth <= i < death`.
 
-    `released`: it died in the hands of the autograd engine. `pool` is as in `records.profile.Storage`.
+    `released`: it died in the hands of the autograd engine. `kept` and `pool` are as in
+    `records.profile.Storage`.
     """
 
-    __slots__ = ("birth", "bytes", "death", "device", "kind", "name", "pool", "released")
+    __slots__ = ("birth", "bytes", "death", "device", "kept", "kind", "name", "pool", "released")
 
     def __init__(self, size: int, birth: int, device: str, kind: str) -> None:
         self.bytes = size
@@ -47,7 +51,12 @@ class Life:
         self.kind = kind
         self.name = ""
         self.pool = DEVICE_POOL
+        self.kept = -1
         self.released = False
+
+
+FILE = "file"
+"""The pool of memory-mapped files, which are no device's and no process's memory."""
 
 
 class Storages:
@@ -68,6 +77,7 @@ class Storages:
         self._is_pinned = is_pinned
         self._living: dict[int, _Watched] = {}
         self._devices: dict[torch.device, str] = {}
+        self._kept = Kept(self._kept_no_longer) if counts_tell() else None
         self._on_death = self._died
 
     def see(self, tensor: torch.Tensor, birth: int, kind: str = "") -> int:
@@ -85,6 +95,19 @@ class Storages:
             host = "pinned" if self._is_pinned(tensor) else "host"
             life.pool = host if life.device == "cpu" else life.device
         return number
+
+    def keep(self, made: Any) -> None:
+        """Watch until when Python keeps the tensors that an operator made."""
+        if self._kept is None:
+            return
+        for tensor in made if isinstance(made, tuple | list) else (made,):
+            if type(tensor) in _SIMPLE and (number := self.number(tensor)) >= 0:
+                self._kept.add(tensor, number)
+
+    def sweep(self) -> None:
+        """Look which of those Python keeps no longer, before the operator that runs next."""
+        if self._kept is not None:
+            self._kept.sweep(self.clock)
 
     def resized(self, storage: Any) -> int:
         """Number of a storage whose size may have changed: that of its old size ends. -1 if never seen."""
@@ -122,11 +145,17 @@ class Storages:
 
     def counts(self, life: Life) -> bool:
         """Whether the storage is on a device whose bytes are counted: `"cuda"` is any of them."""
-        return life.device.startswith(self._counted)
+        return life.device != FILE and life.device.startswith(self._counted)
 
     def counted_bytes(self, life: Life) -> int:
         """Bytes of a storage, none where its device is not counted."""
         return life.bytes if self.counts(life) else 0
+
+    def end(self) -> None:
+        """The step is over: what is alive and kept is so to its end."""
+        self.note_peak()
+        if self._kept is not None:
+            self._kept.end()
 
     def note_peak(self) -> None:
         """Count what is alive now towards the peak."""
@@ -139,7 +168,7 @@ class Storages:
 
     def _begin(self, storage: Any, key: int, birth: int, kind: str) -> int:
         number = len(self.lives)
-        device = self._device(storage.device)
+        device = FILE if storage.filename else self._device(storage.device)
         watched = _Watched(storage, self._on_death)
         watched.key, watched.number, watched.bytes = key, number, storage.nbytes()
         life = Life(allocated_bytes(watched.bytes, device), birth, device, kind)
@@ -154,6 +183,9 @@ class Storages:
         if name is None:
             name = self._devices[device] = str(device)
         return name
+
+    def _kept_no_longer(self, number: int) -> None:
+        self.lives[number].kept = self.clock
 
     def _end(self, number: int) -> None:
         life = self.lives[number]

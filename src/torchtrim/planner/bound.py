@@ -33,7 +33,7 @@ def _at(problem: Problem, task: int, excess: int) -> float:
     for number, effect in enumerate(problem.effects):
         freed = _most(effect, task)
         if freed:
-            offers.append((problem.seconds[number] / freed, freed))
+            offers.append((problem.work_seconds[number] / freed, freed))
     offers.sort()
     total = 0.0
     for rate, freed in offers:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from torchtrim.records.estimate import Estimated, ModuleBytes
 from torchtrim.records.profile import Profile
 
 _LONGEST = 2**30
-_BLOCKS = (8, 64)
+_BLOCKS = (2, 8, 16, 32, 64, 128, 256)
 _RESTARTS = 3
 _LEAST_SAVING = 0.01
 
@@ -32,85 +32,108 @@ class Largest(NamedTuple):
     falls: bool
 
 
-def largest(peak_of: Callable[[int], int | None], budget: int, now: int) -> Largest:
+def largest(
+    peak_of: Callable[[int], int | None],
+    budget: int,
+    now: int,
+    known: Mapping[int, int | None] | None = None,
+) -> Largest:
     """The largest length whose peak is within the budget, and what one more would need.
 
     `peak_of` tells the peak in bytes at a length, None where there is none; it is called a few times only
-    where that grows nearly in proportion. A length that does not run although a longer one does is too
-    short: batch norm in training takes no batch of one. Where the peak falls somewhere as the length grows,
-    what is given fits and one more does not, and a few longer ones were tried in vain; others may fit.
+    where that grows nearly in proportion, and not for lengths whose peak is `known`. A length that does not
+    run although a longer one does is too short: batch norm in training takes no batch of one. Where the peak
+    falls somewhere as the length grows, what is given fits and one more does not, and a few longer ones were
+    tried in vain; others may fit.
     """
-    peaks: dict[int, int | None] = {}
-    low = _within(peak_of, budget, now, peaks)
+    peaks = dict(known or {})
+    if now not in peaks:
+        peaks[now] = peak_of(now)
+    low = _within(peak_of, budget, peaks)
     for _ in range(_RESTARTS):
-        longer = _longer(peak_of, budget, low, peaks)
-        if longer is None:
+        if not _longer_fits(peak_of, budget, low, peaks):
             break
-        low = _within(peak_of, budget, longer, peaks)
-    known = [peaks[length] or 0 for length in sorted(peaks) if peaks[length] is not None]
-    falls = any(one > other for one, other in pairwise(known))
+        low = _within(peak_of, budget, peaks)
+    told = [peaks[length] or 0 for length in sorted(peaks) if peaks[length] is not None]
+    falls = any(one > other for one, other in pairwise(told))
     return Largest(
         low if peaks.get(low) else 0, peaks.get(low), peaks.get(low + 1), max(peaks), falls
     )
 
 
-def _within(
-    peak_of: Callable[[int], int | None], budget: int, now: int, peaks: dict[int, int | None]
-) -> int:
-    """A length that fits while one more does not, or that is too short to run, found from `now` on."""
-    low, high, tried = 0, _LONGEST + 1, now
+def _within(peak_of: Callable[[int], int | None], budget: int, peaks: dict[int, int | None]) -> int:
+    """A length that fits while one more does not, or that is too short to run: the largest that is known to
+    or a longer one."""
+    low, high = _bracket(peaks, budget)
     while high - low > 1:
-        if tried not in peaks:
-            peaks[tried] = peak_of(tried)
-        peak = peaks[tried]
-        too_short = peak is None and any(p is not None and n > tried for n, p in peaks.items())
-        if too_short or (peak is not None and peak <= budget):
-            low = tried
-        else:
-            high = tried
         tried = _next(peaks, low, high, budget)
+        peaks[tried] = peak_of(tried)
+        low, high = (tried, high) if _is_low(peaks, tried, budget) else (low, tried)
     return low
 
 
-def _longer(
+def _bracket(peaks: dict[int, int | None], budget: int) -> tuple[int, int]:
+    """The largest length that is known to fit, and the next that is known not to."""
+    low = max((length for length in peaks if _is_low(peaks, length, budget)), default=0)
+    return low, min((length for length in peaks if length > low), default=_LONGEST + 1)
+
+
+def _is_low(peaks: dict[int, int | None], length: int, budget: int) -> bool:
+    """Whether it fits, or is too short to run."""
+    peak = peaks[length]
+    if peak is None:
+        return any(other is not None and n > length for n, other in peaks.items())
+    return peak <= budget
+
+
+def _longer_fits(
     peak_of: Callable[[int], int | None], budget: int, low: int, peaks: dict[int, int | None]
-) -> int | None:
-    """A length that fits although a shorter one does not: whole blocks, where programs pad, or twice and
-    four times as long, where they begin to work in parts."""
-    blocks = (-(-(low + 1) // size) * size for size in _BLOCKS)
-    for length in (*blocks, 2 * low, 4 * low):
+) -> bool:
+    """Whether a length fits although a shorter one does not: whole blocks, where programs pad or take a
+    kernel of their own, or twice and four times as long, where they begin to work in parts."""
+    blocks = (-(-(low + 2) // size) * size for size in _BLOCKS)
+    for length in dict.fromkeys((*blocks, 2 * low, 4 * low)):
         if not low < length <= _LONGEST:
             continue
         if length not in peaks:
             peaks[length] = peak_of(length)
         peak = peaks[length]
         if peak is None or peak <= budget:
-            return length if peak is not None else None
-    return None
+            return peak is not None
+    return False
 
 
 def _next(peaks: dict[int, int | None], low: int, high: int, budget: int) -> int:
-    """The length to try: where the line through the two nearest ones crosses the budget.
+    """The length to try: where a line through two that are known crosses the budget.
 
-    Every fourth time it is the middle, so that a crooked line costs no more than a few times as much.
+    By turns through the two that enclose it and the two nearest. Every fourth time it is the middle, so that
+    a crooked line costs no more than a few times as much.
     """
-    crossing = _crossing(peaks, low, budget)
+    turn = len(peaks) % 4
     if high > _LONGEST:
-        aim = 2 * low if crossing is None else min(crossing, 16 * low)
-    elif crossing is None or peaks[high] is None or len(peaks) % 4 == 0:
-        aim = (low + high) // 2
+        aim = _crossing(peaks, _nearest(peaks, low), budget)
+        aim = 2 * low if aim is None else min(aim, 16 * low)
+    elif peaks[high] is None or turn == 0:
+        aim = None
+    elif turn % 2 and peaks.get(low) is not None:
+        aim = _crossing(peaks, [low, high], budget)
     else:
-        aim = crossing
-    return max(low + 1, min(aim, high - 1))
+        aim = _crossing(peaks, _nearest(peaks, low), budget)
+    return max(low + 1, min((low + high) // 2 if aim is None else aim, high - 1))
 
 
-def _crossing(peaks: dict[int, int | None], low: int, budget: int) -> int | None:
-    """Where the line through the two lengths nearest to `low` reaches the budget; None without a slope."""
-    known = [(length, peak) for length, peak in peaks.items() if peak is not None]
-    nearest = sorted(known, key=lambda pair: abs(pair[0] - low))[:2]
-    if len(nearest) < 2:
+def _nearest(peaks: dict[int, int | None], length: int) -> list[int]:
+    """The two lengths nearest to it that run."""
+    running = (one for one, peak in peaks.items() if peak is not None)
+    return sorted(running, key=lambda one: abs(one - length))[:2]
+
+
+def _crossing(peaks: dict[int, int | None], through: list[int], budget: int) -> int | None:
+    """Where the line through two lengths reaches the budget; None without a slope."""
+    if len(through) < 2:
         return None
-    (one, at_one), (other, at_other) = nearest
+    one, other = through
+    at_one, at_other = peaks[one] or 0, peaks[other] or 0
     slope = (at_other - at_one) / (other - one)
     return int(one + (budget - at_one) / slope) if slope > 0 else None
 

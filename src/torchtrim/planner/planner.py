@@ -13,7 +13,7 @@ from torchtrim.planner.by_hand import by_hand
 from torchtrim.planner.front import Front, Point
 from torchtrim.planner.pins import Patterns, Pinned, overlap
 from torchtrim.planner.plans import made_plan
-from torchtrim.planner.pools import within_host
+from torchtrim.planner.pools import in_files, within_host
 from torchtrim.planner.problem import Problem
 from torchtrim.planner.solvers.exact import Exact
 from torchtrim.planner.solvers.integer import Answer, Integer
@@ -26,10 +26,12 @@ from torchtrim.rules.prices import device_of
 from torchtrim.step.costs import on_device
 from torchtrim.step.edits import Edit
 from torchtrim.step.from_profile import step_of
+from torchtrim.step.host import host_peak
+from torchtrim.step.links import added_seconds, traffic
 from torchtrim.step.overwrite import overwritten
 from torchtrim.step.simulate import Outcome, simulate
 from torchtrim.step.step import Step
-from torchtrim.techniques.base import Option, Settings, names, technique
+from torchtrim.techniques.base import Option, Settings, Settles, names, technique
 from torchtrim.units import format_bytes
 
 _SOLVERS = (Exact(), Local())
@@ -52,7 +54,8 @@ class Choice(NamedTuple):
 class Planner:
     """Plans for one profile; `step_seconds` is the original's step without the recorder.
 
-    What overwrites its input costs nothing, so whatever may does, in every plan that changes something.
+    What overwrites its input costs nothing, and some options save time: whatever may does, in every plan that
+    changes something.
     For an emulated device the options are chosen by what they cost there; predicted are the seconds here.
     `exclude` names techniques, places, or places of one technique (`recompute:Net.a`), that are not to be
     used; `allow` is the least equal result. `pins`: what holds in every plan (`planner.pins`).
@@ -244,12 +247,15 @@ class Planner:
         """The step in which what may overwrites its input, and what else can be done in it."""
         step = self._overwritten(self._priced, self._free)
         costly = [pair for pair in self._edits(step) if not pair[1].overwrites]
-        return step, within_host(step, costly, self._host_bytes)
+        if self._host_bytes is None:
+            return step, costly
+        admitted = within_host(step, costly, self._host_bytes)
+        return step, [*admitted, *in_files(step, costly, admitted, self._allowed_names())]
 
     @cached_property
     def _forced(self) -> list[tuple[Option, Edit]]:
-        """The pinned options, those apart that cost nothing."""
-        found = [pair for pair in self._overwriting[1] if self.pinned.demands(pair[0])]
+        """The pinned options and those that save time, those apart that only overwrite."""
+        found = [pair for pair in self._overwriting[1] if self._is_on(*pair)]
         missing = self.pinned.missing((*self._free, *(option for option, _ in found)))
         if missing:
             raise UsageError(
@@ -257,6 +263,9 @@ class Planner:
                 "overwrite its input. Take one of them out."
             )
         return found
+
+    def _is_on(self, option: Option, edit: Edit) -> bool:
+        return self.pinned.demands(option) or (edit.seconds < 0 and self.pinned.may(option))
 
     def _overwritten(self, step: Step, free: Iterable[Option]) -> Step:
         edits = (technique(o.technique).edits(step, o) for o in free)
@@ -277,10 +286,8 @@ class Planner:
     def _edits(self, step: Step) -> list[tuple[Option, Edit]]:
         """The allowed options of a step, and what each changes."""
         found = []
-        for name in names():
+        for name in self._allowed_names():
             unit = technique(name)
-            if name in self._exclude or not _allowed(unit.equivalence, self._allow):
-                continue
             for option in unit.options(step):
                 places = {option.where, f"{name}:{option.where}"}
                 barred = not places.isdisjoint(self._exclude)
@@ -290,6 +297,14 @@ class Planner:
                 if edit is not None:
                     found.append((option, edit))
         return found
+
+    def _allowed_names(self) -> list[str]:
+        """The techniques that plans may use."""
+        return [
+            name
+            for name in names()
+            if name not in self._exclude and _allowed(technique(name).equivalence, self._allow)
+        ]
 
     def _offered(self) -> list[tuple[Option, Edit]]:
         """What can be done, whether or not what may overwrites its input."""
@@ -309,7 +324,8 @@ class Planner:
             return None
         options = tuple(self._problem.options[number] for number in point.chosen)
         outcome = self._problem.run(point.chosen)
-        bound = answer.bound if answer else least_seconds(self._problem, budget)
+        proven = answer is not None and self._problem.is_additive
+        bound = answer.bound if answer and proven else least_seconds(self._problem, budget)
         optimal = self._solved[1] or outcome.added_seconds <= bound * _ALIKE
         forced = (option for option, _ in self._forced)
         return Choice((*self._free, *forced, *options), outcome, optimal, bound)
@@ -345,21 +361,25 @@ class Planner:
         added, bound = choice.outcome.added_seconds, choice.bound_seconds
         if self._priced is not self._step:
             step = self._overwritten(self._step, self._free)
-            costly = (technique(o.technique).edits(step, o) for o in choice.options)
-            added, bound = sum(edit.seconds for edit in costly if edit is not None), 0.0
+            added, bound = added_seconds(step, _edits_of(step, choice.options)), 0.0
         return self._step.seconds + added, self._step.seconds + min(bound, added)
 
     def _plan(self, choice: Choice, budget: int, bias: int, memory_kind: MemoryKind) -> Plan:
         seconds, least = self._seconds(choice)
+        step = self._overwriting[0] if choice.options else self._priced
+        edits = _edits_of(step, choice.options)
         return made_plan(
             self.profile,
             fingerprint=self._fingerprint,
             script_sha256=self._sha256,
             budget_bytes=budget,
             memory_kind=memory_kind,
-            techniques=techniques_of(choice.options),
+            techniques=tuple(_settled(step, one) for one in techniques_of(choice.options)),
             predicted=Prediction(
-                peak_bytes=max(choice.outcome.peak_bytes + bias, 0), step_seconds=seconds
+                peak_bytes=max(choice.outcome.peak_bytes + bias, 0),
+                step_seconds=seconds,
+                host_bytes=host_peak(edits),
+                stall_seconds=traffic(step, edits).stall,
             ),
             pins=self._pins,
             status="optimal" if choice.optimal else "feasible",
@@ -397,6 +417,18 @@ def techniques_of(options: Iterable[Option]) -> tuple[Technique, ...]:
         )
         for (name, settings, equivalence), where in places.items()
     )
+
+
+def _edits_of(step: Step, options: Iterable[Option]) -> list[Edit]:
+    """What options change in a step."""
+    edits = (technique(option.technique).edits(step, option) for option in options)
+    return [edit for edit in edits if edit is not None]
+
+
+def _settled(step: Step, one: Technique) -> Technique:
+    """A technique with what can be said of all its places together."""
+    unit = technique(one.name)
+    return unit.settled(step, one) if isinstance(unit, Settles) else one
 
 
 def where_of(techniques: Iterable[Technique]) -> list[str]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torchtrim.memory.curve import bytes_over_time
 from torchtrim.step.edits import Block, Edit
-from torchtrim.step.step import DEVICE, Step
-from torchtrim.techniques.base import Option
+from torchtrim.step.host import host_blocks, host_peak
+from torchtrim.step.step import Step
+from torchtrim.techniques.base import Option, ToFiles, technique
 
 Pair = tuple[Option, Edit]
 
@@ -27,17 +28,26 @@ def within_host(step: Step, pairs: Sequence[Pair], host_bytes: int | None) -> li
         if _highest(step, [*taken, *blocks]) <= host_bytes:
             taken += blocks
             admitted.add(number)
+    while host_peak(pairs[number][1] for number in admitted) > host_bytes:
+        admitted.remove(min(admitted, key=lambda number: _area(pairs[number][1])))
     return [pair for number, pair in enumerate(pairs) if number in admitted or not _area(pair[1])]
 
 
-def host_peak(step: Step, edits: Sequence[Edit]) -> int:
-    """The highest bytes of the host's memory that these edits take."""
-    return _highest(step, [block for edit in edits for block in host_blocks(edit)])
-
-
-def host_blocks(edit: Edit) -> list[Block]:
-    """What an edit puts into memory of the host."""
-    return [block for block in edit.blocks if block.pool != DEVICE]
+def in_files(
+    step: Step, pairs: Sequence[Pair], admitted: Sequence[Pair], names: Iterable[str]
+) -> list[Pair]:
+    """What techniques can keep in files: of that which is on the host, the options that were not admitted."""
+    kept = {option.where for option, _ in admitted}
+    on_host = {option.where for option, edit in pairs if host_blocks(edit)}
+    found = []
+    for name in names:
+        unit = technique(name)
+        for option in unit.to_files(step) if isinstance(unit, ToFiles) else ():
+            if option.where.removesuffix(" in file") in kept & on_host:
+                continue
+            if (edit := unit.edits(step, option)) is not None:
+                found.append((option, edit))
+    return found
 
 
 def _area(edit: Edit) -> int:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torchtrim.step.edits import Edit
 from torchtrim.step.incremental import Simulation
+from torchtrim.step.links import added_seconds
 from torchtrim.step.simulate import Outcome
 from torchtrim.step.step import DEVICE, Step
 from torchtrim.techniques.base import Option
@@ -59,10 +60,22 @@ class Problem:
         """The step with these options."""
         known = self._known.get(chosen)
         if known is None:
-            outcome = self._with(chosen).outcome
-            known = outcome._replace(added_seconds=self.forced_seconds + self.sum(chosen))
+            added = self._added(chosen)
+            known = self._with(chosen).outcome._replace(added_seconds=added)
             self._known[chosen] = known
         return known
+
+    def _added(self, chosen: Chosen) -> float:
+        """Seconds that options add together. Those that share a link await each other's copies there."""
+        edits = [*(self.edits[number] for number in chosen), *self.forced]
+        if any(edit.trips for edit in edits):
+            return added_seconds(self.step, edits)
+        return self.forced_seconds + self.sum(chosen)
+
+    @cached_property
+    def is_additive(self) -> bool:
+        """Whether no choice can add less than the sum of its options: none is awaited when it is alone."""
+        return not any(trip.alone for edit in (*self.edits, *self.forced) for trip in edit.trips)
 
     def peak_from(self, chosen: Chosen, task: int) -> int:
         """The highest bytes from a task on."""
@@ -78,13 +91,18 @@ class Problem:
 
     @cached_property
     def seconds(self) -> list[float]:
-        """Seconds that each option adds."""
+        """Seconds that each option adds alone."""
         return [edit.seconds for edit in self.edits]
 
     @cached_property
+    def work_seconds(self) -> list[float]:
+        """Seconds that each option adds at least, whatever else is chosen."""
+        return [edit.work_seconds for edit in self.edits]
+
+    @cached_property
     def forced_seconds(self) -> float:
-        """Seconds that the forced edits add."""
-        return sum(edit.seconds for edit in self.forced)
+        """Seconds that the forced edits add at least."""
+        return sum(edit.work_seconds for edit in self.forced)
 
     @cached_property
     def forced_effects(self) -> list[Effect]:

@@ -25,10 +25,15 @@ class Technique(Struct, frozen=True, kw_only=True):
 
 
 class Prediction(Struct, frozen=True, kw_only=True):
-    """What the planner expects of a planned step."""
+    """What the planner expects of a planned step.
+
+    `stall_seconds` of it are spent on waiting for copies from and to the host, whose memory has `host_bytes`.
+    """
 
     peak_bytes: Bytes
     step_seconds: Annotated[float, Meta(ge=0)]
+    host_bytes: Bytes = 0
+    stall_seconds: Annotated[float, Meta(ge=0)] = 0.0
 
 
 class Plan(Struct, frozen=True, kw_only=True):

@@ -89,10 +89,12 @@ class Storage(Struct, frozen=True, array_like=True, gc=False):
     """A block of memory, alive during operators `birth <= i < death`.
 
     `pool` is where its bytes are: `"device"` for the memory that the profile is about; in a profile of a
-    GPU's memory, host memory is in `"pinned"` or `"host"`, and counts for none of its figures.
+    GPU's memory, host memory is in `"pinned"` or `"host"`, and counts for none of its figures. Nor does
+    what is mapped to a `"file"`.
 
     `birth` is -1 for what was alive before the step; `death` is the number of operators for what
-    outlives it. `name` is the parameter's, buffer's or state's, else empty.
+    outlives it. `name` is the parameter's, buffer's or state's, else empty. Python itself, in a local of a
+    function, say, kept what an operator of forward made until before operator `kept`; -1: not known.
     """
 
     bytes: Count
@@ -102,6 +104,7 @@ class Storage(Struct, frozen=True, array_like=True, gc=False):
     device: Text
     name: Text
     pool: Text = DEVICE_POOL
+    kept: Index = -1
 
     @property
     def counted(self) -> int:

@@ -50,6 +50,7 @@ SAFETY = {
 _NEARLY = 0.9
 _MOST_INPUTS = 3
 _PROVEN = 0.0005
+_SMALL = 0.005
 
 
 def tone_of(certificate: Certificate) -> Tone:
@@ -62,9 +63,10 @@ def part_lines(report: Report) -> list[str]:
     if report.floor_bytes is None or not report.peak_parts:
         return []
     whole = sum(part.bytes for part in report.peak_parts)
-    told = (
-        f"{p.what} {format_bytes(p.bytes)} ({_share(p.bytes, whole)})" for p in report.peak_parts
-    )
+    small = [p.bytes for p in report.peak_parts[1:] if p.bytes < _SMALL * whole]
+    large = report.peak_parts[: len(report.peak_parts) - len(small)]
+    told = [f"{p.what} {format_bytes(p.bytes)} ({_share(p.bytes, whole)})" for p in large]
+    told += [f"the rest {format_bytes(sum(small))}"] if small else []
     floor = f"{format_bytes(report.floor_bytes)} ({report.floor_bytes} bytes)"
     return [f"{floor}: {', '.join(told)}"]
 

@@ -96,4 +96,6 @@ def _marked(text: str) -> Markup:
 
 
 def _typeset(text: str) -> str:
-    return text.replace("->", "\N{RIGHTWARDS ARROW}").replace("+-", "\N{PLUS-MINUS SIGN}")
+    """Arrows and signs as print has them; a figure and its percent sign stay in one line."""
+    signs = text.replace("->", "\N{RIGHTWARDS ARROW}").replace("+-", "\N{PLUS-MINUS SIGN}")
+    return signs.replace(" %", "\N{NO-BREAK SPACE}%")

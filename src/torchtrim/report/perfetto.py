@@ -10,12 +10,14 @@ import msgspec
 from torchtrim.memory.names import base_name
 from torchtrim.memory.timeline import kinds_over_time
 from torchtrim.records import Finding, Profile
+from torchtrim.records.plan import Technique
 from torchtrim.records.report import Waiting
 from torchtrim.report import facts
+from torchtrim.report.copies import Copies, copies_of
 from torchtrim.report.lanes import Lanes, lanes
 from torchtrim.report.safe import clean
 
-_HOST, _DEVICE = 1, 2
+_HOST, _DEVICE, _PLANNED = 1, 2, 3
 _OPERATORS, _MODULES, _WAITS, _FINDINGS = 1, 2, 3, 4
 _STREAM = 7
 _US = 1e6
@@ -35,10 +37,19 @@ class _Event(msgspec.Struct, omit_defaults=True):
 
 
 def render(
-    profile: Profile, findings: Sequence[Finding], waiting: Waiting | None, *, source: bool = True
+    profile: Profile,
+    findings: Sequence[Finding],
+    waiting: Waiting | None,
+    *,
+    techniques: Sequence[Technique] = (),
+    source: bool = True,
 ) -> bytes:
-    """The trace as JSON. Times are the recorded ones, or modelled where waits were priced for a GPU."""
+    """The trace as JSON. Times are the recorded ones, or modelled where waits were priced for a GPU.
+
+    Of a plan's techniques, the copies to and from the host are a process of their own, as planned.
+    """
     drawn = lanes(waiting, profile)
+    copies = copies_of(profile, techniques)
     events = [
         *_names(profile, drawn),
         *_operators(profile, drawn, source),
@@ -47,6 +58,7 @@ def render(
         *_device(profile, drawn),
         *_memory(profile, drawn),
         *(_findings(profile, drawn, findings, source)),
+        *(_copies(profile, copies) if copies is not None else ()),
     ]
     trace = {
         "traceEvents": events,
@@ -139,6 +151,32 @@ def _device(profile: Profile, drawn: Lanes) -> Iterator[_Event]:
             cat="kernel",
             args={"External id": span.index, "device": 0, "stream": _STREAM},
         )
+
+
+def _copies(profile: Profile, copies: Copies) -> Iterator[_Event]:
+    """The planned step: compute, each direction of the link, and when compute stands still."""
+    title = {"name": f"planned, modelled for {copies.device_name}"}
+    yield _Event(name="process_name", ph="M", pid=_PLANNED, args=title)
+    yield _Event(name="process_sort_index", ph="M", pid=_PLANNED, args={"sort_index": _PLANNED})
+    tracks = {
+        "compute": (copies.compute, "kernel"),
+        "copies to the host": (copies.out, "gpu_memcpy"),
+        "copies back": (copies.home, "gpu_memcpy"),
+        "waits for copies": (copies.awaited, "wait"),
+    }
+    for tid, (track, (spans, category)) in enumerate(tracks.items(), 1):
+        yield _Event(name="thread_name", ph="M", pid=_PLANNED, tid=tid, args={"name": track})
+        for span in spans:
+            known = profile.operators[span.index].name if span.index >= 0 else ""
+            yield _Event(
+                name=clean(base_name(known)) if known else "wait",
+                ph="X",
+                pid=_PLANNED,
+                tid=tid,
+                ts=_us(span.start),
+                dur=_us(span.seconds),
+                cat=category,
+            )
 
 
 def _memory(profile: Profile, drawn: Lanes) -> Iterator[_Event]:

@@ -14,6 +14,7 @@ from torchtrim.memory.names import base_name
 from torchtrim.records import Profile
 from torchtrim.records.profile import Phase
 from torchtrim.report import facts
+from torchtrim.report.copies import Copies
 from torchtrim.report.lanes import Lanes, Span
 from torchtrim.report.safe import clean, keep_right
 from torchtrim.units import format_bytes, format_seconds
@@ -59,6 +60,33 @@ def timeline_view(
         ends=format_seconds(lanes.seconds),
         said=_said(lanes),
         dropped=_dropped(lanes.host, shown),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopiesView:
+    """The copies of a planned step, with their words."""
+
+    lanes: Sequence[Lane]
+    ends: str
+    said: str
+
+
+def copies_view(profile: Profile, copies: Copies) -> CopiesView:
+    """Compute above the copies that hide behind it, and where it waits for them."""
+
+    def strip(name: str, spans: Sequence[Span], style: Callable[[Span], str]) -> Lane:
+        return Lane(name=name, markup=_strip(spans, copies.seconds, style))
+
+    return CopiesView(
+        lanes=[
+            strip("compute", copies.compute, lambda s: f"p-{profile.operators[s.index].phase}"),
+            strip("to the host", copies.out, lambda _: "p-communication"),
+            strip("back", copies.home, lambda _: "p-communication"),
+            strip("waits", copies.awaited, lambda _: "p-waiting"),
+        ],
+        ends=format_seconds(copies.seconds),
+        said=copies.said,
     )
 
 

@@ -13,6 +13,7 @@ from markupsafe import Markup
 from torchtrim.records import Finding, Profile, Report, Technique
 from torchtrim.records.report import FrontierPoint, Holder
 from torchtrim.report import facts, json
+from torchtrim.report.copies import Copies, copies_of
 from torchtrim.report.excerpt import SourceLine, excerpt
 from torchtrim.report.figures import Row, figure_rows
 from torchtrim.report.headline import Headline, headline
@@ -22,7 +23,7 @@ from torchtrim.report.pictures import picture, unseen
 from torchtrim.report.safe import clean, keep_right
 from torchtrim.report.split import Split, splits
 from torchtrim.report.svg import Picture, stacked
-from torchtrim.report.timeline import TimelineView, timeline_view
+from torchtrim.report.timeline import CopiesView, TimelineView, copies_view, timeline_view
 from torchtrim.report.tree import Node, count, tree
 from torchtrim.units import format_bytes
 
@@ -122,6 +123,7 @@ class View:
     download: Markup
     splits: Sequence[Split]
     timeline: TimelineView | None
+    copies: CopiesView | None
     operators: OperatorTable | None
     phases: frozenset[str]
     tree: Sequence[Node]
@@ -138,6 +140,7 @@ class Drawn:
 
     profile: Profile | None
     lanes: Lanes | None
+    copies: Copies | None
     charts: Sequence[ChartView]
     splits: Sequence[Split]
     tree: Sequence[Node]
@@ -152,6 +155,7 @@ def draw(report: Report, before: Profile | None, after: Profile | None) -> Drawn
         splits=splits(report, before),
         tree=tree(known) if known is not None else (),
         lanes=lanes(report.waiting, known) if known is not None else None,
+        copies=copies_of(known, report.plan.techniques) if known and report.plan else None,
     )
 
 
@@ -184,6 +188,7 @@ def view(report: Report, drawn: Drawn, caps: Caps, *, source: bool = True) -> Vi
         download=_download(report, caps.json_bytes),
         splits=drawn.splits,
         timeline=timeline,
+        copies=_copies(drawn),
         operators=operators,
         phases=_phases(drawn),
         tree=drawn.tree if count(drawn.tree) <= caps.spans else (),
@@ -199,6 +204,12 @@ def _step(
         timeline_view(drawn.profile, drawn.lanes, caps.spans, source=source),
         operator_table(drawn.profile, drawn.lanes, caps.operators, source=source),
     )
+
+
+def _copies(drawn: Drawn) -> CopiesView | None:
+    if drawn.profile is None or drawn.copies is None:
+        return None
+    return copies_view(drawn.profile, drawn.copies)
 
 
 def _phases(drawn: Drawn) -> frozenset[str]:

@@ -46,35 +46,28 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from torchtrim.records.finding import Finding, Suggestion
-from torchtrim.records.profile import Collective, Profile
+from torchtrim.records.profile import Profile
 from torchtrim.rules.base import Rule
 from torchtrim.rules.places import line_of
-from torchtrim.step.job import blocked_seconds
+from torchtrim.step.exchanges import rounds_of
 from torchtrim.units import format_bytes
-
-_REDUCES = "allreduce"
 
 
 def check(profile: Profile) -> Iterator[Finding]:
     """One finding where a rank exchanges more than once what it adds up."""
-    gradients = sum(replica.gradient_bytes for replica in profile.replicas)
-    exchanged = [*_of_backward(profile)]
-    total = sum(one.bytes for _, one in exchanged)
-    rounds = round(total / gradients) if gradients else 0
-    if rounds < 2 or _added(profile) < rounds:
+    rounds = rounds_of(profile)
+    if rounds.count < 2:
         return
-    blocked = blocked_seconds(profile)
-    needless = [*_without_last(exchanged, gradients)]
     path, line = line_of(profile, min((call.first for call in profile.calls), default=-1))
     yield Finding(
         code=RULE.code,
         path=path,
         line=line,
         end_line=line,
-        message=f"a step exchanges {format_bytes(total)} of gradients in {rounds} rounds, one for each "
-        f"micro-batch, and {format_bytes(gradients)} would do",
-        count_per_step=rounds - 1,
-        price_ms=sum(blocked[number] for number in needless) * 1e3,
+        message=f"a step exchanges {format_bytes(rounds.all_bytes)} of gradients in {rounds.count} rounds, "
+        f"one for each micro-batch, and {format_bytes(rounds.once_bytes)} would do",
+        count_per_step=rounds.count - 1,
+        price_ms=rounds.needless_seconds * 1e3,
         fix=Suggestion(
             kind="advice",
             equivalence="ROUNDING",
@@ -86,28 +79,6 @@ def check(profile: Profile) -> Iterator[Finding]:
 def across(profiles: Sequence[Profile]) -> Iterator[Finding]:
     """That of the first rank: all of them exchange the same."""
     yield from check(profiles[0])
-
-
-def _of_backward(profile: Profile) -> Iterator[tuple[int, Collective]]:
-    for number, one in enumerate(profile.collectives):
-        if profile.operators[one.operator].phase == "backward" and one.name == _REDUCES:
-            yield number, one
-
-
-def _added(profile: Profile) -> int:
-    """How often the step adds to a gradient, the most of all."""
-    steps = profile.optimizer_steps
-    return max((update.added for step in steps for update in step.updates), default=0)
-
-
-def _without_last(exchanged: list[tuple[int, Collective]], gradients: int) -> Iterator[int]:
-    """All exchanges but those of the last round."""
-    left = sum(one.bytes for _, one in exchanged) - gradients
-    for number, one in exchanged:
-        if left <= 0:
-            return
-        left -= one.bytes
-        yield number
 
 
 RULE = Rule(code="TT604", name="exchange-in-accumulation", check=check, across=across)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-_OWN = frozenset(vars(nn.Module())) - {"training"} | {"inplace"}
+_WHERE = {"inplace", "gradient_as_bucket_view"}
+_OWN = frozenset(vars(nn.Module())) - {"training"} | _WHERE
 _PLAIN = (bool, int, str, bytes, complex, type(None))
 _MOST = 1000
 _DEEPEST = 4
@@ -21,7 +22,7 @@ def attributes(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, 
     """`(name, value)` of what a module was given: a tensor, or a text in place of all else.
 
     A float is a tensor of float64, since it may be rounded. Of what nobody knows only the type counts, and
-    `inplace` says where a result is, not what it is.
+    what says where a result is, such as `inplace`, does not say what it is.
     """
     for path, module in modules:
         for name, value in list(vars(module).items()):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from torchtrim.observe.emulated.device import current
 from torchtrim.observe.emulated.moves import emulate_devices
 from torchtrim.records.profile import is_emulated
+from torchtrim.run.spawning import Spawning, replace_in
 
 _GLOO = (
     "the ranks exchange over gloo, on the host: the script asks for NCCL, which needs a GPU for each rank. "
@@ -45,23 +45,12 @@ class Joining:
         emulate_devices(self._world)
         for name in _NAMES:
             wrap = getattr(self, f"_{name}")
-            _replace("torch.distributed", name, wrap(getattr(torch.distributed, name)))
-        multiprocessing: Any = torch.multiprocessing
-        _replace("torch.multiprocessing", "spawn", self._spawn(multiprocessing.spawn))
+            original = getattr(torch.distributed, name)
+            replace_in("torch.distributed", original, wrap(original))
+        Spawning(self._world, self._spawned).install()
 
-    def _spawn(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """What a script would spawn as many processes for runs in the ranks that are there."""
-
-        @functools.wraps(original)
-        def spawn(
-            function: Any, args: Any = (), nprocs: int = 1, *more: Any, **options: Any
-        ) -> Any:
-            if nprocs != self._world:
-                return original(function, args, nprocs, *more, **options)
-            self._notes += [] if _SPAWNED in self._notes else [_SPAWNED]
-            return function(int(os.environ["RANK"]), *args)
-
-        return spawn
+    def _spawned(self) -> None:
+        self._notes += [] if _SPAWNED in self._notes else [_SPAWNED]
 
     def _init_process_group(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -70,7 +59,7 @@ class Joining:
         ) -> Any:
             backend = self._served(backend, options)
             world = options.get("world_size", -1)
-            if args or options.get("store") is not None or world not in (-1, self._world):
+            if args or world not in (-1, self._world):
                 return original(backend, init_method, *args, **options)
             rank = options.get("rank", -1)
             options["rank"] = int(os.environ["RANK"]) if rank < 0 else rank
@@ -143,11 +132,3 @@ def _has_nccl(world: int) -> bool:
         and torch.distributed.is_nccl_available()
         and torch.cuda.device_count() >= world
     )
-
-
-def _replace(package: str, name: str, ours: Any) -> None:
-    """Replace a function of a package wherever its modules have it by that name."""
-    original = getattr(sys.modules[package], name)
-    for where, module in list(sys.modules.items()):
-        if where.startswith(package) and vars(module).get(name) is original:
-            setattr(module, name, ours)

@@ -11,11 +11,62 @@ import time
 from collections.abc import Sequence
 
 from torchtrim.run.processes import LIFELINE, POSIX
-from torchtrim.run.ranks import SURVIVORS_SECONDS, meeting_place, rank_environment
+from torchtrim.run.ranks import State, await_all, meeting_place, rank_environment
 
-_POLL_SECONDS = 0.05
 _GRACE_SECONDS = 5.0
-Rank = subprocess.Popen[bytes]
+_POLL_SECONDS = 0.05
+
+
+class _Rank:
+    """`python -m torchtrim ARGUMENTS` as one rank. It ends when the pipe does."""
+
+    def __init__(self, number: int, arguments: Sequence[str], told: dict[str, str]) -> None:
+        self.number = number
+        self.state: State = "runs"
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "torchtrim", *arguments],
+            env={**os.environ, **told},
+            start_new_session=POSIX,
+            pass_fds=(int(told[LIFELINE]),) if POSIX else (),
+        )
+
+    def look(self) -> None:
+        """See whether it has ended, and how."""
+        if self.state == "runs" and (code := self.process.poll()) is not None:
+            self.state = "failed" if code else "done"
+
+
+class _Job:
+    """Ranks that run. `code` is the first one's that failed, 0 where none has."""
+
+    def __init__(self) -> None:
+        self.ranks: list[_Rank] = []
+        self.code = 0
+
+    def note(self) -> None:
+        """Say it when the first has failed."""
+        failed = next((rank for rank in self.ranks if rank.state == "failed"), None)
+        if self.code or failed is None:
+            return
+        self.code = failed.process.returncode
+        said = f"torchtrim: rank {failed.number} ended with {_said(self.code)}"
+        print(said, file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """End those that run, in their own way if they do so in time, and then whatever they started."""
+        running = [rank.process for rank in self.ranks if rank.process.poll() is None]
+        for process in running:
+            process.terminate()
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while any(one.poll() is None for one in running) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        for rank in self.ranks:
+            if POSIX:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(rank.process.pid, signal.SIGKILL)
+            elif rank.process.poll() is None:
+                rank.process.kill()
+            rank.process.wait()
 
 
 def launch(arguments: Sequence[str], processes: int) -> int:
@@ -26,60 +77,20 @@ def launch(arguments: Sequence[str], processes: int) -> int:
     """
     store = meeting_place()
     ends = os.pipe() if POSIX else (-1, -1)
-    ranks: list[Rank] = []
+    job = _Job()
     try:
         for number in range(processes):
             told = rank_environment(number, processes, store.port) | {LIFELINE: str(ends[0])}
-            ranks.append(_started(arguments, told, ends[0]))
-        return _wait(ranks)
+            job.ranks.append(_Rank(number, arguments, told))
+        await_all(job.ranks, float("inf"), job.note, patient=True)
+        job.note()
     finally:
-        _end(ranks)
+        job.end()
         for descriptor in ends if POSIX else ():
             os.close(descriptor)
-
-
-def _started(arguments: Sequence[str], told: dict[str, str], lifeline: int) -> Rank:
-    return subprocess.Popen(
-        [sys.executable, "-m", "torchtrim", *arguments],
-        env={**os.environ, **told},
-        start_new_session=POSIX,
-        pass_fds=(lifeline,) if POSIX else (),
-    )
-
-
-def _wait(ranks: Sequence[Rank]) -> int:
-    deadline = float("inf")
-    failed = 0
-    while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
-        codes = [rank.poll() for rank in ranks]
-        if not failed and (failed := next((code for code in codes if code), 0)):
-            number = codes.index(failed)
-            deadline = time.monotonic() + SURVIVORS_SECONDS
-            print(
-                f"torchtrim: rank {number} ended with {_said(failed)}", file=sys.stderr, flush=True
-            )
-    failed = failed or next((rank.returncode for rank in ranks if rank.returncode), 0)
-    return 128 - failed if failed < 0 else failed
+    return 128 - job.code if job.code < 0 else job.code
 
 
 def _said(code: int) -> str:
     named = -code in list(signal.Signals)
     return signal.Signals(-code).name if named else f"exit code {code}"
-
-
-def _end(ranks: Sequence[Rank]) -> None:
-    """End those that run, in their own way if they do so in time, and then whatever they started."""
-    running = [rank for rank in ranks if rank.poll() is None]
-    for rank in running:
-        rank.terminate()
-    deadline = time.monotonic() + _GRACE_SECONDS
-    while any(rank.poll() is None for rank in running) and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
-    for rank in ranks:
-        if POSIX:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(rank.pid, signal.SIGKILL)
-        elif rank.poll() is None:
-            rank.kill()
-        rank.wait()

@@ -23,6 +23,7 @@ from torchtrim.run import worker
 from torchtrim.run.eagerly import Eagerly
 from torchtrim.run.processes import LIFELINE, end_with_parent
 from torchtrim.run.script import Script
+from torchtrim.run.spawning import Spawning
 from torchtrim.run.staged import PutsInStages, among_ranks
 from torchtrim.run.worker import run_target
 from torchtrim.techniques.apply import apply_plan
@@ -96,6 +97,7 @@ def run_planned(script: Script, plan: Plan | None, applier: Applier | None = Non
     target = script.target if script.module else str(script.path)
     if lifeline := os.environ.pop(LIFELINE, ""):
         end_with_parent(int(lifeline))
+        _join_ranks()
     if plan is not None and plan.pipeline is not None:
         _in_stages(script, target, plan)
         return
@@ -116,6 +118,13 @@ def run_planned(script: Script, plan: Plan | None, applier: Applier | None = Non
     finally:
         eagerly.remove()
         flush_files()
+
+
+def _join_ranks() -> None:
+    """One of the ranks that `torchtrim run --processes` started runs what the script would spawn."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1:
+        Spawning(world).install()
 
 
 _BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)

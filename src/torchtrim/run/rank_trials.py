@@ -9,7 +9,7 @@ import msgspec
 
 from torchtrim.errors import ScriptFailed
 from torchtrim.records.trial import Crash, Trial
-from torchtrim.run.ranks import SURVIVORS_SECONDS, RankEnded
+from torchtrim.run.ranks import SURVIVORS_SECONDS, RankEnded, crash_in
 
 _LOST = (
     *("connection", "gloo", "nccl", "distbackenderror", "diststoreerror", "distnetworkerror"),
@@ -42,7 +42,7 @@ def first_failed(ranks: Sequence[RankEnded]) -> RankEnded | None:
 
 def _order(rank: RankEnded) -> tuple[int, int]:
     assert rank.failed_ns is not None
-    crash = crash_in(rank)
+    crash = crash_in(rank.ended.outcome)
     if crash is None:
         return 0, rank.failed_ns
     return 1 + _tells_of_lost_peer(crash), rank.failed_ns
@@ -50,13 +50,6 @@ def _order(rank: RankEnded) -> tuple[int, int]:
 
 def _tells_of_lost_peer(crash: Crash) -> bool:
     return any(word in crash.message.lower() for word in _LOST)
-
-
-def crash_in(rank: RankEnded) -> Crash | None:
-    """The crash that the rank left, None where it left none."""
-    if rank.ended.outcome is None:
-        return None
-    return msgspec.json.decode(rank.ended.outcome, type=Trial).crash
 
 
 def on_rank(
@@ -73,7 +66,7 @@ def on_rank(
 
 def account(rank: RankEnded, project: Path) -> str:
     """What became of a rank, in a line."""
-    crash = crash_in(rank)
+    crash = crash_in(rank.ended.outcome)
     who = f"rank {rank.number}"
     if crash is not None:
         first = crash.message.partition("\n")[0]

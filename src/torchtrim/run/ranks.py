@@ -1,11 +1,11 @@
-"""Runs an unmodified script as several ranks on this machine, and sees to it that all of them end."""
+"""Starts the ranks of a job on this machine, and sees to it that all of them end."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -32,6 +32,8 @@ PATIENCE_SECONDS = 60.0
 """How much longer than the first rank that is done the others may take, besides as long again."""
 _HOST = "127.0.0.1"
 _POLL_SECONDS = 0.05
+_WORKER = "torchtrim.run.worker"
+State = Literal["runs", "done", "failed"]
 
 
 class RankEnded(NamedTuple):
@@ -49,10 +51,25 @@ class RankEnded(NamedTuple):
     stack: tuple[str, ...]
 
 
+class Watched(Protocol):
+    """A rank that is watched; `look` sees what has become of it."""
+
+    state: State
+
+    def look(self) -> None:
+        """Bring `state` up to date."""
+        ...
+
+
 class _Glance(msgspec.Struct):
     """What of an outcome tells how a rank ended."""
 
     crash: Crash | None = None
+
+
+def crash_in(outcome: bytes | None) -> Crash | None:
+    """The crash that a rank left in its outcome, None where it left none."""
+    return None if outcome is None else msgspec.json.decode(outcome, type=_Glance).crash
 
 
 class _Rank:
@@ -62,7 +79,7 @@ class _Rank:
         self.number = number
         self.folder = folder
         self.process = process
-        self.state: Literal["runs", "done", "failed"] = "runs"
+        self.state: State = "runs"
         self.failed_ns: int | None = None
         self.stack: tuple[str, ...] = ()
 
@@ -73,7 +90,7 @@ class _Rank:
         gone = self.process.ended()
         outcome = self.folder / OUTCOME
         if outcome.exists():
-            crash = msgspec.json.decode(outcome.read_bytes(), type=_Glance).crash
+            crash = crash_in(outcome.read_bytes())
             self.state = "done" if crash is None else "failed"
             self.failed_ns = outcome.stat().st_mtime_ns if crash is not None else None
         elif gone:
@@ -95,18 +112,27 @@ def run_ranks(
     *,
     folder: Path,
     progress: Callable[[str], None],
+    entry: str = _WORKER,
+    hide_gpu: bool = False,
 ) -> list[RankEnded]:
     """Run a task for each rank. All are gone, with what they started, when this returns or raises.
 
-    Where one fails, the others have `SURVIVORS_SECONDS` left.
+    Where one fails, the others have `SURVIVORS_SECONDS` left. `entry` is what runs a task and leaves its
+    outcome; `hide_gpu`: it sees none.
     """
     store = meeting_place()
     ranks: list[_Rank] = []
     began = time.monotonic()
     try:
         for number, task in enumerate(tasks):
-            ranks.append(_started(script, number, task, folder, store.port))
-        timed_out = _wait(ranks, script.timeout, progress)
+            own = folder_of(folder, number, script.only)
+            own.mkdir(exist_ok=True)
+            (own / TASK).write_bytes(task)
+            environment = environment_of(script, hide_gpu)
+            environment |= rank_environment(number, len(tasks), store.port)
+            process = start(entry, own, own / "output", environment, script.path)
+            ranks.append(_Rank(number, own, process))
+        timed_out = await_all(ranks, script.timeout, _Tells(ranks, progress).tell)
         seconds = min(time.monotonic() - began, script.timeout)
         running = [rank for rank in ranks if rank.state == "runs"]
         for rank, stack in zip(running, asked_where([_of(r) for r in running]), strict=True):
@@ -139,15 +165,6 @@ def meeting_place() -> Any:
     return distributed.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
 
 
-def _started(script: Script, number: int, task: bytes, folder: Path, port: int) -> _Rank:
-    own = folder_of(folder, number, script.only)
-    own.mkdir(exist_ok=True)
-    (own / TASK).write_bytes(task)
-    environment = environment_of(script) | rank_environment(number, script.processes, port)
-    process = start("torchtrim.run.worker", own, own / "output", environment, script.path)
-    return _Rank(number, own, process)
-
-
 def rank_environment(number: int, world: int, port: int) -> dict[str, str]:
     """What a rank finds in its environment, as torchrun would set it."""
     return {
@@ -169,12 +186,20 @@ def rank_environment(number: int, world: int, port: int) -> dict[str, str]:
     }
 
 
-def _wait(ranks: Sequence[_Rank], timeout: float, progress: Callable[[str], None]) -> bool:
-    """Wait until every rank is done, or may not go on. True if one ran too long, and none failed."""
+def await_all(
+    ranks: Sequence[Watched],
+    timeout: float,
+    tell: Callable[[], None] = lambda: None,
+    *,
+    patient: bool = False,
+) -> bool:
+    """Wait until every rank is done, or may not go on. True if one ran too long, and none failed.
+
+    `patient`: when the first is done, the others may take as long as they want.
+    """
     began = time.monotonic()
     deadline = began + timeout
-    states: tuple[str, ...] = ()
-    said = ""
+    states: tuple[State, ...] = ()
     while time.monotonic() < deadline:
         for rank in ranks:
             rank.look()
@@ -182,24 +207,33 @@ def _wait(ranks: Sequence[_Rank], timeout: float, progress: Callable[[str], None
         if "runs" not in now:
             return False
         if now != states:
-            states, deadline = now, min(deadline, _limit(now, began))
-        said = _tell(ranks, said, progress)
+            states, deadline = now, min(deadline, _limit(now, began, patient))
+        tell()
         time.sleep(_POLL_SECONDS)
     return "failed" not in states
 
 
-def _limit(states: tuple[str, ...], began: float) -> float:
+def _limit(states: tuple[State, ...], began: float, patient: bool) -> float:
     """Until when those that run may go on."""
     now = time.monotonic()
     if "failed" in states:
         return now + SURVIVORS_SECONDS
-    return now + (now - began) + PATIENCE_SECONDS if "done" in states else float("inf")
+    if patient or "done" not in states:
+        return float("inf")
+    return now + (now - began) + PATIENCE_SECONDS
 
 
-def _tell(ranks: Sequence[_Rank], said: str, progress: Callable[[str], None]) -> str:
-    """Say what the first of the ranks that run is at, if that is news."""
-    status = next((rank.status() for rank in ranks if rank.state == "runs"), "")
-    if status and status != said:
-        progress(f"{status}, {len(ranks)} ranks")
-        return status
-    return said
+class _Tells:
+    """Says what the first of the ranks that run is at, if that is news."""
+
+    def __init__(self, ranks: Sequence[_Rank], progress: Callable[[str], None]) -> None:
+        self._ranks = ranks
+        self._progress = progress
+        self._said = ""
+
+    def tell(self) -> None:
+        """Look, and say it."""
+        status = next((rank.status() for rank in self._ranks if rank.state == "runs"), "")
+        if status and status != self._said:
+            self._said = status
+            self._progress(f"{status}, {len(self._ranks)} ranks")

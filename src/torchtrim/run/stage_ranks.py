@@ -1,31 +1,23 @@
-"""Runs a script in several processes of this machine at once, one for each rank of a pipeline."""
+"""Runs a script once, or as the ranks of a pipeline, for the certificate of the pipeline."""
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
 from torchtrim.errors import ApplyFailed, ScriptFailed
-from torchtrim.run.processes import Process
-from torchtrim.run.script import OUTCOME, STATUS, TASK, Ended, Script, failure
+from torchtrim.run.rank_trials import first_failed, on_rank
+from torchtrim.run.ranks import RankEnded, folder_of, run_ranks
+from torchtrim.run.script import Script, failure, run_script
 from torchtrim.run.stage_worker import StageTask, StageTrial
-from torchtrim.run.warm import environment_of_runs, start
 
 _ENTRY = "torchtrim.run.stage_worker"
-_POLL_SECONDS = 0.05
-_GRACE_SECONDS = 20.0
-_TAIL_CHARACTERS = 4000
-_LOST = ("connection closed", "connection reset", "gloo", "connection was")
-_REFUSED, _RAISED, _DIED, _LOST_RANK, _ENDED = range(5)
 Progress = Callable[[str], None]
 
 
-def run_ranks(
+def run_stages(
     script: Script, task: StageTask, ranks: int, folder: Path, progress: Progress
 ) -> list[tuple[StageTrial, Path]]:
     """Run the task on so many ranks; what each left, and its folder. Nothing of them is left behind.
@@ -33,93 +25,47 @@ def run_ranks(
     Where one fails the others are ended. Raises `ScriptFailed`, and `ApplyFailed` where the plan was refused.
     """
     script.check()
-    folders = [folder / f"rank{rank}" for rank in range(ranks)]
+    script = script._replace(processes=ranks, only=0 if ranks == 1 else -1)
     task = msgspec.structs.replace(task, method=str((folder / "store").absolute()))
-    processes: list[Process] = []
-    ending = _Ending(False, -1)
-    try:
-        for rank, own in enumerate(folders):
-            own.mkdir()
-            (own / TASK).write_bytes(msgspec.json.encode(task))
-            environment = _environment(rank, ranks)
-            processes.append(start(_ENTRY, own, own / "output", environment, script.path))
-        progress(f"{ranks} processes start" if ranks > 1 else "the script starts")
-        ending = _wait(processes, folders, script.timeout)
-    finally:
-        for process in processes:
-            process.end()
-    return _outcomes(script, processes, folders, ending)
+    ended = _run(script, msgspec.json.encode(task), folder, progress)
+    culprit = first_failed(ended)
+    if culprit is not None:
+        raise _error(culprit, ended, script)
+    folders = [folder_of(folder, rank.number, script.only) for rank in ended]
+    return [(_trial_of(rank), own) for rank, own in zip(ended, folders, strict=True)]
 
 
-def _environment(rank: int, ranks: int) -> dict[str, str]:
-    environment = {**environment_of_runs(), "CUDA_VISIBLE_DEVICES": ""}
-    if ranks > 1:
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-        environment = {**environment, **own}
-        if sys.platform.startswith("linux"):
-            environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    return environment
+def _run(script: Script, task: bytes, folder: Path, progress: Progress) -> list[RankEnded]:
+    """Run it; a single process is no rank, and finds none in its environment."""
+    if script.processes > 1:
+        tasks = [task] * script.processes
+        return run_ranks(
+            script, tasks, folder=folder, progress=progress, entry=_ENTRY, hide_gpu=True
+        )
+    ended = run_script(script, task, entry=_ENTRY, folder=folder, progress=progress, hide_gpu=True)
+    failed = None if ended.outcome is not None and _crash_free(ended.outcome) else 0
+    return [RankEnded(0, ended, failed, False, script.timeout, ())]
 
 
-class _Ending(NamedTuple):
-    """How it ended: whether it took too long, and the rank that failed first, -1 for none."""
-
-    timed_out: bool
-    first: int
+def _crash_free(outcome: bytes) -> bool:
+    return msgspec.json.decode(outcome, type=StageTrial).crash is None
 
 
-def _wait(processes: Sequence[Process], folders: Sequence[Path], timeout: float) -> _Ending:
-    """Wait until all have ended, or, a little later, one without the file that was wanted."""
-    deadline = time.monotonic() + timeout
-    left = list(range(len(processes)))
-    first = -1
-    while left:
-        if time.monotonic() > deadline:
-            return _Ending(first < 0, first)
-        for rank in [one for one in left if processes[one].ended()]:
-            left.remove(rank)
-            if first < 0 and not _is_well(folders[rank]):
-                first, deadline = rank, min(deadline, time.monotonic() + _GRACE_SECONDS)
-        time.sleep(_POLL_SECONDS)
-    return _Ending(False, first)
+def _trial_of(rank: RankEnded) -> StageTrial:
+    assert rank.ended.outcome is not None
+    return msgspec.json.decode(rank.ended.outcome, type=StageTrial)
 
 
-def _is_well(folder: Path) -> bool:
-    path = folder / OUTCOME
-    return path.exists() and msgspec.json.decode(path.read_bytes(), type=StageTrial).crash is None
-
-
-def _outcomes(
-    script: Script, processes: Sequence[Process], folders: Sequence[Path], ending: _Ending
-) -> list[tuple[StageTrial, Path]]:
-    found: list[tuple[StageTrial, Path]] = []
-    errors: list[tuple[int, Exception]] = []
-    for rank, (process, folder) in enumerate(zip(processes, folders, strict=True)):
-        path = folder / OUTCOME
-        output = (folder / "output").read_text(errors="replace")[-_TAIL_CHARACTERS:]
-        if not path.exists():
-            status = (folder / STATUS).read_text() if (folder / STATUS).exists() else ""
-            ended = Ended(None, process.returncode, output, status, ending.timed_out)
-            errors.append(
-                (_DIED if rank == ending.first else _ENDED, failure(ended, script.timeout))
-            )
-            continue
-        trial = msgspec.json.decode(path.read_bytes(), type=StageTrial)
-        found.append((trial, folder))
-        if trial.crash is not None:
-            errors.append(_error(rank, len(folders), trial, output))
-    if errors:
-        raise min(errors, key=lambda one: one[0])[1]
-    return found
-
-
-def _error(rank: int, ranks: int, trial: StageTrial, output: str) -> tuple[int, Exception]:
-    """What a rank failed with, and how much it tells: a lost connection follows from another's failure."""
-    crash = trial.crash
-    assert crash is not None
-    where = f" on rank {rank}" if ranks > 1 else ""
-    if crash.kind == "refused":
-        return _REFUSED, ApplyFailed(crash.message)
-    said = f"the script failed{where}: {crash.message}"
-    lost = any(word in crash.message.lower() for word in _LOST)
-    return _LOST_RANK if lost else _RAISED, ScriptFailed(said, traceback=crash.traceback or output)
+def _error(culprit: RankEnded, ranks: list[RankEnded], script: Script) -> Exception:
+    """What the rank that failed first for a reason of its own says, and what became of the others."""
+    crash = None if culprit.ended.outcome is None else _trial_of(culprit).crash
+    if crash is not None and crash.kind == "refused":
+        return ApplyFailed(crash.message)
+    if crash is None:
+        error = failure(culprit.ended, script.timeout)
+    else:
+        trace = crash.traceback or culprit.ended.output
+        error = ScriptFailed(f"the script failed: {crash.message}", traceback=trace)
+    if len(ranks) > 1:
+        on_rank(error, culprit, ranks, script.project)
+    return error

@@ -42,7 +42,7 @@ from torchtrim.run.script import OUTCOME, STATUS, TASK
 from torchtrim.run.seeming import seeming_ranks
 from torchtrim.run.session import Session
 from torchtrim.run.stacks import tells_where
-from torchtrim.run.wide import Wide
+from torchtrim.run.wide import Wide, widen_old_types
 from torchtrim.techniques.failing import place_of
 
 SEED = 1_927_031
@@ -103,6 +103,7 @@ class Runner:
             keep_freed_memory()
         if self._task.request.double:
             torch.set_default_dtype(torch.float64)
+            widen_old_types()
         request = self._task.request
         with self._dry(), seeming_ranks(request.ranks, sharded=request.sharding is not None):
             self._emulate()

@@ -2,7 +2,7 @@
 
 Whatever a technique does to memory and time is said in these few terms, so that the simulator knows none of
 them by name: holds that end, tensors that are needed longer, blocks that are there besides, work that is
-inserted. Two edits conflict if they claim the same tasks.
+inserted, trips to the host. Two edits conflict if they claim the same tasks.
 """
 
 from __future__ import annotations
@@ -57,6 +57,24 @@ class Insert(NamedTuple):
     lane: str = "compute"
 
 
+class Trip(NamedTuple):
+    """A tensor's way to the host and back over a link, which takes `seconds` each way.
+
+    Its copy is queued when task `leaves` begins and awaited when `gone` does; the copy back is queued at
+    `back` and awaited at `asked`. To queue one keeps compute for `queueing` seconds. `alone`: for how many
+    seconds both are awaited if no other is on the link.
+    """
+
+    bytes: int
+    seconds: float
+    leaves: int
+    gone: int
+    back: int
+    asked: int
+    queueing: float
+    alone: float
+
+
 class Edit(NamedTuple):
     """A change to a step. `claims`: the tasks that no other edit may change.
 
@@ -71,11 +89,18 @@ class Edit(NamedTuple):
     rises: tuple[Rise, ...] = ()
     claims: tuple[Span, ...] = ()
     overwrites: tuple[int, ...] = ()
+    trips: tuple[Trip, ...] = ()
+
+    @property
+    def work_seconds(self) -> float:
+        """Seconds of all inserted work, and of queueing copies."""
+        queueing = sum(2 * trip.queueing for trip in self.trips)
+        return sum(insert.seconds for insert in self.inserts) + queueing
 
     @property
     def seconds(self) -> float:
-        """Seconds of all inserted work."""
-        return sum(insert.seconds for insert in self.inserts)
+        """Seconds that the edit adds by itself; `step.links` knows what several add together."""
+        return self.work_seconds + sum(trip.alone for trip in self.trips)
 
 
 NOTHING = Edit()
@@ -90,6 +115,7 @@ def joined(edits: Iterable[Edit]) -> Edit:
     rises: list[Rise] = []
     claims: list[Span] = []
     overwrites: list[int] = []
+    trips: list[Trip] = []
     for edit in edits:
         drops += edit.drops
         needs += edit.needs
@@ -98,6 +124,7 @@ def joined(edits: Iterable[Edit]) -> Edit:
         rises += edit.rises
         claims += edit.claims
         overwrites += edit.overwrites
+        trips += edit.trips
     return Edit(
         tuple(drops),
         tuple(needs),
@@ -106,4 +133,5 @@ def joined(edits: Iterable[Edit]) -> Edit:
         tuple(rises),
         tuple(claims),
         tuple(overwrites),
+        tuple(trips),
     )

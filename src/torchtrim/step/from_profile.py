@@ -84,7 +84,7 @@ class _Tensors:
             saved = self._inferred(readers, storage)
         others = [i + 1 for i in readers if self._operators[i].forward not in saved]
         given = self._called[number] if saved else 0
-        rest = min(max((storage.birth + 1, given, *others)), storage.death)
+        rest = min(max((storage.birth + 1, storage.kept, given, *others)), storage.death)
         return (Hold(rest), *saved.values())
 
     def _saved(self, number: int, storage: Storage) -> Iterator[tuple[int, Hold]]:

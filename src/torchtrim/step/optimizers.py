@@ -46,13 +46,14 @@ class Seen(NamedTuple):
 
 
 def seen_of(step: Step) -> dict[str, list[Seen]]:
-    """The calls of each optimizer that is understood, by its name."""
-    if step.profile is None or step.profile.world > 1:
+    """The calls of each optimizer that is understood, by its name. Of several ranks, replicas' alone."""
+    profile = step.profile
+    if profile is None or (profile.world > 1 and not profile.replicas):
         return {}
     found: dict[str, list[Seen]] = {}
     refused: set[str] = set()
-    for one in step.profile.optimizer_steps:
-        seen = _seen(step, step.profile, one)
+    for one in profile.optimizer_steps:
+        seen = _seen(step, profile, one)
         if seen is None:
             refused.add(one.optimizer)
         else:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from torchtrim.memory.curve import Life, bytes_over_time
 from torchtrim.step.edits import Edit, Insert
+from torchtrim.step.links import added_seconds
 from torchtrim.step.step import DEVICE, Step
 
 
@@ -39,7 +40,7 @@ def simulate(step: Step, edits: Iterable[Edit] = (), pool: str = DEVICE) -> Outc
     edits = tuple(edits)
     high = timeline(step, edits, pool).high
     peak = max(high, default=0)
-    added = sum(edit.seconds for edit in edits)
+    added = added_seconds(step, edits)
     return Outcome(peak, high.index(peak) if high else -1, added)
 
 

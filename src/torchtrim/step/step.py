@@ -134,6 +134,14 @@ class Step:
         return {of: tuple(tasks) for of, tasks in found.items()}
 
     @cached_property
+    def clock(self) -> tuple[float, ...]:
+        """When each task begins, in seconds, and when the last ends."""
+        moments = [0.0]
+        for task in self.tasks:
+            moments.append(moments[-1] + task.seconds)
+        return tuple(moments)
+
+    @cached_property
     def made_by(self) -> tuple[tuple[int, ...], ...]:
         """The tensors whose memory each task allocates."""
         found: list[list[int]] = [[] for _ in self.tasks]

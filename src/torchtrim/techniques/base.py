@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from torchtrim.errors import UsageError
@@ -63,6 +63,24 @@ class TechniqueUnit(Protocol):
         ...
 
 
+@runtime_checkable
+class Settles(Protocol):
+    """A technique of which more can be said when it is known at which places a plan uses it."""
+
+    def settled(self, step: Step, technique: Technique) -> Technique:
+        """The technique as a plan writes it."""
+        ...
+
+
+@runtime_checkable
+class ToFiles(Protocol):
+    """A technique that can keep in a memory-mapped file what it keeps on the host."""
+
+    def to_files(self, step: Step) -> Sequence[Option]:
+        """What it can do with files; each excludes the option that is the same on the host."""
+        ...
+
+
 class Plain(NamedTuple):
     """A function that does what a technique does, and needs nothing of torchtrim but other such files.
 
@@ -109,6 +127,15 @@ class Replaces(Protocol):
         ...
 
 
+@runtime_checkable
+class Refuses(Protocol):
+    """A technique that can say where it would save and is not used, why, and what it would cost."""
+
+    def refusals(self, step: Step) -> Iterable[str]:
+        """A sentence for each such place."""
+        ...
+
+
 def technique(name: str) -> TechniqueUnit:
     """The technique of that name: `TECHNIQUE` in the file of the same stem in this folder."""
     known = names()
@@ -147,8 +174,10 @@ _SERVING = (
     "batch_parts",
     "blocks",
     "by_graph",
+    "by_rows",
     "early_stop",
     "early_update",
+    "exchanging",
     "export",
     "failing",
     "fingerprint",
@@ -157,12 +186,15 @@ _SERVING = (
     "hooks",
     "host_state",
     "lowered",
+    "narrow_sizes",
+    "narrow_states",
     "network",
     "norms",
     "overwriting",
     "places",
     "python_state",
     "rerun",
+    "scratch",
     "stepping",
     "swap",
 )

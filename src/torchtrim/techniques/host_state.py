@@ -1,16 +1,15 @@
-"""Keeps the state of an optimizer in pinned memory of the host, and fetches it in parts while it steps."""
+"""Keeps the state of an optimizer on the host or in files, and fetches it in parts while it steps."""
 
 from __future__ import annotations
 
-import functools
-import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
-from torchtrim.techniques.stepping import Group, cut, refuse
+from torchtrim.techniques.scratch import mapped
+from torchtrim.techniques.stepping import Group, OwnStep, cut, refuse
 
 Parameter = torch.Tensor
 
@@ -60,20 +59,23 @@ class HostState:
 
     A step takes parameters of at most `most` bytes at a time: their state is fetched while those before them
     are updated, and written back while those after them are. State of two parts is on the device at most.
+    `in_file`: it is in memory-mapped files; parameters of a CPU are updated with those as they are.
     Raises `ApplyFailed` for an optimizer that does not update each element by itself, or has step hooks.
     """
 
-    def __init__(self, where: str, optimizer: torch.optim.Optimizer, most: int) -> None:
+    def __init__(
+        self, where: str, optimizer: torch.optim.Optimizer, most: int, *, in_file: bool = False
+    ) -> None:
         refuse(where, optimizer)
+        self._in_file = in_file
         self._optimizer = optimizer
         self._most = most
-        self._own: Any = optimizer.__dict__.get("step")
         self._on = True
         self._busy = False
         self._streams: tuple[Any, Any] | None = None
         self._written: Any = None
         self._hosts: defaultdict[Parameter, dict[str, torch.Tensor]] = defaultdict(dict)
-        optimizer.step = self._ours = types.MethodType(self._stepping(), optimizer)  # type: ignore[method-assign]
+        self._own = OwnStep(optimizer, self._steps)
         self._load = optimizer.register_load_state_dict_post_hook(self._loaded)
         self._loaded(optimizer)
 
@@ -87,33 +89,17 @@ class HostState:
         optimizer = self._optimizer
         state = defaultdict(dict, optimizer.state)
         for parameter, key, host in self._offloaded(list(state)):
-            state[parameter][key] = host.to(parameter.device)
+            state[parameter][key] = host.to(parameter.device, copy=True)
         optimizer.state = state
         self._hosts.clear()
-        if optimizer.__dict__.get("step") is self._ours:
-            del optimizer.__dict__["step"]
-            if self._own is not None:
-                optimizer.__dict__["step"] = self._own
+        self._own.revert()
 
-    def _stepping(self) -> Callable[..., Any]:
-        inner: Any = self._optimizer.step
-        function = getattr(inner, "__func__", inner)
-
-        @functools.wraps(function)
-        def step(optimizer: torch.optim.Optimizer, closure: Any = None) -> Any:
-            if not self._on:
-                return inner(closure) if closure is not None else inner()
-            loss = None
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-            if any(p.is_cuda for group in optimizer.param_groups for p in group["params"]):
-                self._run(inner)
-            else:
-                inner()
-            return loss
-
-        return step
+    def _steps(self, step: Callable[[], Any]) -> None:
+        groups = self._optimizer.param_groups
+        if any(p.is_cuda for group in groups for p in group["params"]):
+            self._run(step)
+        else:
+            self._run_here(step)
 
     def _run(self, step: Callable[[], Any]) -> None:
         """A step in parts, each fetched while the one before it is updated."""
@@ -141,6 +127,29 @@ class HostState:
         finally:
             optimizer.param_groups = whole
             self._busy = False
+
+    def _run_here(self, step: Callable[[], Any]) -> None:
+        """A step in parts on a CPU: what is new of the state of each goes to files."""
+        optimizer = self._optimizer
+        whole = optimizer.param_groups
+        try:
+            for part in (part for group in whole for part in cut(group, self._most)):
+                optimizer.param_groups = [part]
+                step()
+                self._filed(part)
+        finally:
+            optimizer.param_groups = whole
+
+    def _filed(self, part: Group) -> None:
+        """The large state of a part is in files."""
+        for parameter in part["params"] if self._in_file else ():
+            state = dict.get(self._optimizer.state, parameter, {})
+            for key, value in state.items():
+                if (
+                    self._is_large(value, parameter)
+                    and self._hosts[parameter].get(key) is not value
+                ):
+                    state[key] = self._home_of(parameter, key, value).copy_(value)
 
     def _arrived(self) -> Any:
         return self._both()[1].record_event()
@@ -184,7 +193,7 @@ class HostState:
             for parameter in part["params"]:
                 state = dict.get(self._optimizer.state, parameter, {})
                 for key, value in state.items():
-                    if _is_large(value, parameter):
+                    if self._is_large(value, parameter):
                         kept.append(value)
                         state[key] = self._home_of(parameter, key, value)
                         state[key].copy_(value, non_blocking=True)
@@ -195,9 +204,15 @@ class HostState:
         """Where a tensor of the state is on the host."""
         known = self._hosts[parameter].get(key)
         if known is None or known.shape != value.shape or known.dtype != value.dtype:
-            known = torch.empty_like(value, device="cpu", pin_memory=True)
-            self._hosts[parameter][key] = known
+            known = self._hosts[parameter][key] = self._made(value)
         return known
+
+    def _made(self, value: torch.Tensor) -> torch.Tensor:
+        """Memory for a tensor of the state."""
+        if not self._in_file:
+            return torch.empty_like(value, device="cpu", pin_memory=True)
+        like = torch.empty_like(value, device="meta")
+        return mapped(value.nbytes).view(value.dtype).as_strided(like.size(), like.stride())
 
     @staticmethod
     def _gone(leaving: tuple[list[torch.Tensor], Any] | None) -> None:
@@ -218,9 +233,10 @@ class HostState:
         optimizer.state = _State(self._settle, optimizer.state)
         for group in optimizer.param_groups:
             self._gone(self._written_back(group))
+            if not any(parameter.is_cuda for parameter in group["params"]):
+                self._filed(group)
 
-
-def _is_large(value: Any, parameter: Parameter) -> bool:
-    """Whether it is worth it: counts of steps stay where they are."""
-    there = isinstance(value, torch.Tensor) and value.device == parameter.device
-    return there and value.is_cuda and value.numel() > 1
+    def _is_large(self, value: Any, parameter: Parameter) -> bool:
+        """Whether it is worth it: counts of steps stay where they are."""
+        there = isinstance(value, torch.Tensor) and value.device == parameter.device
+        return there and (value.is_cuda or self._in_file) and value.numel() > 1

@@ -11,10 +11,15 @@ parameter groups that are added later and closures are as before. `state_dict` g
 the host; a plain optimizer loads it, and this one loads a plain one's. Whoever reads `optimizer.state`
 between steps waits until it has been written back. Optimizers that are not torch's own, and step hooks, are
 refused.
+
+Where `--host-memory` leaves no room, or on a CPU, the state may be in memory-mapped files (`file`),
+which the kernel writes to a disk as it needs memory. They are scratch: what has to outlive the process is
+saved with `state_dict`, as without them. On a CPU the optimizer updates the files' pages themselves.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,9 +28,11 @@ from torchtrim.records.finding import Equivalence
 from torchtrim.records.plan import Technique
 from torchtrim.rules.prices import device_of
 from torchtrim.step.edits import Block, Drop, Edit, Insert, joined
+from torchtrim.step.host import DISK, FILE, PINNED
+from torchtrim.step.links import stall_in_parts
 from torchtrim.step.optimizers import Seen, chunked, launches_seconds, rise, seen_of, without
 from torchtrim.step.step import DEVICE, Step
-from torchtrim.techniques.base import Handle, Option, all_or_none
+from torchtrim.techniques.base import Handle, Option, Settings, all_or_none
 from torchtrim.techniques.places import optimizer_at
 
 _PARTS = (4, 16, 64)
@@ -34,7 +41,10 @@ _LEAST_BYTES = 1024
 
 
 class OffloadOptimizer:
-    """`where` names optimizers (`AdamW`, a second one `AdamW#2`). `chunk_bytes`: of parameters, at a time."""
+    """`where` names optimizers (`AdamW`, a second one `AdamW#2`). `chunk_bytes`: of parameters, at a time.
+
+    `file`: in memory-mapped files.
+    """
 
     name = "offload_optimizer"
     equivalence: Equivalence = "BITWISE"
@@ -43,26 +53,36 @@ class OffloadOptimizer:
         """Parts of several sizes, for every optimizer that has state on a device."""
         if step.profile is None or step.profile.device.startswith("cpu"):
             return []
+        return self._options(step, ())
+
+    def to_files(self, step: Step) -> Sequence[Option]:
+        """The same in memory-mapped files, also where the device is a CPU."""
+        return self._options(step, (("file", True),))
+
+    def _options(self, step: Step, more: Settings) -> Sequence[Option]:
         found = []
         for name, calls in seen_of(step).items():
             if any(_states(step, seen) for seen in calls):
                 total = max(sum(_sizes(step, seen)) for seen in calls)
                 spans = tuple(seen.span for seen in calls)
                 for most in dict.fromkeys(max(total // parts, 1) for parts in _PARTS):
-                    found.append(Option(self.name, name, spans, None, (("chunk_bytes", most),)))
+                    settings = (("chunk_bytes", most), *more)
+                    found.append(Option(self.name, name, spans, None, settings))
         return found
 
     def edits(self, step: Step, option: Option) -> Edit | None:
         """State is gone but for two parts of it, while the optimizer steps."""
-        most = int(dict(option.settings)["chunk_bytes"])
+        settings = dict(option.settings)
+        most, in_file = int(settings["chunk_bytes"]), bool(settings.get("file"))
         calls = seen_of(step).get(option.where, [])
-        return joined(_edit(step, seen, most) for seen in calls) if calls else None
+        return joined(_edit(step, seen, most, in_file) for seen in calls) if calls else None
 
     def apply(self, roots: Mapping[str, Any], technique: Technique) -> Handle:
         """Move the state, and give the optimizers a `step` that fetches it. Raises `ApplyFailed`."""
         from torchtrim.techniques.host_state import HostState
 
         most = technique.options.get("chunk_bytes")
+        in_file = bool(technique.options.get("file"))
 
         def moved(where: str) -> HostState:
             if not isinstance(most, int) or most < 1:
@@ -70,7 +90,7 @@ class OffloadOptimizer:
                     f"`{where}`: offload_optimizer needs `chunk_bytes`, how many bytes of parameters are "
                     f"updated at a time, and the plan has {most!r}. Plan again."
                 )
-            return HostState(where, optimizer_at(roots, where), most)
+            return HostState(where, optimizer_at(roots, where), most, in_file=in_file)
 
         return all_or_none(technique.where, moved)
 
@@ -78,8 +98,9 @@ class OffloadOptimizer:
 TECHNIQUE = OffloadOptimizer()
 
 
-def _edit(step: Step, seen: Seen, most: int) -> Edit:
+def _edit(step: Step, seen: Seen, most: int, in_file: bool) -> Edit:
     assert step.profile is not None
+    on_cpu = step.profile.device.startswith("cpu")
     sizes = _sizes(step, seen)
     chunks = chunked(seen.step.updates, sizes, most)
     parts = [sum(step.tensors[n].bytes for n in _of(step, seen, chunk)) for chunk in chunks]
@@ -87,14 +108,17 @@ def _edit(step: Step, seen: Seen, most: int) -> Edit:
     total = sum(step.tensors[number].bytes for number in states)
     highest = max((rise(step, seen, chunk) for chunk in chunks), default=0)
     two = max((a + b for a, b in zip(parts, [*parts[1:], 0], strict=True)), default=0)
-    link = device_of(step.profile).link
+    link = min(device_of(step.profile).link, DISK if in_file else math.inf)
     own = sum(step.tasks[task].seconds for task in range(*seen.span))
-    seconds = max(total / link - own, 0.0) + 2 * max(parts, default=0) / link
+    shares = (sum(sizes[update] for update in chunk) / max(sum(sizes), 1) for chunk in chunks)
+    seconds = stall_in_parts([part / link for part in parts], [own * share for share in shares])
     seconds += launches_seconds(step, seen, len(chunks))
+    if on_cpu:
+        two, seconds = 0, 2 * total / link + launches_seconds(step, seen, len(chunks))
     edit = without(step, seen)
     return edit._replace(
         drops=(*edit.drops, *(d for number in states for d in _drops(step, number))),
-        blocks=(Block(total, 0, len(step.tasks), "pinned"),),
+        blocks=(Block(total, 0, len(step.tasks), FILE if in_file else PINNED),),
         inserts=(Insert(seen.span.first, seconds, highest + two),),
     )
 

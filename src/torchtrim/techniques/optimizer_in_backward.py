@@ -7,7 +7,11 @@ updated, and updates the rest. Where the script accumulates, parameters are upda
 
 Schedulers, parameter groups, `state_dict`, `load_state_dict` and `zero_grad` are as before. What comes
 between backward and step would see no gradients: clipping by their norm, a GradScaler, logging. Where a step
-was seen to do that it is not planned; where a later step does, whatever reads the gradient raises. Likewise
+was seen to do that it is not planned, and a budget that is missed says why and what it would cost: the norm
+of all gradients is known when all have been made, so they are kept, or forward and backward run a second
+time. Clipping
+each parameter's gradient by itself, in a hook of `register_post_accumulate_grad_hook`, goes with it. Where a
+later step reads gradients, whatever reads the gradient raises. Likewise
 where a gradient is added to more often than it was, is dropped or replaced, or where the learning rate is
 changed between backward and step. A closure, several processes and optimizers that are not torch's own are
 refused. A backward that no step follows, at the very end of a script, has updated parameters all the same.
@@ -22,6 +26,7 @@ from torchtrim.errors import ApplyFailed
 from torchtrim.records.finding import Equivalence
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile, Update
+from torchtrim.rules.places import line_of
 from torchtrim.step.edits import Drop, Edit, Insert, Need, joined
 from torchtrim.step.optimizers import (
     Seen,
@@ -33,6 +38,7 @@ from torchtrim.step.optimizers import (
 from torchtrim.step.step import DEVICE, Span, Step
 from torchtrim.techniques.base import Handle, Option, all_or_none
 from torchtrim.techniques.places import optimizer_at
+from torchtrim.units import format_bytes
 
 _SECONDS_A_HOOK = 1e-4
 """Of one parameter's hook and its own call of `step`: 100 parameters of 16 KiB on an AMD EPYC took 120 us
@@ -48,7 +54,7 @@ class OptimizerInBackward:
     def options(self, step: Step) -> Sequence[Option]:
         """Every optimizer of whose gradients nothing but its step was seen to use the final value."""
         profile = step.profile
-        if profile is None:
+        if profile is None or profile.world > 1:
             return []
         touched = _touched(profile)
         found = []
@@ -58,6 +64,17 @@ class OptimizerInBackward:
                 spans = tuple(seen.span for seen in calls)
                 found.append(Option(self.name, name, spans, None, (("backwards", counts.pop()),)))
         return found
+
+    def refusals(self, step: Step) -> Iterator[str]:
+        """The optimizers whose gradients are read before they step, with the price of not keeping them."""
+        profile = step.profile
+        if profile is None:
+            return
+        touched = _touched(profile)
+        for name, calls in seen_of(step).items():
+            readers = sorted({i for seen in calls for i in _read_after(seen, touched)})
+            if readers:
+                yield _refusal(step, profile, name, calls[0], readers[0])
 
     def edits(self, step: Step, option: Option) -> Edit:
         """Gradients end where they are final, and the update runs there."""
@@ -110,6 +127,29 @@ def _is_free(step: Step, seen: Seen, touched: Mapping[int, Sequence[int]]) -> bo
         if not made or after or saved:
             return False
     return not any(touched[number] for number in _old(step, seen))
+
+
+def _read_after(seen: Seen, touched: Mapping[int, Sequence[int]]) -> Iterator[int]:
+    """The operators between backward and the optimizer's step that read a final gradient."""
+    for update in seen.step.updates:
+        for index in touched.get(update.gradient, ()):
+            if 0 <= update.ready <= index < seen.step.first:
+                yield index
+
+
+def _refusal(step: Step, profile: Profile, name: str, seen: Seen, reader: int) -> str:
+    size = sum(step.tensors[update.gradient].bytes for update in seen.step.updates)
+    total = sum(task.seconds for task in step.tasks)
+    again = sum(task.seconds for task in step.tasks if task.phase in ("forward", "backward"))
+    line = line_of(profile, reader)
+    at = f" at {line.path}:{line.line}" if line.path else ""
+    return (
+        f"optimizer_in_backward is not for `{name}`: `{profile.operators[reader].name}`{at} reads gradients "
+        f"between backward and `step`, so all {format_bytes(size)} of them are kept; to clip by their norm "
+        f"without keeping them, forward and backward would run twice: {1000 * again:.3g} ms more a step "
+        f"(+{100 * again / total:.0f} %), which it does not do. "
+        "Clip each parameter by itself in a hook, and it can be used"
+    )
 
 
 def _early(step: Step, seen: Seen) -> Iterator[Edit]:

@@ -28,7 +28,6 @@ class Stepping:
     def __init__(self, where: str, optimizer: torch.optim.Optimizer, around: Around) -> None:
         refuse(where, optimizer)
         self._optimizer = optimizer
-        self._own: Any = optimizer.__dict__.get("step")
         self._around: Around | None = around
         inner = optimizer.step
         function: Any = getattr(inner, "__func__", inner)
@@ -42,18 +41,63 @@ class Stepping:
             with self._around(self_):
                 return run(*args, **kwargs)
 
-        self._ours = types.MethodType(step, optimizer)
-        optimizer.step = self._ours  # type: ignore[method-assign]
+        put_on(optimizer, types.MethodType(step, optimizer), lambda: self._around is not None)
 
     def revert(self) -> None:
         """Make the optimizer what it was."""
         self._around = None
-        if self._optimizer.__dict__.get("step") is not self._ours:
+        take_off(self._optimizer)
+
+
+class OwnStep:
+    """An optimizer whose step is another's, which is given the step that it takes the place of, without a
+    closure: that has run before. `revert` makes the optimizer what it was.
+
+    What has wrapped it meanwhile stays, and then only calls on.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, run: Callable[[Callable[[], Any]], None]
+    ) -> None:
+        self._optimizer = optimizer
+        self._run: Callable[[Callable[[], Any]], None] | None = run
+        inner: Any = optimizer.step
+
+        @functools.wraps(getattr(inner, "__func__", inner))
+        def step(_: torch.optim.Optimizer, closure: Any = None) -> Any:
+            if self._run is None:
+                return inner(closure) if closure is not None else inner()
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self._run(inner)
+            return loss
+
+        put_on(optimizer, types.MethodType(step, optimizer), lambda: self._run is not None)
+
+    def revert(self) -> None:
+        """Make the optimizer what it was."""
+        self._run = None
+        take_off(self._optimizer)
+
+
+def put_on(optimizer: torch.optim.Optimizer, step: Any, is_on: Callable[[], bool]) -> None:
+    """Give the optimizer that method for its `step`, for as long as it is on."""
+    step.__func__.put = step, optimizer.__dict__.get("step"), is_on
+    optimizer.__dict__["step"] = step
+
+
+def take_off(optimizer: torch.optim.Optimizer) -> None:
+    """Take off what was put on and is no longer on, the uppermost first. What others have wrapped stays."""
+    while (top := optimizer.__dict__.get("step")) is not None:
+        step, before, is_on = getattr(top, "put", (None, None, None))
+        if step is not top or is_on is None or is_on():
             return
-        if self._own is None:
-            del self._optimizer.__dict__["step"]
+        if before is None:
+            del optimizer.__dict__["step"]
         else:
-            self._optimizer.__dict__["step"] = self._own
+            optimizer.__dict__["step"] = before
 
 
 def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -13,13 +13,15 @@ from torch import nn
 from torchtrim.errors import ApplyFailed
 
 Forward = Callable[..., Any]
+_SWAPPED = "_torchtrim_swapped"
 
 
 class Swapped:
     """A module whose forward is another's. `revert` makes it what it was.
 
     The instance becomes one of a subclass of its own class, so parameters, buffers, hooks, names and
-    `state_dict` stay. A copy or a pickle of it is of the original class: it is not planned.
+    `state_dict` stay. A copy or a pickle of it is of the original class: it is not planned. Of several on one
+    module any may be reverted first: one that others are on does nothing from then on, and goes with them.
     """
 
     def __init__(self, module: nn.Module, wrap: Callable[[Forward], Forward]) -> None:
@@ -34,29 +36,66 @@ class Swapped:
                 "recomputation too. Plan first and compile afterwards, or plan a module around it."
             )
         self._module = module
-        self._class = type(module)
-        self._own = module.__dict__.get("forward")
-        if self._own is not None:
-            module.__dict__["forward"] = functools.wraps(self._own)(wrap(self._own))
+        self._switch = _Switch()
+        own = module.__dict__.get("forward")
+        if own is not None:
+            module.__dict__["forward"] = _over(own, wrap, self._switch)
         else:
-            module.__class__ = _subclass(self._class, wrap)
+            module.__class__ = _subclass(type(module), wrap, self._switch)
 
     def revert(self) -> None:
         """Make the module what it was."""
-        if self._own is not None:
-            self._module.__dict__["forward"] = self._own
-        else:
-            self._module.__class__ = self._class
+        self._switch.is_on = False
+        while _take_off(self._module):
+            pass
 
 
-def _subclass(original: type[nn.Module], wrap: Callable[[Forward], Forward]) -> type[nn.Module]:
+class _Switch:
+    """Whether a change is on."""
+
+    is_on = True
+
+
+def _over(own: Forward, wrap: Callable[[Forward], Forward], switch: _Switch) -> Forward:
+    """A forward in the place of one that was set on the instance."""
+    ours = wrap(own)
+
+    @functools.wraps(own)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return (ours if switch.is_on else own)(*args, **kwargs)
+
+    setattr(forward, _SWAPPED, (forward, switch, own))
+    return forward
+
+
+def _take_off(module: nn.Module) -> bool:
+    """Take the uppermost change off, if it is ours and was reverted."""
+    own = module.__dict__.get("forward")
+    if own is not None:
+        forward, switch, under = getattr(own, _SWAPPED, (None, None, None))
+        if forward is not own or switch is None or switch.is_on:
+            return False
+        module.__dict__["forward"] = under
+        return True
+    switch = type(module).__dict__.get(_SWAPPED)
+    if switch is None or switch.is_on:
+        return False
+    before: Any = type(module).__base__
+    module.__class__ = before
+    return True
+
+
+def _subclass(
+    original: type[nn.Module], wrap: Callable[[Forward], Forward], switch: _Switch
+) -> type[nn.Module]:
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return wrap(functools.partial(original.forward, self))(*args, **kwargs)
+        run: Forward = functools.partial(original.forward, self)
+        return (wrap(run) if switch.is_on else run)(*args, **kwargs)
 
     def reduce_ex(self: nn.Module, protocol: Any) -> Any:
         reduced = original.__reduce_ex__(self, protocol)
-        if isinstance(reduced, str):
+        if isinstance(reduced, str) or _SWAPPED in original.__dict__:
             return reduced
         return copyreg._reconstructor, (original, object, None), *reduced[2:]  # type: ignore[attr-defined]
 
@@ -66,5 +105,6 @@ def _subclass(original: type[nn.Module], wrap: Callable[[Forward], Forward]) -> 
         "__doc__": original.__doc__,
         "__reduce_ex__": reduce_ex,
         "forward": forward,
+        _SWAPPED: switch,
     }
     return type(original.__name__, (original,), namespace)

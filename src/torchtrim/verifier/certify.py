@@ -15,9 +15,11 @@ import msgspec
 from torchtrim.errors import ApplyFailed, ScriptFailed
 from torchtrim.records.certificate import Certificate, Difference, Verdict
 from torchtrim.records.trial import Request, Trial
+from torchtrim.run.script import Script
 from torchtrim.run.trials import Progress, Workload, run_trial
 from torchtrim.verifier.compare import compared, differences, largest_difference, left_behind
 from torchtrim.verifier.coverage import coverage_of
+from torchtrim.verifier.jobs import Jobs
 from torchtrim.verifier.locate import Parting, parting, said_of
 
 NOISE_FACTOR = 2.0
@@ -26,6 +28,7 @@ SHRINKS_BY = 1e4
 _MOST_KEPT = 48
 _CALLS_NAMES = """
     recompute replay overwrite plain_optimizer offload_activations offload_optimizer optimizer_in_backward
+    data_parallel low_bit_states
 """
 _LEFT = "memory:left behind"
 _CALLS_AS_BEFORE = frozenset(_CALLS_NAMES.split())
@@ -35,7 +38,7 @@ _COUNTED = ("random state:", "step:", "hyperparameter:", "call:", "exception:", 
 class Contest(NamedTuple):
     """A comparison: a workload, and the workload and request that should equal it.
 
-    `limit`: above it no difference is taken for rounding.
+    `limit`: above it no difference is taken for rounding. `jobs`: the runs of a job, where both are a rank.
     """
 
     original: Workload
@@ -43,6 +46,7 @@ class Contest(NamedTuple):
     request: Request
     planned_request: Request
     limit: float = ROUNDING_LIMIT
+    jobs: Jobs | None = None
 
 
 class Figures(NamedTuple):
@@ -212,13 +216,14 @@ def _measure(
     """Run again and keep what differs: what of the original does not repeat itself, and by how much."""
     names = sample_of(found)
     with _folders(3) as (one, two, three):
-        again = _attempt(contest.original, _keeping(contest.request, names), one, progress)
+        again = _attempt(contest, False, _keeping(contest.request, names), one, progress)
         noise = differences(original, again)
         if noise:
             names = tuple(dict.fromkeys((*names, *sample_of(noise))))
-            _attempt(contest.original, _keeping(contest.request, names), one, progress)
-            _attempt(contest.original, _keeping(contest.request, names), three, progress)
-        _attempt(contest.planned, _keeping(contest.planned_request, names), two, progress)
+            kept = _keeping(contest.request, names)
+            _attempt(contest, False, kept, one, progress)
+            _attempt(contest, False, kept, three, progress, again="three")
+        _attempt(contest, True, _keeping(contest.planned_request, names), two, progress)
         noise_level = largest_difference(one, three, names) if noise else 0.0
         early = tuple(before_update(names))
         return noise, Figures(
@@ -234,8 +239,8 @@ def _in_double(contest: Contest, found: list[str], progress: Progress) -> float 
             _keeping(r, names, double=True) for r in (contest.request, contest.planned_request)
         ]
         try:
-            _attempt(contest.original, doubled[0], one, progress)
-            _attempt(contest.planned, doubled[1], two, progress)
+            _attempt(contest, False, doubled[0], one, progress)
+            _attempt(contest, True, doubled[1], two, progress)
         except (ApplyFailed, ScriptFailed, RuntimeError):
             return None
         return largest_difference(one, two, names)
@@ -262,9 +267,24 @@ def _keeping(request: Request, names: tuple[str, ...], *, double: bool = False) 
     return msgspec.structs.replace(request, keep=names, double=double, measured=False)
 
 
-def _attempt(workload: Workload, request: Request, folder: Path, progress: Progress) -> Trial:
+def _attempt(
+    contest: Contest,
+    planned: bool,
+    request: Request,
+    folder: Path,
+    progress: Progress,
+    again: str = "",
+) -> Trial:
+    """One more run. `again` names one that repeats another."""
+    workload = contest.planned if planned else contest.original
     what = "looking closer, in float64" if request.double else "looking closer"
-    return run_trial(workload, request, folder, lambda text: progress(f"{what}: {text}"))
+
+    def tell(text: str) -> None:
+        progress(f"{what}: {text}")
+
+    if contest.jobs is None or not isinstance(workload, Script):
+        return run_trial(workload, request, folder, tell)
+    return contest.jobs.run(workload, request, f"{planned} {again}", folder, tell)
 
 
 @contextmanager
@@ -311,8 +331,8 @@ def _parting(contest: Contest, step: int, progress: Progress) -> Parting | None:
     ]
     with _folders(2) as (one, two):
         try:
-            original = _attempt(contest.original, traced[0], one, progress)
-            planned = _attempt(contest.planned, traced[1], two, progress)
+            original = _attempt(contest, False, traced[0], one, progress)
+            planned = _attempt(contest, True, traced[1], two, progress)
         except (ApplyFailed, ScriptFailed, RuntimeError):
             return None
     return parting(original, planned, step)

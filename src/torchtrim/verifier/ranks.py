@@ -8,9 +8,10 @@ from msgspec.structs import replace
 
 from torchtrim.records.certificate import Certificate, Coverage, Verdict
 from torchtrim.records.trial import Trial
-from torchtrim.run.script import Script
+from torchtrim.run.script import Script, working_folder
 from torchtrim.run.trials import Progress, Workload
 from torchtrim.verifier.certify import Contest, certify
+from torchtrim.verifier.jobs import Jobs
 
 _ORDER: tuple[Verdict, ...] = ("BITWISE", "ROUNDING", "UNDECIDED", "NOT EQUAL")
 
@@ -20,17 +21,19 @@ def certify_ranks(
 ) -> Certificate:
     """The verdict on a planned trial: of its only process, or the worst of its ranks.
 
-    Where a rank differs, the whole job runs again for it, since ranks await each other.
+    Where a rank differs, the whole job runs again, once for all ranks, since they await each other.
     """
     if not original.ranks:
         return certify(contest, original, planned, progress)
     pairs = zip(original.ranks, planned.ranks, strict=True)
-    return _together(
-        [
-            certify(_of_rank(contest, number), one, other, progress)
-            for number, (one, other) in enumerate(pairs)
-        ]
-    )
+    with working_folder() as folder:
+        contest = contest._replace(jobs=Jobs(folder))
+        return _together(
+            [
+                certify(_of_rank(contest, number), one, other, progress)
+                for number, (one, other) in enumerate(pairs)
+            ]
+        )
 
 
 def _of_rank(contest: Contest, number: int) -> Contest:

@@ -7,6 +7,7 @@ stream had seen, and who awaits it has seen that too. Lamport, Time, Clocks, and
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -36,19 +37,71 @@ class Race(NamedTuple):
     access: Access
 
 
+Span = tuple[int, float]
+"""From which byte of a storage to before which."""
+WHOLE: Span = (0, math.inf)
+
+
+class Use(NamedTuple):
+    """A part of a storage that an operator uses."""
+
+    storage: Any
+    span: Span = WHOLE
+
+
+class _Part:
+    """A part of a storage: by whom it was written last, by whom it was read since."""
+
+    __slots__ = ("reads", "span", "write")
+
+    def __init__(self, span: Span, write: Access | None) -> None:
+        self.span = span
+        self.write = write
+        self.reads: dict[int, Access] = {}
+
+    def meets(self, span: Span) -> bool:
+        """Whether a byte is in both."""
+        return self.span[0] < span[1] and span[0] < self.span[1]
+
+    def is_within(self, span: Span) -> bool:
+        """Whether all of it is in a span."""
+        return span[0] <= self.span[0] and self.span[1] <= span[1]
+
+    @property
+    def users(self) -> list[Access]:
+        """Who touched it."""
+        return [*([self.write] if self.write is not None else ()), *self.reads.values()]
+
+
 class _Watched(weakref.ref[Any]):
-    """A storage that streams use: by whom it was written last, by whom it was read since.
+    """A storage that streams use, with the parts of it that were used apart from each other.
 
     `home` is the stream whose memory it is: freed, it goes to the next allocation there, unless it is the
     host's. `kept` are the streams that the allocator was told of (`record_stream`).
     """
 
-    __slots__ = ("home", "kept", "key", "reads", "write")
+    __slots__ = ("home", "kept", "key", "parts")
     key: int
     home: int
-    write: Access | None
-    reads: dict[int, Access]
+    parts: list[_Part]
     kept: set[int]
+
+    def met(self, span: Span) -> list[_Part]:
+        """The parts that a span meets."""
+        return [part for part in self.parts if part.meets(span)]
+
+    def part(self, span: Span) -> _Part:
+        """The part of exactly this span."""
+        for part in self.parts:
+            if part.span == span:
+                return part
+        self.parts.append(_Part(span, None))
+        return self.parts[-1]
+
+    @property
+    def users(self) -> list[Access]:
+        """Who touched it."""
+        return [access for part in self.parts for access in part.users]
 
 
 class Clocks:
@@ -80,30 +133,32 @@ class Clocks:
         """Number of the newest operator of a stream."""
         return self._seen[stream].get(stream, 0)
 
-    def read(self, storages: Iterable[Any], access: Access) -> list[int]:
+    def read(self, uses: Iterable[Use], access: Access) -> list[int]:
         """An operator reads: the storages whose contents may not be there yet."""
         early = []
-        for storage in storages:
+        for storage, span in uses:
             watched = self._watched(storage)
-            if not self._ordered(watched.write, access):
+            if not all(self._ordered(part.write, access) for part in watched.met(span)):
                 self.races.append(Race(READ, access))
                 early.append(watched.key)
-            watched.reads[access.stream] = access
+            watched.part(span).reads[access.stream] = access
         return early
 
-    def write(self, storages: Iterable[Any], access: Access) -> None:
+    def write(self, uses: Iterable[Use], access: Access) -> None:
         """An operator writes."""
-        for storage in storages:
+        for storage, span in uses:
             watched = self._watched(storage)
-            others = (watched.write, *watched.reads.values())
+            others = (other for part in watched.met(span) for other in part.users)
             if not all(self._ordered(other, access) for other in others):
                 self.races.append(Race(WRITE, access))
-            watched.write, watched.reads = access, {}
+            watched.parts = [part for part in watched.parts if not part.is_within(span)]
+            watched.parts.append(_Part(span, access))
 
     def make(self, storages: Iterable[Any], access: Access, *, on_device: bool) -> None:
         """An operator makes new storages, in the memory of its stream or of the host."""
         for storage in storages:
-            self._watch(storage, access.stream if on_device else _HOST).write = access
+            watched = self._watch(storage, access.stream if on_device else _HOST)
+            watched.parts = [_Part(WHOLE, access)]
 
     def keep(self, storage: Any, stream: int) -> None:
         """The allocator learns that a stream uses a storage."""
@@ -147,8 +202,7 @@ class Clocks:
             return
         self._dead = [one for one in self._dead if one.home != stream]
         for watched in freed:
-            used = (watched.write, *watched.reads.values())
-            late = (a for a in used if a is not None and a.stream not in watched.kept)
+            late = (access for access in watched.users if access.stream not in watched.kept)
             for access in late:
                 if self.last is not None and not self._ordered(access, self.last):
                     self.races.append(Race(FREE, access))
@@ -161,17 +215,14 @@ class Clocks:
     def _watch(self, storage: Any, home: int) -> _Watched:
         watched = self._storages[storage._cdata] = _Watched(storage, self._died)
         watched.key, watched.home = storage._cdata, home
-        watched.write, watched.reads, watched.kept = None, {}, set()
+        watched.parts, watched.kept = [], set()
         return watched
 
     def _died(self, watched: _Watched) -> None:
         if self._storages.get(watched.key) is watched:
             del self._storages[watched.key]
-            used = (watched.write, *watched.reads.values())
-            others = (
-                access for access in used if access is not None and access.stream != watched.home
-            )
-            if watched.home != _HOST and any(others):
+            others = any(access.stream != watched.home for access in watched.users)
+            if watched.home != _HOST and others:
                 self._dead.append(watched)
 
 

@@ -16,9 +16,11 @@ from torchtrim.errors import Unsupported
 from torchtrim.observe.emulated.orders import Orders
 from torchtrim.observe.emulated.tags import HOST, Tags
 from torchtrim.observe.modes import (
+    CUSTOM,
     fake_mode,
     has_own_dispatch,
     is_composite,
+    is_custom,
     run_parts,
     tensors_among,
 )
@@ -137,6 +139,8 @@ class Accelerator(TorchDispatchMode):
         """What runs the operators that a composite one is made of on this device; None for another."""
         if func in self.composites:
             return self.composites[func]
+        if is_custom(func):
+            return lambda *args, **kwargs: func._op_dk(CUSTOM, *args, **kwargs)
         if not is_composite(func):
             return None
         return lambda *args, **kwargs: run_parts(func, args, kwargs, self.call)

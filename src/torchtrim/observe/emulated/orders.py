@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from torchtrim.errors import UsageError
 from torchtrim.observe.calls import stream_number
-from torchtrim.observe.emulated.clocks import Access, Clocks, Race
+from torchtrim.observe.emulated.clocks import WHOLE, Access, Clocks, Race, Span, Use
 from torchtrim.observe.emulated.pending import Cell, Pending, places_among, tensors_at
 from torchtrim.observe.emulated.poison import alias as alias_in
 from torchtrim.observe.emulated.poison import copy_of, poison, shape_of, unowned
@@ -203,7 +203,7 @@ class Orders:
         result = run(call.func, args, kwargs)
         self._note_writes(call, result, access)
         if call.traits.empty:
-            for tensor in _tensors(result):
+            for tensor in filter(_is_plain, _tensors(result)):
                 poison(tensor)
         return result
 
@@ -296,12 +296,16 @@ class Orders:
             made = [one.untyped_storage() for one in _tensors(result) if _is_plain(one)]
             self.clocks.make(made, access, on_device=not call.down)
 
-    def _shared(self, tensors: Iterable[torch.Tensor]) -> list[Any]:
-        """The storages of tensors that streams share: the device's, and pinned ones of the host."""
-        storages = {t.untyped_storage()._cdata: t for t in tensors if _is_plain(t)}
-        on = self._tags.on_device
-        shared = (t for t in storages.values() if on(t) or self._tags.is_pinned(t))
-        return [tensor.untyped_storage() for tensor in shared]
+    def _shared(self, tensors: Iterable[torch.Tensor]) -> list[Use]:
+        """What tensors use that streams share: storages of the device, and parts of pinned ones of the host,
+        which may be one block for many."""
+        found: dict[tuple[int, Span], Use] = {}
+        for tensor in filter(_is_plain, tensors):
+            storage, on = tensor.untyped_storage(), self._tags.on_device(tensor)
+            if on or self._tags.is_pinned(tensor):
+                span = WHOLE if on else _span_of(tensor)
+                found[storage._cdata, span] = Use(storage, span)
+        return list(found.values())
 
     def _know(self, func: Any) -> _Traits:
         name = func.name().partition(".")[0]
@@ -341,6 +345,15 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_nested:
         return False
     return not (tensor.is_meta or tensor.is_conj() or tensor.is_neg())
+
+
+def _span_of(tensor: torch.Tensor) -> Span:
+    """Its first byte and the one after its last in its storage."""
+    if not tensor.numel():
+        return 0, 0
+    first, size = tensor.storage_offset(), tensor.element_size()
+    reach = sum((n - 1) * by for n, by in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(first) * size, int(first + reach + 1) * size
 
 
 def _unseen(value: Any, early: list[int], written: set[int]) -> Any:

@@ -24,7 +24,7 @@ class Segment(NamedTuple):
     them, and `first`, backward where its gradients are new and stay; `sent`, its result where only a stage
     keeps it; `waiting`, gradients kept between backward to the inputs and to the weights; `gradients`
     that a step makes and `state`, that is parameters, optimizer state, buffers and gradients kept between
-    steps.
+    steps; `parameters` of them.
     """
 
     where: str
@@ -41,6 +41,7 @@ class Segment(NamedTuple):
     waiting: int = 0
     gradients: int = 0
     state: int = 0
+    parameters: int = 0
 
     @property
     def seconds(self) -> float:
@@ -148,6 +149,7 @@ class Reader:
             waiting=self._waiting(number, share),
             gradients=parameters if fresh else 0,
             state=parameters + state + (0 if fresh else parameters),
+            parameters=parameters,
         )
 
     def _ops(self, number: int, kind: str) -> list[int]:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+
+from torchtrim.techniques.offload_activations.places import Room
+from torchtrim.techniques.scratch import mapped
 
 
 class View(NamedTuple):
@@ -19,13 +23,43 @@ class View(NamedTuple):
     offset: int
 
 
-class Mover:
-    """The streams of one plan, and its pinned memory, which is taken once and used again."""
+class Loan(NamedTuple):
+    """Memory of the host for one copy, and the events that must be behind before it is written."""
 
-    def __init__(self) -> None:
+    memory: torch.Tensor
+    after: Sequence[Any]
+    range: _Range | None
+
+
+class _Range:
+    """Bytes of the slab that were lent: whether they still are, else what has to be done before the next."""
+
+    def __init__(self, first: int, last: int) -> None:
+        self.first = first
+        self.last = last
+        self.after: Any = None
+        self.is_lent = True
+
+
+class Mover:
+    """The streams of one plan, and its memory on the host and in a file, each taken once and used again.
+
+    A copy goes to one of its offsets in a slab, the first that nobody has. What has none, or meets a step
+    that keeps more than was planned, gets memory of its own.
+    """
+
+    def __init__(self, slab_bytes: int = 0, file_bytes: int = 0) -> None:
         self._streams: tuple[Any, Any] | None = None
-        self._free: defaultdict[int, list[tuple[torch.Tensor, Any]]] = defaultdict(list)
-        self.pinned_bytes = 0
+        self._stores = _Store(slab_bytes, _pinned), _Store(file_bytes, mapped)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of pinned memory that were taken."""
+        return self._stores[0].bytes
+
+    def store(self, *, in_file: bool) -> _Store:
+        """The memory on the host, or in a file."""
+        return self._stores[in_file]
 
     @property
     def streams(self) -> tuple[Any, Any]:
@@ -34,16 +68,60 @@ class Mover:
             self._streams = torch.cuda.Stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         return self._streams
 
-    def take(self, size: int) -> tuple[torch.Tensor, Any]:
-        """Pinned memory, and the event that its next use must await, if any."""
-        if self._free[size]:
-            return self._free[size].pop()
-        self.pinned_bytes += size
-        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True), None
 
-    def give(self, memory: torch.Tensor, after: Any) -> None:
-        """Give pinned memory back; its next use awaits an event."""
-        self._free[memory.numel()].append((memory, after))
+class _Store:
+    """Memory of one kind: a slab, and what does not fit there."""
+
+    def __init__(self, slab_bytes: int, make: Callable[[int], torch.Tensor]) -> None:
+        self._free: defaultdict[int, list[tuple[torch.Tensor, Any]]] = defaultdict(list)
+        self._slab_bytes = slab_bytes
+        self._slab: torch.Tensor | None = None
+        self._ranges: list[_Range] = []
+        self._own_make = make
+        self.bytes = 0
+
+    def take(self, size: int, offsets: Sequence[int] = ()) -> Loan:
+        """So many bytes."""
+        for offset in offsets:
+            if offset + size <= self._slab_bytes and (loan := self._lent(offset, size)) is not None:
+                return loan
+        if self._free[size]:
+            memory, after = self._free[size].pop()
+            return Loan(memory, [after], None)
+        return Loan(self._make(size), (), None)
+
+    def give(self, loan: Loan, after: Any) -> None:
+        """Give memory back; its next use awaits an event."""
+        if loan.range is None:
+            self._free[loan.memory.numel()].append((loan.memory, after))
+        else:
+            loan.range.is_lent, loan.range.after = False, after
+
+    def _lent(self, first: int, size: int) -> Loan | None:
+        """Bytes of the slab; None where somebody has some of them."""
+        last = first + size
+        met = [one for one in self._ranges if one.first < last and first < one.last]
+        if any(one.is_lent for one in met):
+            return None
+        if self._slab is None:
+            self._slab = self._make(self._slab_bytes)
+        over = [one for one in met if first <= one.first and one.last <= last]
+        self._ranges = [one for one in self._ranges if one not in over]
+        self._ranges.append(_Range(first, last))
+        return Loan(self._slab[first:last], self._awaited(met), self._ranges[-1])
+
+    @staticmethod
+    def _awaited(met: Sequence[_Range]) -> list[Any]:
+        """What must be done before bytes are written that others had."""
+        return [one.after for one in met]
+
+    def _make(self, size: int) -> torch.Tensor:
+        self.bytes += size
+        return self._own_make(size)
+
+
+def _pinned(size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 class Moved:
@@ -53,28 +131,24 @@ class Moved:
     backward passes. Nothing waits on the host; streams await each other's events.
     """
 
-    def __init__(self, mover: Mover, storage: Any, device: torch.device) -> None:
+    def __init__(self, mover: Mover, storage: Any, device: torch.device, room: Room) -> None:
         self.packs = 0
         self._asked = 0
         self._mover = mover
         self._device = device
         self._here: torch.Tensor | None = _bytes_of(storage, device)
         self._arrived: Any = None
-        out, _ = mover.streams
-        self._host, after = mover.take(storage.nbytes())
-        out.wait_stream(torch.cuda.current_stream())
-        if after is not None:
-            out.wait_event(after)
-        with torch.cuda.stream(out):
-            self._host.copy_(self._here, non_blocking=True)
-        self._saved = out.record_event()
+        self._store = mover.store(in_file=room.in_file)
+        self._loan = self._store.take(storage.nbytes(), room.offsets)
+        self._host = self._loan.memory
+        self._saved = self._copied_out(self._here)
         self._last = self._saved
         self._is_original = True
 
     def release(self) -> None:
         """Let the original go on the device, once it is copied."""
         if self._is_original and self._here is not None:
-            torch.cuda.current_stream().wait_event(self._saved)
+            self._await(self._saved)
             self._here = None
             self._is_original = False
 
@@ -82,15 +156,44 @@ class Moved:
         """Begin to bring it back, where it is not there or under way."""
         if self._here is not None:
             return
-        compute = torch.cuda.current_stream()
-        _, home = self._mover.streams
         buffer = torch.empty(self._host.numel(), dtype=torch.uint8, device=self._device)
-        home.wait_stream(compute)
+        self._arrived = self._last = self._copied_home(buffer)
+        self._here = buffer
+
+    def _copied_out(self, here: torch.Tensor) -> Any:
+        """The event behind the copy; None where it is done."""
+        if not self._has_streams:
+            self._host.copy_(here)
+            return None
+        out, _ = self._mover.streams
+        out.wait_stream(torch.cuda.current_stream())
+        for event in self._loan.after:
+            out.wait_event(event)
+        with torch.cuda.stream(out):
+            self._host.copy_(here, non_blocking=True)
+        return out.record_event()
+
+    def _copied_home(self, buffer: torch.Tensor) -> Any:
+        """The same of the copy back."""
+        if not self._has_streams:
+            buffer.copy_(self._host)
+            return None
+        _, home = self._mover.streams
+        home.wait_stream(torch.cuda.current_stream())
         home.wait_event(self._saved)
         with torch.cuda.stream(home):
             buffer.copy_(self._host, non_blocking=True)
-        self._here, self._arrived = buffer, home.record_event()
-        self._last = self._arrived
+        return home.record_event()
+
+    @property
+    def _has_streams(self) -> bool:
+        return self._device.type == "cuda"
+
+    @staticmethod
+    def _await(event: Any) -> None:
+        """Have compute wait."""
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
 
     def get(self, view: View) -> torch.Tensor:
         """A view of it on the device, which work queued next may read."""
@@ -106,17 +209,16 @@ class Moved:
 
     def _land(self) -> None:
         """Have compute await the copy home."""
-        if self._arrived is not None:
-            torch.cuda.current_stream().wait_event(self._arrived)
-            self._arrived = None
+        self._await(self._arrived)
+        self._arrived = None
 
     def close(self) -> None:
         """Nobody asks any more: what copies run is waited for before memory goes to others."""
         if self._is_original and self._here is not None:
-            torch.cuda.current_stream().wait_event(self._saved)
+            self._await(self._saved)
         self._land()
         self._here = None
-        self._mover.give(self._host, self._last)
+        self._store.give(self._loan, self._last)
 
     def __del__(self) -> None:
         if hasattr(self, "_last") and not sys.is_finalizing():

@@ -11,6 +11,7 @@ from torchtrim.techniques.replay.places import Run
 _RUN = r"\w+(?:\.\d+)?"
 _WHERE = re.compile(
     rf"(?P<root>[^:]+):(?P<made>{_RUN})(?:/(?P<result>\d+))? until (?P<until>{_RUN}) from (?P<trigger>{_RUN})"
+    r"(?P<file> in file)?(?: at (?P<offsets>\d+(?:,\d+)*))?"
 )
 END = Run("end", 0)
 """In place of an operator: when the call of the root ends."""
@@ -36,19 +37,39 @@ class Place(NamedTuple):
 
 def place_of(where: str) -> Place:
     """The place that a plan names. Raises `ApplyFailed` for what is none."""
+    return placed(where)[0]
+
+
+class Room(NamedTuple):
+    """Where a place may be in the slab of the host, or of a file: the first of these offsets that is free."""
+
+    offsets: tuple[int, ...] = ()
+    in_file: bool = False
+
+
+def written(place: Place, room: Room) -> str:
+    """A place with its room, as a plan writes it."""
+    text = f"{place} in file" if room.in_file else str(place)
+    return f"{text} at {','.join(map(str, room.offsets))}" if room.offsets else text
+
+
+def placed(where: str) -> tuple[Place, Room]:
+    """The place that a plan names, and its room. Raises `ApplyFailed` for what is none."""
     match = _WHERE.fullmatch(where)
     if match is None:
         raise ApplyFailed(
             f"cannot read {where!r} as a place. Write a root, what makes the tensor, when it is let go and "
             "when it is fetched, such as Net:gelu.3 until addmm.9 from addmm.12."
         )
-    return Place(
+    place = Place(
         match["root"],
         _run(match["made"]),
         int(match["result"] or 0),
         _run(match["until"]),
         _run(match["trigger"]),
     )
+    offsets = tuple(map(int, match["offsets"].split(","))) if match["offsets"] else ()
+    return place, Room(offsets, bool(match["file"]))
 
 
 def _text(run: Run) -> str:

@@ -17,7 +17,7 @@ from torchtrim.techniques.base import Handle, Handles
 from torchtrim.techniques.failing import note
 from torchtrim.techniques.hooks import chains, on_top
 from torchtrim.techniques.offload_activations.moving import Moved, Mover, View
-from torchtrim.techniques.offload_activations.places import Place, place_of
+from torchtrim.techniques.offload_activations.places import Place, Room, placed
 from torchtrim.techniques.places import module_at
 from torchtrim.techniques.replay.places import Run
 from torchtrim.techniques.swap import Swapped
@@ -25,18 +25,21 @@ from torchtrim.techniques.swap import Swapped
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 
-def watch(roots: Mapping[str, nn.Module], where: Sequence[str]) -> Handle:
+Rooms = dict[Place, Room]
+
+
+def watch(roots: Mapping[str, nn.Module], where: Sequence[str], mover: Mover) -> Handle:
     """Watch the roots of these places. Raises `ApplyFailed`, the modules as they were."""
-    places: defaultdict[str, list[Place]] = defaultdict(list)
-    for place in map(place_of, where):
-        places[place.root].append(place)
-    handles, mover = Handles(), Mover()
+    places: defaultdict[str, Rooms] = defaultdict(dict)
+    for place, room in map(placed, where):
+        places[place.root][place] = room
+    handles = Handles()
     try:
         for root, several in places.items():
             watcher = Watcher(several, mover)
             handles.add(Swapped(module_at(roots, root), functools.partial(_watched, watcher)))
     except BaseException as error:
-        note(error, str(several[0]))
+        note(error, str(next(iter(several))))
         handles.revert()
         raise
     return handles
@@ -67,9 +70,28 @@ class _Call:
         self.noted: dict[int, _Noted] = {}
         self.moved: dict[tuple[int, int], Moved] = {}
         self.leaving: defaultdict[Run, list[Moved]] = defaultdict(list)
-        self.coming: defaultdict[Run, WeakValueDictionary[int, Moved]] = defaultdict(
-            WeakValueDictionary
-        )
+        self.coming: defaultdict[Run, Coming] = defaultdict(Coming)
+
+
+class Coming:
+    """What is fetched when backward comes to what one operator saved: once in a pass, as it is asked for."""
+
+    def __init__(self) -> None:
+        self._moved: WeakValueDictionary[tuple[int, int], Moved] = WeakValueDictionary()
+        self._passed: set[int] = set()
+
+    def add(self, rank: int, moved: Moved) -> None:
+        """Also fetch this; those of the lowest ranks come first."""
+        self._moved[rank, id(moved)] = moved
+
+    def begin(self, asker: int) -> None:
+        """Fetch, unless another has begun the pass that this asker is in."""
+        if self._passed and asker not in self._passed:
+            self._passed.add(asker)
+            return
+        self._passed = {asker}
+        for _, moved in sorted(self._moved.items(), key=lambda one: one[0]):
+            moved.fetch()
 
 
 class Saved(NamedTuple):
@@ -78,12 +100,12 @@ class Saved(NamedTuple):
     tensor: torch.Tensor | None
     moved: Moved | None
     view: View | None
-    coming: Mapping[int, Moved] | None
+    coming: Coming | None
 
     def get(self) -> torch.Tensor:
         """The tensor."""
-        for other in list(self.coming.values()) if self.coming is not None else ():
-            other.fetch()
+        if self.coming is not None:
+            self.coming.begin(id(self))
         if self.moved is not None and self.view is not None:
             return self.moved.get(self.view)
         assert self.tensor is not None
@@ -93,14 +115,16 @@ class Saved(NamedTuple):
 class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """One for a root of a plan. It is on while that runs forward."""
 
-    def __init__(self, places: Sequence[Place], mover: Mover) -> None:
+    def __init__(self, places: Rooms, mover: Mover) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._mover = mover
         self._made: defaultdict[Run, list[Place]] = defaultdict(list)
         for place in places:
             self._made[place.made].append(place)
         self._triggers = {place.trigger for place in places}
-        self._where = str(places[0])
+        self._ranks = {place: rank for rank, place in enumerate(places)}
+        self._rooms = places
+        self._where = str(next(iter(places)))
         self._call: _Call | None = None
         self._resting = False
         self._known: dict[Any, tuple[str, tuple[int, ...]]] = {}
@@ -185,12 +209,17 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return Saved(_apart(tensor), None, None, None)
         coming = call.coming[call.last] if call.last in self._triggers else None
         noted = call.noted.get(_number(tensor)) if type(tensor) in _PLAIN else None
-        if noted is None or not tensor.is_cuda or tensor.is_conj() or tensor.is_neg():
+        if noted is None or not self._moves(noted.place, tensor):
             return Saved(_apart(tensor), None, None, coming)
         moved = self._moved(call, noted.place, tensor)
         moved.packs += 1
         view = View(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
         return Saved(None, moved, view, coming)
+
+    def _moves(self, place: Place, tensor: torch.Tensor) -> bool:
+        """Whether there is anything to gain: on a CPU only from a file."""
+        elsewhere = tensor.is_cuda or (tensor.device.type == "cpu" and self._rooms[place].in_file)
+        return elsewhere and not tensor.is_conj() and not tensor.is_neg()
 
     def _moved(self, call: _Call, place: Place, tensor: torch.Tensor) -> Moved:
         """The storage as it is now, on its way to the host."""
@@ -200,12 +229,13 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._resting = True
             try:
                 with torch.no_grad():
-                    moved = Moved(self._mover, tensor.untyped_storage(), tensor.device)
+                    storage, room = tensor.untyped_storage(), self._rooms[place]
+                    moved = Moved(self._mover, storage, tensor.device, room)
             finally:
                 self._resting = False
             call.moved[key] = moved
             call.leaving[place.until].append(moved)
-            call.coming[place.trigger][id(moved)] = moved
+            call.coming[place.trigger].add(self._ranks[place], moved)
         return moved
 
 

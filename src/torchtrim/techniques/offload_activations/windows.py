@@ -10,15 +10,14 @@ from typing import NamedTuple
 from torchtrim.records.profile import Profile
 from torchtrim.records.remembered import remembered
 from torchtrim.rules.prices import device_of
-from torchtrim.step.edits import Block, Drop, Edit, Insert, Need, joined
+from torchtrim.step.edits import Block, Drop, Edit, Insert, Need, Trip, joined
+from torchtrim.step.host import DISK, FILE, PINNED
 from torchtrim.step.simulate import simulate
 from torchtrim.step.step import DEVICE, Call, Span, Step
 from torchtrim.techniques.offload_activations.places import END, Place
 from torchtrim.techniques.replay.places import Run
 from torchtrim.techniques.replay.reading import Reader
 
-PINNED = "pinned"
-"""The pool of offloaded tensors."""
 _STATE = frozenset(("parameter", "buffer", "optimizer_state", "gradient", "gathered", "input"))
 _LEAST_SHARE = 0.002
 """A tensor of less than two thousandths of the peak is not worth two copies."""
@@ -39,31 +38,23 @@ class Found(NamedTuple):
     until: int
 
 
-class Window(NamedTuple):
-    """From when a tensor is gone, and from when it is back; 0 seconds where nothing waits."""
-
-    gone: int
-    back: int
-    stall: float
-
-
 @remembered
 def windows_of(step: Step) -> dict[Place, tuple[Span, ...]]:
     """What can be offloaded, with the calls that it is about, in the order in which backward asks for it."""
     profile = step.profile
-    if profile is None or profile.device.startswith("cpu") or not profile.saved_known:
+    if profile is None or not profile.saved_known:
         return {}
     planner = reading_of(step)
     places = (planner.places(call) for call in planner.first_calls())
     return {place: planner.spans(place) for found in places for place in found}
 
 
-def edit_of(step: Step, place: Place) -> Edit | None:
+def edit_of(step: Step, place: Place, *, in_file: bool = False) -> Edit | None:
     """What a place changes in all calls of its root; None where it is not there in each, or gains nothing."""
     if step.profile is None:
         return None
     planner = reading_of(step)
-    edits = [planner.edit(call, place) for call in planner.calls(place.root)]
+    edits = [planner.edit(call, place, in_file) for call in planner.calls(place.root)]
     if not edits or None in edits:
         return None
     return joined(edit for edit in edits if edit is not None)
@@ -83,7 +74,7 @@ class _Reading:
         self._reader = Reader(step, profile)
         self._link = device_of(profile).link
         self._least = max(simulate(step).peak_bytes * _LEAST_SHARE, _LEAST_BYTES)
-        self._clock = _clock(step)
+        self._clock = step.clock
         self._written: defaultdict[int, int] = defaultdict(lambda: -1)
         for index, task in enumerate(step.tasks):
             for tensor in task.writes:
@@ -121,7 +112,7 @@ class _Reading:
                 places.append(self._place(call, one, until, trigger))
         return places
 
-    def edit(self, call: Call, place: Place) -> Edit | None:
+    def edit(self, call: Call, place: Place, in_file: bool) -> Edit | None:
         """What a place changes in one call."""
         tensor = self._made(call, place)
         one = self._candidate(call, tensor) if tensor is not None else None
@@ -133,13 +124,11 @@ class _Reading:
         if not one.packed < until < back:
             return None
         claims = () if place.result else (self._step.tensors[one.tensor].birth,)
-        return self._edit(one, until, back)._replace(claims=tuple(Span(i, i + 1) for i in claims))
+        edit = (self._in_file if in_file else self._edit)(one, until, back)
+        return edit._replace(claims=tuple(Span(i, i + 1) for i in claims))
 
     def _edit(self, one: Found, until: int, back: int) -> Edit:
         size = self._step.tensors[one.tensor].bytes
-        seconds = size / self._link
-        out = max(seconds - (self._clock[until] - self._clock[one.packed + 1]), 0.0)
-        home = max(seconds - (self._clock[one.asked] - self._clock[back]), 0.0)
         return Edit(
             drops=tuple(Drop(one.tensor, hold) for hold in one.holds),
             needs=(Need(one.tensor, until),),
@@ -147,11 +136,27 @@ class _Reading:
                 Block(size, back, one.until),
                 Block(size, one.packed + 1, one.until, PINNED),
             ),
-            inserts=(
-                Insert(until, _SECONDS_A_COPY + out, 0),
-                Insert(back, _SECONDS_A_COPY + home, size, size),
-            ),
+            inserts=(Insert(back, 0.0, size, size),),
+            trips=(self._trip(one, until, back),),
         )
+
+    def _in_file(self, one: Found, until: int, back: int) -> Edit:
+        """The same to a file: compute stands still for both copies, since pages of a file are not pinned."""
+        edit, size = self._edit(one, until, back), self._step.tensors[one.tensor].bytes
+        seconds = size / min(self._link, DISK)
+        device, host = edit.blocks
+        return edit._replace(
+            blocks=(device, host._replace(pool=FILE)),
+            inserts=(Insert(one.packed + 1, seconds, 0), Insert(back, seconds, size, size)),
+            trips=(),
+        )
+
+    def _trip(self, one: Found, until: int, back: int) -> Trip:
+        size, leaves = self._step.tensors[one.tensor].bytes, one.packed + 1
+        seconds = size / self._link
+        out = max(seconds - (self._clock[until] - self._clock[leaves]), 0.0)
+        home = max(seconds - (self._clock[one.asked] - self._clock[back]), 0.0)
+        return Trip(size, seconds, leaves, until, back, one.asked, _SECONDS_A_COPY, out + home)
 
     def _candidates(self, call: Call) -> list[Found]:
         """What is worth it, in the order in which it was saved."""
@@ -273,11 +278,3 @@ class _Reading:
         number = bisect_left(among, call.span.first) + run.ordinal
         inside = number < len(among) and among[number] < call.span.last
         return among[number] if inside else None
-
-
-def _clock(step: Step) -> list[float]:
-    """When each task begins, in seconds, and when the last ends."""
-    moments = [0.0]
-    for task in step.tasks:
-        moments.append(moments[-1] + task.seconds)
-    return moments

@@ -1,0 +1,274 @@
+"""A model over many devices: stages, replicas and shards, by simulated time within a budget of each device.
+
+All devices are used. Those that share a stage of a pipeline hold it in `shards` parts, as FSDP2's
+`fully_shard` does over a mesh of `replicas x shards`; such groups lie next to each other, so that shards are
+on one node where they can be. Computation is that of the chain's segments; what is exchanged is hidden behind
+it as far as it takes as long. Every segment but the last may run again in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from torchtrim.errors import InfeasibleBudget, Unsupported
+from torchtrim.planner.stages.chain import Chain, Segment
+from torchtrim.planner.stages.choose import Orders
+from torchtrim.planner.stages.costs import Link, StageCost, stage_of
+from torchtrim.planner.stages.cut import balanced
+from torchtrim.planner.stages.timing import step_seconds
+from torchtrim.records.pipeline import Order
+from torchtrim.units import format_bytes
+
+_SCHEDULE = "1F1B"
+_MOST_MICROBATCHES = 512
+_MOST_SAMPLES = 16
+_SIMULATED = 3
+"""Micro-batches for each stage that are simulated one by one."""
+
+
+class Fabric(NamedTuple):
+    """How devices are joined: `node` of them with `inside` bytes a second each, in one direction, and each
+    with `between` to other nodes."""
+
+    node: int = 8
+    inside: float = 450e9
+    between: float = 50e9
+    latency: float = 2e-5
+
+    def gathered(self, size: int, ranks: int, apart: int = 1) -> float:
+        """Seconds until so many ranks, `apart` devices from each other, all have `size` bytes of which each
+        has a part; or until each has its part of their sum. Rings go through all links of a node at once."""
+        if ranks <= 1:
+            return 0.0
+        own = max(self.node // apart, 1)
+        inside = ranks <= own
+        rate = self.inside if inside else min(self.inside, self.between * own)
+        return self.latency + size * (ranks - 1) / ranks / rate
+
+
+class Layout(NamedTuple):
+    """How the devices share the work: `samples` of each micro-batch, `microbatches` of each replica's shard.
+
+    `again`: segments run again in backward. `reshard`: parameters are let go of after each use, and gathered
+    for the next; else they stay for the whole step.
+    """
+
+    stages: int
+    replicas: int
+    shards: int
+    samples: int
+    microbatches: int
+    again: bool
+    reshard: bool
+
+
+class Spread(NamedTuple):
+    """A layout as simulated: `seconds` of a step, `bubble` and `exposed` the shares of it in which devices
+    idle or await an exchange, and the highest bytes of any device."""
+
+    layout: Layout
+    seconds: float
+    bubble: float
+    exposed: float
+    peak_bytes: int
+    cuts: tuple[str, ...]
+
+
+class _Stage(NamedTuple):
+    """A stage of sharded segments: seconds of a micro-batch, how much of them is exposed, those once a step,
+    and bytes: what is always there, and its cost as of one device."""
+
+    cost: StageCost
+    exposed: float
+    once: float
+    always: int
+
+
+FABRIC = Fabric()
+
+
+def spread(
+    chain_of: Callable[[float], Chain],
+    devices: int,
+    batch: int,
+    budget: int,
+    orders: Orders,
+    fabric: Fabric = FABRIC,
+    layouts: Sequence[Layout] = (),
+) -> tuple[Spread, ...]:
+    """The layouts of a batch over the devices that stay within `budget` bytes on each, the quickest first.
+
+    `layouts`: those to look at, all by default. Raises `Unsupported` where there are none, and
+    `InfeasibleBudget`.
+    """
+    recorded = chain_of(1.0).batch
+    found = []
+    for layout in layouts or _layouts(devices, batch, len(chain_of(1.0).segments)):
+        chain = chain_of(layout.samples / recorded)
+        one = _simulated(chain, layout, fabric, orders)
+        found += [one] if one is not None else []
+    if not found:
+        raise Unsupported(
+            f"a batch of {batch} samples cannot be shared evenly by {devices} devices. Give another batch."
+        )
+    fits = [one for one in found if one.peak_bytes <= budget]
+    if not fits:
+        least = min(found, key=lambda one: one.peak_bytes)
+        raise InfeasibleBudget(
+            f"no layout of {devices} devices fits: the smallest peak of a device is "
+            f"{format_bytes(least.peak_bytes)}, with {described(least.layout)}. Give more devices or memory.",
+            smallest_bytes=least.peak_bytes,
+            set_by=described(least.layout),
+        )
+    return tuple(sorted(fits, key=lambda one: (one.seconds, one.peak_bytes)))
+
+
+def described(one: Layout) -> str:
+    """The layout in words."""
+    again = ", recomputes" if one.again else ""
+    kept = "" if one.reshard or one.shards == 1 else ", parameters stay gathered"
+    return (
+        f"{one.stages} stages x {one.replicas} replicas x {one.shards} shards, {one.microbatches} "
+        f"micro-batches of {one.samples}{again}{kept}"
+    )
+
+
+def _layouts(devices: int, batch: int, segments: int) -> Iterator[Layout]:
+    for stages in _divisors(devices):
+        ways = devices // stages
+        if stages > segments or batch % ways:
+            continue
+        for shards in _divisors(ways):
+            for samples in _divisors(batch // ways):
+                count = batch // ways // samples
+                if samples > _MOST_SAMPLES or count > _MOST_MICROBATCHES or count < stages:
+                    continue
+                for again in (False, True):
+                    yield Layout(stages, ways // shards, shards, samples, count, again, True)
+                    if shards > 1:
+                        yield Layout(stages, ways // shards, shards, samples, count, again, False)
+
+
+def _divisors(count: int) -> list[int]:
+    return [one for one in range(1, count + 1) if count % one == 0]
+
+
+def _simulated(chain: Chain, layout: Layout, fabric: Fabric, orders: Orders) -> Spread | None:
+    few = min(layout.microbatches, _SIMULATED * layout.stages)
+    order = orders(_SCHEDULE, layout.stages, layout.stages, few)
+    if layout.stages > 1 and order is None:
+        return None
+    cuts = balanced(chain.segments, layout.stages)
+    edges = [0, *cuts, len(chain.segments)]
+    stages = [
+        _stage(chain.segments, first, last, layout, fabric) for first, last in pairwise(edges)
+    ]
+    costs = [one.cost for one in stages]
+    running = _running(costs, order, layout, fabric)
+    once = max(one.once + one.cost.update for one in stages)
+    seconds = running + once
+    mean = sum(one.cost.seconds for one in stages) * layout.microbatches / len(stages)
+    awaits = max(one.exposed * layout.microbatches + one.once for one in stages)
+    return Spread(
+        layout,
+        seconds,
+        max(0.0, 1 - mean / running),
+        awaits / seconds if seconds else 0.0,
+        max(_peak(one, number, layout) for number, one in enumerate(stages)),
+        tuple(one.where for one in costs[1:]),
+    )
+
+
+def _running(
+    costs: Sequence[StageCost], order: Order | None, layout: Layout, fabric: Fabric
+) -> float:
+    """Seconds until all micro-batches are through; in a full pipeline the longest stage sets the pace."""
+    if layout.stages == 1 or order is None:
+        return layout.microbatches * costs[0].seconds
+    apart = layout.replicas * layout.shards >= fabric.node
+    link = Link(fabric.latency, fabric.between if apart else fabric.inside)
+    more = max(0, layout.microbatches - _SIMULATED * layout.stages)
+    return step_seconds(costs, order, link) + more * max(one.seconds for one in costs)
+
+
+def _stage(
+    segments: Sequence[Segment], first: int, last: int, layout: Layout, fabric: Fabric
+) -> _Stage:
+    own = segments[first:last]
+    plain = stage_of(segments, first, last, again=False)
+    forwards = [one.forward for one in own]
+    again = [layout.again and (first + n + 1 < len(segments)) for n in range(len(own))]
+    backwards = [
+        one.inputs + one.weights + (one.forward if runs else 0.0)
+        for one, runs in zip(own, again, strict=True)
+    ]
+    gathers = [fabric.gathered(one.parameters, layout.shards) for one in own]
+    if layout.reshard:
+        forward = _hidden(forwards, gathers)
+        backward = _hidden([*reversed(backwards)], [2 * one for one in reversed(gathers)])
+        once = 0.0
+    else:
+        forward, backward = sum(forwards), sum(backwards)
+        once = _beyond(sum(gathers), forward) + _beyond(sum(gathers), backward)
+    size = sum(one.parameters for one in own) // layout.shards
+    once += _beyond(2 * fabric.gathered(size, layout.replicas, layout.shards), backward)
+    held, rise, back = _activations(own, again, plain)
+    cost = plain._replace(
+        forward=forward,
+        backward=backward,
+        update=plain.update / layout.shards,
+        held=held,
+        rise=rise,
+        back=back,
+        first=back,
+    )
+    exposed = forward + backward - sum(forwards) - sum(backwards)
+    return _Stage(cost, exposed, once, _always(own, layout))
+
+
+def _hidden(work: Sequence[float], gathers: Sequence[float]) -> float:
+    """Seconds of work in turn, each of which awaits its own exchange, which runs behind the one before."""
+    following = [*gathers[1:], 0.0]
+    return gathers[0] + sum(max(one, two) for one, two in zip(work, following, strict=True))
+
+
+def _beyond(seconds: float, hidden: float) -> float:
+    return max(0.0, seconds - hidden)
+
+
+def _activations(
+    own: Sequence[Segment], again: Sequence[bool], plain: StageCost
+) -> tuple[int, int, int]:
+    """Bytes that a micro-batch in flight holds; the highest in forward and in backward."""
+    if not any(again):
+        return plain.held, plain.rise, max(plain.back, plain.first - plain.gradients)
+    sent = plain.held - sum(one.held for one in own)
+    held = rise = back = 0
+    for one, runs in zip(own, again, strict=True):
+        stays = one.given if runs else one.held
+        rise = max(rise, held + one.rise)
+        back = max(back, held + max(one.back, one.rise))
+        held += stays
+    return held + max(sent, 0), rise, max(back, rise)
+
+
+def _always(own: Sequence[Segment], layout: Layout) -> int:
+    """What a device holds of a stage whatever runs: its shards, and what is gathered of others'."""
+    state = sum(one.state + one.gradients for one in own)
+    if layout.shards == 1:
+        return state
+    sizes = [one.parameters for one in own]
+    if not layout.reshard:
+        return state // layout.shards + 2 * sum(sizes)
+    two = max(a + b for a, b in pairwise([*sizes, 0]))
+    return state // layout.shards + two + max(sizes)
+
+
+def _peak(one: _Stage, number: int, layout: Layout) -> int:
+    """The highest bytes of a device that runs stage `number`."""
+    flights = min(layout.microbatches, layout.stages - number)
+    cost = one.cost
+    received = (cost.given if number else 0) + (cost.passed if layout.stages > 1 else 0)
+    return one.always + (flights - 1) * cost.held + max(cost.rise, cost.back) + flights * received

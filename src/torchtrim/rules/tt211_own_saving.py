@@ -1,0 +1,171 @@
+"""The script's own checkpointing or offload takes time, and memory may have room without it.
+
+## What it does
+
+Finds operators that run again in backward because the script checkpoints, and activations that it copies to
+the host and back. The price is the time that they take. The message says what the peak would be without, at
+most, from the simulator that plans are made with. Nothing is reported below 3 % of the step's time.
+
+## Why is this bad?
+
+Checkpointing every block costs about a forward more in each step, and is often switched on for good, for a
+model or a batch that was once larger. Where the peak without it fits, that time buys nothing; where it does
+not, some blocks are mostly enough.
+
+## Example
+
+```python
+for block in self.blocks:
+    x = checkpoint(block, x, use_reentrant=False)
+```
+
+## Use instead
+
+```python
+for block in self.blocks:
+    x = block(x)
+```
+
+If that does not fit, `torchtrim optimize SCRIPT --memory 20GiB` runs again only what the budget needs.
+
+## Fix safety
+
+Bitwise equal where the checkpoint was: it draws the same random numbers (`preserve_rng_state=True`, the
+default), and nothing it runs twice has an effect of its own. BatchNorm inside a checkpoint updates its
+statistics twice, and without it once.
+
+## References
+
+* [torch.utils.checkpoint](https://pytorch.org/docs/stable/checkpoint.html)
+* [torch.autograd.graph.save_on_cpu](https://pytorch.org/docs/stable/autograd.html#torch.autograd.graph.save_on_cpu)
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torchtrim.memory.names import base_name
+from torchtrim.records.finding import Finding, Suggestion
+from torchtrim.records.profile import DEVICE_POOL, Operator, Profile, is_emulated
+from torchtrim.rules.base import Rule
+from torchtrim.rules.places import line_of
+from torchtrim.rules.prices import device_of
+from torchtrim.step.costs import on_device
+from torchtrim.step.edits import Block, Edit
+from torchtrim.step.from_profile import step_of
+from torchtrim.step.simulate import simulate
+from torchtrim.step.step import Step
+from torchtrim.units import format_bytes, format_seconds
+
+_SHARE = 0.03
+
+
+class _Saving(NamedTuple):
+    """What the script does to save memory: its operators, and what would be kept without them."""
+
+    what: str
+    advice: str
+    operators: tuple[int, ...]
+    kept: tuple[Block, ...]
+
+
+def check(profile: Profile) -> Iterator[Finding]:
+    """One finding for checkpointing, one for offload."""
+    step = step_of(profile)
+    if is_emulated(profile.device):
+        step = on_device(step, device_of(profile))
+    for saving in (_checkpointing(profile), _offload(profile)):
+        seconds = sum(step.tasks[index].seconds for index in saving.operators)
+        if saving.kept and seconds >= _SHARE * sum(task.seconds for task in step.tasks) > 0:
+            yield _finding(profile, step, saving, seconds)
+
+
+def _finding(profile: Profile, step: Step, saving: _Saving, seconds: float) -> Finding:
+    now = simulate(step).peak_bytes
+    without = simulate(step, [Edit(blocks=saving.kept)]).peak_bytes
+    line = line_of(profile, saving.operators[0])
+    return Finding(
+        code=RULE.code,
+        path=line.path,
+        line=line.line,
+        end_line=line.line,
+        message=f"{saving.what} {format_seconds(seconds)} of each step; without it the peak is "
+        f"{format_bytes(max(without, now))} at most, and with it {format_bytes(now)}",
+        count_per_step=len(saving.operators),
+        price_ms=1e3 * seconds,
+        source="modelled",
+        fix=Suggestion(kind="advice", equivalence="BITWISE", reason=saving.advice),
+    )
+
+
+def _checkpointing(profile: Profile) -> _Saving:
+    """Operators that run again; what they make for backward would be kept from the first time on."""
+    first: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
+    read = _read_in_backward(profile)
+    again, kept = [], []
+    for index, op in enumerate(profile.operators):
+        key = op.module, op.name
+        if op.phase == "forward":
+            first[key].append(index)
+        elif op.phase == "recompute":
+            again.append(index)
+            begins = first[key].pop() if first[key] else index
+            kept += [
+                Block(storage.bytes, begins, index)
+                for number in _made(op)
+                if (storage := profile.storages[number]).birth == index and number in read
+            ]
+    return _Saving(
+        "the script's own checkpointing runs operators again, for",
+        "take the checkpoint off where that fits; else let `torchtrim optimize --memory` choose what runs "
+        "again",
+        tuple(again),
+        tuple(kept),
+    )
+
+
+def _offload(profile: Profile) -> _Saving:
+    """Copies to the host and back; the device would keep what they fetch from the first copy on."""
+    away: dict[int, int] = {}
+    operators, kept = [], []
+    for index, op in enumerate(profile.operators):
+        if base_name(op.name) not in ("aten::_to_copy", "aten::copy_"):
+            continue
+        given = [n for n in _read(op) if n not in _made(op)]
+        for one in (n for n in _made(op) if profile.storages[n].birth <= index):
+            there = profile.storages[one].pool != DEVICE_POOL
+            if op.phase == "forward" and there and any(_is_activation(profile, n) for n in given):
+                away[one] = index
+            elif op.phase == "backward" and not there and any(n in away for n in given):
+                begins = next(away[n] for n in given if n in away)
+                operators += [begins, index]
+                kept.append(Block(profile.storages[one].bytes, begins, index))
+    return _Saving(
+        "the script's own offload copies activations to the host and back, for",
+        "take it off where that fits; else `torchtrim optimize --memory` copies only what it must, while the "
+        "device computes",
+        tuple(operators),
+        tuple(kept),
+    )
+
+
+def _is_activation(profile: Profile, number: int) -> bool:
+    storage = profile.storages[number]
+    return storage.pool == DEVICE_POOL and storage.birth >= 0
+
+
+def _read_in_backward(profile: Profile) -> set[int]:
+    return {n for op in profile.operators if op.phase == "backward" for n in _read(op)}
+
+
+def _read(op: Operator) -> set[int]:
+    return {use.storage for use in op.inputs}
+
+
+def _made(op: Operator) -> set[int]:
+    return {use.storage for use in op.outputs} | set(op.mutates)
+
+
+RULE = Rule(code="TT211", name="own-saving", check=check)

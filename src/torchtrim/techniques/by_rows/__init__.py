@@ -1,0 +1,1 @@
+"""Modules that treat each row by itself: found, priced, run in parts."""

@@ -1,0 +1,127 @@
+"""What a step is with a call run in parts of its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from torchtrim.step.edits import Block, Drop, Edit, Insert, Need, Rise
+from torchtrim.step.step import DEVICE, Span, Step
+
+_PART_SECONDS = 2e-4
+"""Of one part, forward and backward: the call of the module and of autograd's engine."""
+
+
+def edit_of(step: Step, span: Span, parts: int) -> Edit | None:
+    """The parts in place of the whole call; None where backward does not come by."""
+    change = _Change(step, span, parts)
+    return change.edit() if change.later else None
+
+
+class _Change:
+    """The parts of the edit. `later`: the tasks of backward that are of the call."""
+
+    def __init__(self, step: Step, span: Span, parts: int) -> None:
+        self._step, self._span, self._parts = step, span, parts
+        self._now = range(*span)
+        self.later = sorted(n for task in self._now for n in step.backward.get(task, ()))
+        tasks = {*self._now, *self.later}
+        made = [number for task in (*self._now, *self.later) for number in step.made_by[task]]
+        outside = {n for i, task in enumerate(step.tasks) if i not in tasks for n in task.reads}
+        kept = {n for n in made if n in outside or step.tensors[n].kind == "gradient"}
+        kept |= {n for call in step.calls if call.span == span for n in call.outputs}
+        self._gone = [number for number in made if number not in kept]
+        self._results = [n for n in made if n in kept and step.tensors[n].birth in self._now]
+        self._gradients = [n for n in made if n in kept and step.tensors[n].birth in self.later]
+
+    def edit(self) -> Edit:
+        """The edit."""
+        step, span = self._step, self._span
+        begin = self.later[0]
+        blocks = tuple(
+            Block(step.tensors[n].bytes, begin, step.tensors[n].birth + 1) for n in self._gradients
+        )
+        seconds = sum(step.tasks[task].seconds for task in self._now)
+        seconds += self._parts * _PART_SECONDS
+        return Edit(
+            drops=(*self._all_of(self._gone), *self._saved()),
+            needs=tuple(Need(number, begin + 1) for number in self._inputs()),
+            blocks=blocks,
+            inserts=(
+                Insert(span.first, 0.0, self._forward()),
+                Insert(begin, seconds, self._backward(), sum(block.bytes for block in blocks)),
+            ),
+            rises=(
+                *(Rise(task, 0) for task in self.later),
+                *(Rise(task, self._made_at(task, self._results)) for task in self._now),
+            ),
+            claims=(span,),
+        )
+
+    def _all_of(self, numbers: Iterable[int]) -> list[Drop]:
+        tensors = self._step.tensors
+        return [Drop(n, place) for n in numbers for place in range(len(tensors[n].holds))]
+
+    def _saved(self) -> list[Drop]:
+        """What autograd saved of tensors that stay: the input, and perhaps the result."""
+        gone = {*self._gone}
+        return [
+            Drop(*one) for task in self._now for one in self._step.saved[task] if one[0] not in gone
+        ]
+
+    def _inputs(self) -> list[int]:
+        """What goes in, which is all that is kept."""
+        step = self._step
+        read = dict.fromkeys(n for task in self._now for n in step.tasks[task].reads)
+        return [
+            n
+            for n in read
+            if step.tensors[n].birth < self._span.first and step.tensors[n].kind != "parameter"
+        ]
+
+    def _forward(self) -> int:
+        """The result, and what a part makes besides."""
+        return self._bytes(self._results) + self._again(saves=False)
+
+    def _backward(self) -> int:
+        """The gradients, of which those of parameters are added up; and a part that runs again, or its own
+        backward, in which gradients of parameters are as large as ever."""
+        step, level = self._step, 0
+        own = [n for n in self._gradients if step.tensors[n].kind == "gradient"]
+        others = [
+            (step.tensors[n].birth, len(step.tasks), n) for n in self._gradients if n not in own
+        ]
+        highest = self._again(saves=True)
+        for task in self.later:
+            made = self._made_at(task, own)
+            within = self._level(task, others, saves=True) + step.tasks[task].transient - made
+            highest = max(highest, level + made + max(within, 0) // self._parts)
+            level += made
+        return self._bytes(self._gradients) + highest
+
+    def _again(self, *, saves: bool) -> int:
+        """The highest that memory rises in the forward of a part."""
+        rises = (
+            self._level(task, (), saves=saves) + self._step.tasks[task].transient
+            for task in self._now
+        )
+        return max(rises) // self._parts
+
+    def _level(self, at: int, others: Iterable[tuple[int, int, int]], *, saves: bool) -> int:
+        """The bytes of what is gone that would be there before a task, were it all made at once."""
+        tensors = self._step.tensors
+        lives = [(tensors[n].birth, self._until(n, saves=saves), n) for n in self._gone]
+        return self._bytes(n for birth, until, n in (*lives, *others) if birth < at < until)
+
+    def _until(self, number: int, *, saves: bool) -> int:
+        """Until when it is there; without what is saved, where there are no gradients."""
+        tensor = self._step.tensors[number]
+        holds = (hold.until for hold in tensor.holds if saves or hold.saver < 0)
+        return max(holds, default=tensor.birth + 1)
+
+    def _made_at(self, task: int, numbers: Collection[int]) -> int:
+        return sum(self._step.tensors[n].bytes for n in self._step.made_by[task] if n in numbers)
+
+    def _bytes(self, numbers: Iterable[int]) -> int:
+        return sum(
+            self._step.tensors[n].bytes for n in numbers if self._step.tensors[n].pool == DEVICE
+        )

@@ -1,0 +1,90 @@
+"""Gradients as views of buckets and fewer exchanges, on two processes over gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+
+from techniques.replicas import ROOT
+from torchtrim.errors import ApplyFailed
+from torchtrim.records.plan import Technique
+from torchtrim.techniques.data_parallel import TECHNIQUE
+
+TESTS = Path(__file__).parents[1]
+
+
+@cache
+def ranks() -> tuple[dict[str, Any], ...]:
+    """What each rank found."""
+    with TemporaryDirectory() as name:
+        path = os.pathsep.join([str(TESTS), str(TESTS.parent / "src")])
+        command = [sys.executable, "-m", "techniques.replicas", "2", name]
+        subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=True, timeout=300)
+        return tuple(json.loads(Path(name, str(rank)).read_text()) for rank in range(2))
+
+
+KINDS = (
+    *("views", "accumulating views", "waiting views"),
+    *("kept views", "static views", "searching views"),
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_views_are_the_same_to_the_bit_and_are_taken_back(kind: str) -> None:
+    for found in ranks():
+        assert found[kind]["apart"] == 0
+        assert found[kind]["reverted"] == 0
+        assert found[kind]["own"]
+
+
+def test_kept_gradients_are_in_the_buckets() -> None:
+    """The gradients of eight parameters are in fewer storages."""
+    for found in ranks():
+        assert 0 < found["kept views"]["storages"] < 8
+
+
+def test_a_step_exchanges_once() -> None:
+    for found in ranks():
+        seen = found["accumulates"]
+        assert seen["rounds"] == 3
+        assert 0 < seen["apart"] < 1e-12
+        assert seen["reverted"] == 0
+        assert seen["hooks"] == 0
+
+
+def test_a_step_of_fewer_micro_batches_is_refused_on_every_rank() -> None:
+    for found in ranks():
+        assert "parameters changed after 2 micro-batches" in found["accumulates"]["refused"]
+
+
+def test_what_it_does_not_take_is_refused() -> None:
+    for found in ranks():
+        assert "communication hook" in found["hook"]
+        assert "broadcasts buffers" in found["buffers"]
+
+
+def test_views_are_planned_and_need_what_was_predicted() -> None:
+    for found in ranks():
+        seen = found["predicted"]
+        assert "data_parallel" in seen["techniques"]
+        assert seen["places"] == [[ROOT]]
+        assert seen["after"] <= seen["before"] - seen["gradients"] // 2
+        assert abs(seen["predicted"] - seen["after"]) <= 0.03 * seen["after"]
+
+
+def test_another_module_is_refused() -> None:
+    import torch
+
+    plan = Technique(
+        name="data_parallel", where=("Net",), options={"gradient_as_bucket_view": True}
+    )
+    with pytest.raises(ApplyFailed, match="is a Linear"):
+        TECHNIQUE.apply({"Net": torch.nn.Linear(2, 2)}, plan)
