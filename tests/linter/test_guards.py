@@ -7,7 +7,7 @@ import ast
 import pytest
 
 from torchtrim.linter.guards import guard
-from torchtrim.linter.kinds import ARRAY, PLAIN
+from torchtrim.linter.kinds import ARRAY, PLAIN, tensor
 
 
 def said(text: str) -> tuple[bool, bool]:
@@ -47,7 +47,7 @@ def test_what_a_name_is_in_a_branch() -> None:
     tested = guard(ast.parse("isinstance(x, np.ndarray)", mode="eval").body)
     assert (tested.when_true, tested.when_false) == ((("x", ARRAY),), ())
     tested = guard(ast.parse("not isinstance(x, torch.Tensor)", mode="eval").body)
-    assert (tested.when_true, tested.when_false) == ((("x", PLAIN),), ())
+    assert (tested.when_true, tested.when_false) == ((("x", PLAIN),), (("x", tensor()),))
     tested = guard(ast.parse("isinstance(x, int | float) and flag", mode="eval").body)
     assert tested.when_true == (("x", PLAIN),)
     assert guard(ast.parse("isinstance(x, Thing)", mode="eval").body).when_true == ()

@@ -183,7 +183,8 @@ class Model(nn.Module):
 
 
 def test_attributes_of_a_module_are_known_from_its_constructor_which_runs_once() -> None:
-    assert lines(MODULE) == [18, 19, 20]
+    assert lines(MODULE) == [18, 19, 20, 21]
+    assert lines(f"import numpy as np{MODULE}") == [18, 19, 20]
 
 
 @pytest.mark.parametrize(
@@ -320,3 +321,41 @@ def test_what_functions_and_methods_of_the_file_return() -> None:
         "def made(x):\n    return torch.relu(x)\ndef plain(x):\n    return 3\n"
     )
     assert lines(f"import torch\n{code}") == [4, 4, 11]
+
+
+UNKNOWN_NAMES = [
+    ("loss = model(x)\n    loss.backward()\n    loss.item()", True),
+    ("accelerator.backward(loss)\n    float(loss)", True),
+    ("(target != ignored).sum().item()", True),
+    ("int((model(x).argmax(dim=-1) == target).sum())", True),
+    ("if exists(row) and row.any(): pass", True),
+    ("if isinstance(row, torch.Tensor): row.item()", True),
+    ("float(trainer.clip_grad_norm_(1.0))", True),
+    ("[False] * torch.ones(3, device='cuda')[0]", True),
+    ("torch.zeros(3).to(device=device, dtype=torch.float16)", True),
+    ("get_accelerator().synchronize()", True),
+    ("y = torch.cat(parts)\n    y[torch.cat(pad_masks)] = torch.relu(y)[0]", True),
+    ("y = torch.cat(parts)\n    y[torch.cat(orders)] = torch.relu(y)[0]", False),
+    ("[p.grad.norm().item() for p in parts]", True),
+    ("function.backward(ctx, x)\n    if function: pass", False),
+    ("row.any(axis=0)", False),
+]
+
+
+@pytest.mark.parametrize(("body", "waits"), UNKNOWN_NAMES)
+def test_what_a_name_is_by_how_it_is_used(body: str, waits: bool) -> None:
+    code = f"import torch\ndef f(x, target, parts, pad_masks, orders, row, device):\n    {body}\n"
+    assert bool(lines(code)) is waits
+
+
+@pytest.mark.parametrize("read", ["row.item()", "if row.any(): pass", "float((row > 0).sum())"])
+def test_where_there_are_arrays_their_methods_say_nothing(read: str) -> None:
+    assert lines(f"import torch\ndef f(row):\n    {read}\n")
+    assert not lines(f"import torch\nimport numpy as np\ndef f(row):\n    {read}\n")
+
+
+@pytest.mark.parametrize("name", ["main", "setup"])
+def test_a_main_that_trains_runs_more_than_once(name: str) -> None:
+    loop = "for x in parts:\n        loss = model(x)\n        loss.backward()\n        print(loss.item())"
+    assert bool(lines(f"import torch\ndef {name}(parts):\n    {loop}\n")) is (name == "main")
+    assert not lines(f"import torch\ndef {name}(x: torch.Tensor):\n    print(x.sum().item())\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
 
 import pytest
@@ -113,3 +114,34 @@ class Model(Base):
         return self.layer(x).tolist()
 """
     assert [one.line for one in lint_text("model.py", code)] == [18]
+
+
+def long_function(reads: int) -> str:
+    body = "    x = x + x.item()\n" * reads
+    return f"import torch\ndef f(x: torch.Tensor):\n{body}    return x\n"
+
+
+def test_fixes_are_looked_for_at_so_many_places_of_a_file() -> None:
+    found = lint_text("long.py", long_function(260))
+    assert len(found) == 260
+    later = [one.line for one in found if one.fix and "No fix was looked for" in one.fix.reason]
+    assert later == list(range(253, 263))
+
+
+def test_the_work_grows_as_the_file_does() -> None:
+    calls = []
+    for reads in (300, 600):
+        count = 0
+
+        def called(frame: object, event: str, argument: object) -> None:
+            nonlocal count
+            count += event == "call"
+
+        text = long_function(reads)
+        sys.setprofile(called)
+        try:
+            lint_text("long.py", text)
+        finally:
+            sys.setprofile(None)
+        calls.append(count)
+    assert calls[1] < 2.2 * calls[0]

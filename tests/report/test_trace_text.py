@@ -5,7 +5,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from torchtrim.records.trace import TraceReport, TraceSet, TraceSite
+from torchtrim.records.trace import TraceJob, TraceRank, TraceReport, TraceSet, TraceSite
 from torchtrim.report.trace_text import render
 
 
@@ -103,3 +103,27 @@ def test_lines_that_are_known_or_one_of_several() -> None:
 def test_ranks() -> None:
     both = report(ranks=(report(rank=0), report(rank=1, file="x/r1.json")))
     assert "waits of each: 0: 10, 1: 10" in text(both)
+
+
+def rank(number: int, made: float) -> TraceRank:
+    return TraceRank(
+        rank=number,
+        clock_ms=0.0,
+        collectives=4,
+        collectives_ms=9.0,
+        exposed_ms=3.25,
+        waiting_ms=1.0,
+        last=2,
+        made_others_wait_ms=made,
+    )
+
+
+@pytest.mark.parametrize("straggler", [None, 1])
+def test_what_ranks_had_to_do_with_each_other(straggler: int | None) -> None:
+    ranks = (rank(0, 0.0), rank(1, 12.34))
+    job = TraceJob(collectives=4, unmatched=0, ranks=ranks, straggler=straggler)
+    shown = " ".join(text(report(ranks=(report(rank=0), report(rank=1)), job=job)).split())
+    late = "rank 1 comes last, the others wait 12.3 ms for it" in shown
+    assert late is (straggler is not None)
+    assert "4 collectives matched" in shown
+    assert "that nothing hides, ms: 0: 3.2, 1: 3.2" in shown

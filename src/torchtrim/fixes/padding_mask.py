@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from torchtrim.fixes.base import Edit, Fix, Match, Writing
+from torchtrim.fixes.reading.branches import is_fallback
 from torchtrim.fixes.reading.facts import Facts, Refused, Values, is_floating, is_number, is_tensor
 from torchtrim.fixes.reading.forms import equal, match_form
 from torchtrim.fixes.reading.purity import is_pure, is_simple
@@ -52,7 +53,9 @@ class _Loop(NamedTuple):
 def find(source: Source) -> Iterator[Match]:
     """The loops that fill rows up to, or from, a length."""
     for node in ast.walk(source.tree):
-        if isinstance(node, ast.For) and (found := _read(node, source)) is not None:
+        if not isinstance(node, ast.For) or is_fallback(source, node):
+            continue
+        if (found := _read(node, source)) is not None:
             parts = {"X": found.mask, "L": found.lengths, "V": found.value}
             yield Match(fix=FIX, source=source, node=node.body[0], parts=parts, begin=node)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from typing import NamedTuple
 
-from torchtrim.linter.kinds import ARRAY, PLAIN, Kind
+from torchtrim.linter.kinds import ARRAY, PLAIN, Kind, tensor
 
 _NEVER_NAMES = """
     is_scripting is_tracing is_compiling is_dynamo_compiling is_torchdynamo_compiling is_exporting
@@ -75,7 +75,8 @@ def _call(test: ast.Call) -> Guard:
     if name == "is_available" and _last(getattr(test.func, "value", test)) in _DEVICES:
         return Guard(false=True)
     if name in _IS_TENSOR and len(test.args) == 1 and isinstance(test.args[0], ast.Name):
-        return Guard(when_false=((test.args[0].id, PLAIN),))
+        name_of = test.args[0].id
+        return Guard(when_true=((name_of, tensor()),), when_false=((name_of, PLAIN),))
     if name == "isinstance" and len(test.args) == 2 and isinstance(test.args[0], ast.Name):
         return _instance(test.args[0].id, test.args[1])
     return NONE
@@ -87,7 +88,7 @@ def _instance(name: str, types: ast.expr) -> Guard:
         members = [types.left, types.right]
     lasts = {_last(one) for one in members}
     if lasts <= {"Tensor", "LongTensor", "FloatTensor", "BoolTensor", "Parameter"}:
-        return Guard(when_false=((name, PLAIN),))
+        return Guard(when_true=((name, tensor()),), when_false=((name, PLAIN),))
     if lasts <= {"ndarray", "generic"}:
         return Guard(when_true=((name, ARRAY),))
     return Guard(when_true=((name, PLAIN),)) if lasts <= _PLAIN_TYPES else NONE

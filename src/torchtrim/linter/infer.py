@@ -124,6 +124,8 @@ class Inference(Scope):
             return base
         if base.what == "sequence" and name in ("values", "indices", "inverse", "counts"):
             return part_of(base)
+        if name == "grad":
+            return tensor()
         if name in _TENSORS:
             return tensor(sure=False)
         return _named(name)
@@ -150,7 +152,10 @@ class Inference(Scope):
         return sequence(read[0]) if read else PLAIN
 
     def _binary(self, node: ast.BinOp) -> Kind:
-        return computed(self.value(node.left), self.value(node.right), node.op)
+        left, right = self.value(node.left), self.value(node.right)
+        if isinstance(node.op, ast.Mult) and isinstance(node.left, ast.List) and right.waits:
+            self.wait("item", node)
+        return computed(left, right, node.op)
 
     def _unary(self, node: ast.UnaryOp) -> Kind:
         if isinstance(node.op, ast.Not):

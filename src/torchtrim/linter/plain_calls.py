@@ -133,6 +133,12 @@ def _of_unknown(scope: Scope, owner: ast.expr, method: str, call: Call) -> Kind:
         if isinstance(owner, ast.Name) and owner.id not in scope.file.imports:
             scope.env[owner.id] = found
         return called_method(found, method, call)
+    if _is_of_a_tensor(scope, method, call):
+        return called_method(tensor(), method, call)
+    if method in ("backward", "manual_backward"):
+        _differentiated(scope, owner, call)
+    if method in ("clip_grad_norm_", "to_local", "full_tensor"):
+        return tensor(single=method == "clip_grad_norm_")
     if method == "synchronize" and not call.args and not call.words:
         _synchronized(scope, owner, call)
     if method in ("size", "tolist"):
@@ -142,9 +148,26 @@ def _of_unknown(scope: Scope, owner: ast.expr, method: str, call: Call) -> Kind:
     return DTYPE if method == "get_default_dtype" else UNKNOWN
 
 
+def _is_of_a_tensor(scope: Scope, method: str, call: Call) -> bool:
+    """Whether a method that arrays have too is one of a tensor: by `dim=`, or as the file has no arrays."""
+    if "dim" in call.words:
+        return method in names.METHODS
+    plain = not call.args and not call.words and not scope.file.has_arrays
+    return plain and (method in names.REDUCTIONS or method == "item")
+
+
+def _differentiated(scope: Scope, owner: ast.expr, call: Call) -> None:
+    """`loss.backward()`, `accelerator.backward(loss)`: the loss is a tensor."""
+    loss = call.node.args[0] if call.node.args else owner
+    if isinstance(loss, ast.Name) and loss.id not in scope.file.imports:
+        scope.env[loss.id] = tensor()
+
+
 def _synchronized(scope: Scope, owner: ast.expr, call: Call) -> None:
     text = ast.unparse(owner).lower().rpartition(".")[2]
     if "event" in text:
         scope.wait("event-synchronize", call.node)
     elif "stream" in text:
         scope.wait("stream-synchronize", call.node)
+    elif "accelerator" in text:
+        scope.wait("synchronize", call.node)

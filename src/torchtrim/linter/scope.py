@@ -13,6 +13,9 @@ from torchtrim.linter.kinds import UNKNOWN, Kind, joined
 Wait = Callable[[str, ast.AST], None]
 Environment = dict[str, Kind]
 Outside = Callable[[str], Kind]
+_ARRAYS = frozenset(
+    ("numpy", "scipy", "pandas", "jax", "tensorflow", "cupy", "mlx", "polars", "xarray")
+)
 
 
 @dataclass
@@ -56,6 +59,11 @@ class FileFacts:
     classes: dict[str, ClassFacts] = field(default_factory=dict)
     outside: Outside = field(default=lambda full: UNKNOWN)
 
+    @property
+    def has_arrays(self) -> bool:
+        """Whether it imports something else than torch whose arrays have the methods of tensors."""
+        return any(full.partition(".")[0] in _ARRAYS for full in self.imports.values())
+
 
 class Scope:
     """Kinds of names. `wait` gets a row of the table of waits and a node.
@@ -86,10 +94,9 @@ class Scope:
             self.quiet -= on
 
     def narrow(self, known: Names) -> None:
-        """Take over what a condition says of names; what is known of a tensor stays."""
+        """Take over what a condition says of names; that one is a tensor where nothing else is known."""
         for name, kind in known:
-            before = self.env.get(name, UNKNOWN)
-            if before.what != "tensor" or kind.what != "tensor":
+            if kind.what != "tensor" or self.env.get(name, UNKNOWN) == UNKNOWN:
                 self.env[name] = kind
 
     def dotted(self, node: ast.AST) -> str | None:

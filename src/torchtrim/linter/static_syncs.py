@@ -299,7 +299,8 @@ class _Walk:
                 self._infer.env[extra.arg] = (
                     sequence(said) if extra is arguments.vararg else UNKNOWN
                 )
-        once = _ONCE.fullmatch(node.name) or _ON_HOST.fullmatch(node.name)
+        once = _ONCE.fullmatch(node.name) and not (node.name == "main" and _trains(node))
+        once = once or _ON_HOST.fullmatch(node.name) is not None
         self._returned.append([])
         with self._infer.silent(bool(once)):
             self._block(node.body)
@@ -320,6 +321,11 @@ def merged(one: Environment, other: Environment) -> Environment:
 def _called(decorator: ast.expr) -> str:
     node = decorator.func if isinstance(decorator, ast.Call) else decorator
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def _trains(node: _Function) -> bool:
+    """Whether a loop of training is in it, which does not run once."""
+    return any(isinstance(one, ast.Attribute) and one.attr == "backward" for one in ast.walk(node))
 
 
 def _yields(node: ast.AST) -> bool:

@@ -12,16 +12,31 @@ Wait = Callable[[str, ast.AST], None]
 Places = list[tuple[ast.expr, Kind]]
 
 
-def is_mask(kind: Kind) -> bool:
-    """Whether it is a boolean tensor that may lie on a device."""
-    return kind.waits and kind.dtype == "bool" and not kind.single
+def is_mask(place: ast.expr, kind: Kind, base: Kind) -> bool:
+    """Whether it is a boolean tensor that may lie on a device.
+
+    One whose type is not known is, by its name: numbers of places are not called a mask.
+    """
+    if kind.single or not (kind.waits or (kind.what == "unknown" and base.what == "tensor")):
+        return False
+    return kind.dtype == "bool" or (not kind.dtype and _is_named_mask(place))
+
+
+def _is_named_mask(place: ast.expr) -> bool:
+    if isinstance(place, ast.Call) and len(place.args) == 1:
+        return _last(place.func) in ("cat", "concat") and _is_named_mask(place.args[0])
+    return _last(place).endswith(("mask", "masks"))
+
+
+def _last(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
 def read(node: ast.Subscript, base: Kind, places: Places, wait: Wait) -> Kind:
     """What `base[places]` gives. `places` are the expressions within the brackets."""
     if base.what in ("plain", "array"):
         return base
-    masks = sum(is_mask(kind) for _, kind in places)
+    masks = sum(is_mask(place, kind, base) for place, kind in places)
     if masks and base.what in ("tensor", "unknown") and base.on in ("", "device"):
         wait("mask-index", node)
         return tensor(base.on, base.dtype)
@@ -39,7 +54,7 @@ def written(node: ast.Subscript, base: Kind, places: Places, value: Kind, wait: 
     """`base[places] = value`."""
     if base.what not in ("tensor", "unknown") or base.on in ("host", "mixed"):
         return
-    masks = sum(is_mask(kind) for _, kind in places)
+    masks = sum(is_mask(place, kind, base) for place, kind in places)
     if masks and (value.waits or masks > 1):
         wait("mask-assign", node)
     elif base.what == "tensor" and not masks:

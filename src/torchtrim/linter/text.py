@@ -32,6 +32,9 @@ _WHAT = {
 }
 _SHOWN = 60
 _MOST_ROUNDS = 20
+_MOST_FIXED = 250
+"""How many places of a file a fix is looked for, so that the time is linear in the file."""
+_LATER = f"No fix was looked for: only the first {_MOST_FIXED} places of a file are. "
 _RANK = ("safe", "unsafe", "refused")
 Selected = Callable[[str], bool]
 
@@ -56,6 +59,7 @@ class Found(NamedTuple):
     code: str
     syncs: tuple[StaticSync, ...]
     candidate: Candidate | None
+    looked: bool = True
 
     @property
     def lines(self) -> tuple[int, int]:
@@ -93,7 +97,10 @@ def lint_source(
         Found(code, tuple(group), None) for (_, code), group in groups.items() if selected(code)
     ]
     kept = list(_not_ignored(source.text, found))
-    return _with_candidates(source, kept, whole=whole) if kept else []
+    if not kept:
+        return []
+    later = [one._replace(looked=False) for one in kept[_MOST_FIXED:]]
+    return [*_with_candidates(source, kept[:_MOST_FIXED], whole=whole), *later]
 
 
 def lint_text(
@@ -201,20 +208,22 @@ def _not_ignored(text: str, found: Iterable[Found]) -> Iterator[Found]:
 def _with_candidates(source: Source, found: list[Found], *, whole: bool) -> list[Found]:
     looked = source if whole else source.only(one.lines[0] for one in found)
     every = list(matches(looked, {one.code for one in found}))
+    spans = [match.lines for match in every]
     tried: dict[int, Candidate] = {}
     chosen = []
     for one in found:
-        fitting = [match for match in every if _fits(match, one)]
+        fitting = [
+            match for match, span in zip(every, spans, strict=True) if _fits(match, span, one)
+        ]
         candidates = [tried.setdefault(id(match), _candidate(match)) for match in fitting]
         best = min(candidates, key=lambda candidate: _order(candidate, one.code), default=None)
         chosen.append(one._replace(candidate=best))
     return chosen
 
 
-def _fits(match: Match, found: Found) -> bool:
-    first, last = match.lines
-    start, end = found.lines
-    return found.code in match.fix.codes and first <= end and start <= last
+def _fits(match: Match, span: tuple[int, int], found: Found) -> bool:
+    (first, last), (start, end) = span, found.lines
+    return first <= end and start <= last and found.code in match.fix.codes
 
 
 def _order(candidate: Candidate, code: str) -> tuple[int, bool, int]:
@@ -243,7 +252,7 @@ def _suggestion(source: Source, found: Found) -> Suggestion:
     candidate = found.candidate
     if candidate is None:
         advice = dict.fromkeys(row(sync.row).advice for sync in found.syncs)
-        return Suggestion(kind="advice", reason=" ".join(advice))
+        return Suggestion(kind="advice", reason=("" if found.looked else _LATER) + " ".join(advice))
     name = candidate.match.fix.name
     if candidate.rewrite is None:
         return Suggestion(kind="refused", reason=f"{name}: {candidate.reason}")

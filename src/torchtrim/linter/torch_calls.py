@@ -25,6 +25,7 @@ from torchtrim.linter.kinds import (
 )
 
 _MASKED = ("torch.cuda.", "torch.accelerator.", "torch.xpu.")
+_COLLECTIVES = ("torch.distributed._functional_collectives.",)
 _HOST_DATA = ("plain", "sequence", "array", "unknown")
 _SIZES_NAMES = """
     zeros ones empty full rand randn new_zeros new_ones new_empty new_full eye
@@ -99,6 +100,8 @@ def called_function(name: str, call: Call) -> Kind:
         return _of_modules(last)
     if name in ("torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"):
         return tensor()
+    if name.startswith(_COLLECTIVES) or last == "clip_grad_norm_":
+        return tensor(single=last == "clip_grad_norm_")
     if name.startswith("torch.cuda.") and last.endswith("Tensor"):
         call.wait("new-tensor", call.node)
         return tensor("device")
@@ -335,7 +338,8 @@ def _target(receiver: Kind, target: Kind, node: ast.Call) -> tuple[On, str]:
         return receiver.on, target.dtype
     if target.what == "tensor":
         return target.on, target.dtype
-    argument = node.args[0] if node.args else None
+    named = (word.value for word in node.keywords if word.arg in ("device", "other"))
+    argument = node.args[0] if node.args else next(named, None)
     if isinstance(argument, ast.Constant):
         return _device_of(argument), receiver.dtype
     if target.what == "device":

@@ -44,8 +44,37 @@ class TraceSet(Struct, frozen=True, kw_only=True):
     saves_ms: float
 
 
+class TraceRank(Struct, frozen=True, kw_only=True):
+    """A rank among others. `clock_ms`: how far its clock is ahead of the first rank's, null where they share
+    no collective. `collectives_ms` is how long collectives ran, `exposed_ms` how long nothing else did then,
+    `waiting_ms` how long it was in collectives before the last rank came. `last`: how often it came last;
+    `made_others_wait_ms`: how long the others were in collectives before it came, all together.
+    """
+
+    rank: int
+    clock_ms: float | None
+    collectives: int
+    collectives_ms: float
+    exposed_ms: float
+    waiting_ms: float
+    last: int
+    made_others_wait_ms: float
+
+
+class TraceJob(Struct, frozen=True, kw_only=True):
+    """What ranks had to do with each other: `collectives` that two traces or more share, and those of all
+    that are `unmatched`. `straggler` is the rank for which the others waited longest, null where that is
+    less than a hundredth of the time."""
+
+    collectives: int
+    unmatched: int
+    ranks: tuple[TraceRank, ...]
+    straggler: int | None = None
+
+
 class TraceReport(Struct, frozen=True, kw_only=True):
-    """What was found in one rank's trace; for several ranks the slowest one's, and each in `ranks`.
+    """What was found in one rank's trace; for several ranks the slowest one's, and each in `ranks`,
+    and in `job` what they had to do with each other.
 
     `sync_calls` are calls that synchronize with a stream, an event or by copying; `blocking_copies` are
     copies from or to pageable memory. Synchronizations with the whole device are apart: `device_syncs`
@@ -78,6 +107,7 @@ class TraceReport(Struct, frozen=True, kw_only=True):
     loader_ms: float = 0.0
     notes: tuple[str, ...] = ()
     ranks: tuple[TraceReport, ...] = ()
+    job: TraceJob | None = None
 
     @property
     def waits(self) -> int:

@@ -22,6 +22,8 @@ class Args(Struct, gc=False):
     stream: Number = None
     device: Number = None
     kind: Number = None
+    collective: Number = msgspec.field(default=None, name="Collective name")
+    group: Number = msgspec.field(default=None, name="Process Group Name")
     wait_stream: Number = msgspec.field(default=None, name="wait_on_stream")
     wait_record: Number = msgspec.field(default=None, name="wait_on_cuda_event_record_corr_id")
 

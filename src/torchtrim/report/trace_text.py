@@ -9,7 +9,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from torchtrim.records.trace import TraceReport, TraceSite
+from torchtrim.records.trace import TraceJob, TraceReport, TraceSite
 from torchtrim.report.safe import clean, keep_left, keep_right, sentence
 
 _SCREEN = 24
@@ -73,6 +73,21 @@ def _ranks(report: TraceReport, width: int) -> Iterator[Text]:
             for one in report.ranks
         )
         yield from _labelled("ranks", f"waits of each: {each}", width)
+    if report.job is not None:
+        yield from _labelled("together", _together(report.job), width)
+
+
+def _together(job: TraceJob) -> str:
+    """Whom the others waited for, and what of each rank's communication nothing hid."""
+    many = _plural(job.collectives, "collective", "collectives")
+    worst = max(job.ranks, key=lambda one: one.made_others_wait_ms)
+    late = (
+        f"rank {worst.rank} comes last, the others wait {worst.made_others_wait_ms:,.1f} ms for it"
+    )
+    if job.straggler is None:
+        late = "no rank keeps the others waiting"
+    exposed = ", ".join(f"{one.rank}: {one.exposed_ms:,.1f}" for one in job.ranks)
+    return f"{many} matched; {late}; communication that nothing hides, ms: {exposed}"
 
 
 def _table(report: TraceReport, top: int, width: int) -> Iterator[Text]:

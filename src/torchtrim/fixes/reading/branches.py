@@ -71,19 +71,32 @@ def is_guard(test: ast.expr) -> bool:
 
 
 def is_fallback(source: Source, node: ast.AST) -> bool:
-    """Whether it is what a guard keeps for other ranks and types, which is not to be fixed again."""
-    inner = node
-    for outer in (*source.around(node), None):
-        if isinstance(inner, ast.stmt) and _follows_guard(source, inner):
-            return True
-        if isinstance(outer, ast.If | ast.IfExp) and is_guard(outer.test):
-            others = outer.orelse if isinstance(outer, ast.If) else [outer.orelse]
-            if any(one is inner for one in others):
-                return True
-        asked = isinstance(outer, ast.BoolOp) and isinstance(outer.op, ast.Or)
-        if asked and inner is not outer.values[0] and is_guard(outer.values[0]):  # type: ignore[union-attr]
-            return True
-        inner = outer if outer is not None else inner
+    """Whether it is what a guard keeps for other ranks and types, which is not to be fixed again.
+
+    What is told of a node is kept, since much is asked about what is around the same ones.
+    """
+    chain: list[ast.AST] = []
+    at: ast.AST | None = node
+    while at is not None and at not in source.fallback:
+        chain.append(at)
+        at = source.parents.get(at)
+    found = at is not None and source.fallback[at]
+    for inner in reversed(chain):
+        found = found or _is_kept(source, inner)
+        source.fallback[inner] = found
+    return found
+
+
+def _is_kept(source: Source, inner: ast.AST) -> bool:
+    """Whether it is itself the other way of a guard, or behind one that returns."""
+    if isinstance(inner, ast.stmt) and _follows_guard(source, inner):
+        return True
+    outer = source.parents.get(inner)
+    if isinstance(outer, ast.If | ast.IfExp) and is_guard(outer.test):
+        others = outer.orelse if isinstance(outer, ast.If) else [outer.orelse]
+        return any(one is inner for one in others)
+    if isinstance(outer, ast.BoolOp) and isinstance(outer.op, ast.Or):
+        return inner is not outer.values[0] and is_guard(outer.values[0])
     return False
 
 

@@ -42,6 +42,7 @@ class Source:
         self._lines = [0, *(found.end() for found in _LINE.finditer(text))]
         self._bound: dict[ast.AST, frozenset[str]] = {}
         self.memo: dict[str, tuple[Any, ...]] = {}
+        self.fallback: dict[ast.AST, bool] = {}
         self.private: dict[tuple[ast.AST, str], bool] = {}
         self.private_but: dict[ast.AST, frozenset[str]] = {}
 

@@ -12,6 +12,7 @@ from torchtrim.observe.trace.folder import find_traces
 from torchtrim.observe.trace.reader import read_trace
 from torchtrim.records.trace import TraceReport
 from torchtrim.sync.traces.analysis import analyse, joined
+from torchtrim.sync.traces.ranks import Talk, talk_of
 
 
 def diagnose_traces(
@@ -28,17 +29,20 @@ def diagnose_traces(
     files = find_traces(list(paths))
     named = set(paths)
     reports: list[TraceReport] = []
+    talks: list[Talk] = []
     failed: list[TorchtrimError] = []
     for file in files:
         progress(f"reading {file.name}")
         try:
-            reports.append(analyse(read_trace(file), source))
+            trace = read_trace(file)
+            reports.append(analyse(trace, source))
+            talks.append(talk_of(trace))
         except TorchtrimError as error:
             if file in named:
                 raise
             failed.append(error)
     if not reports:
         raise failed[0]
-    report = joined(reports)
+    report = joined(reports, talks)
     left_out = tuple(f"Left out: {error}" for error in failed)
     return msgspec.structs.replace(report, notes=(*report.notes, *left_out))

@@ -17,6 +17,7 @@ from torchtrim.sync.traces.build import build
 from torchtrim.sync.traces.busy import covered, device_busy, loading
 from torchtrim.sync.traces.lines import Sources
 from torchtrim.sync.traces.mends import mended
+from torchtrim.sync.traces.ranks import Talk, job_of
 from torchtrim.sync.traces.sites import Site, sites_of
 from torchtrim.sync.traces.waiting import Wait, find_waits, unexplained_copies
 
@@ -60,14 +61,17 @@ def analyse(trace: Trace, source: Path | None = None) -> TraceReport:
     )
 
 
-def joined(reports: Sequence[TraceReport]) -> TraceReport:
-    """One report for several ranks: the slowest one's, with all of them in it."""
+def joined(reports: Sequence[TraceReport], talks: Sequence[Talk] = ()) -> TraceReport:
+    """One report for several ranks: the slowest one's, with all of them in it, and their collectives."""
     if len(reports) == 1:
         return reports[0]
     slowest = max(reports, key=lambda report: report.span_ms)
     shared = f"{len(reports)} ranks; shown is the slowest, {_named(slowest)}."
     return msgspec.structs.replace(
-        slowest, notes=(shared, *slowest.notes), ranks=tuple(sorted(reports, key=_by_rank))
+        slowest,
+        notes=(shared, *slowest.notes),
+        ranks=tuple(sorted(reports, key=_by_rank)),
+        job=job_of(talks) if talks else None,
     )
 
 

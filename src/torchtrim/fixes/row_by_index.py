@@ -1,0 +1,60 @@
+"""`table[t.item()]`, and `table[t]` with a tensor of zero dimensions, become `table[t.view(1)][0]`.
+
+An index of zero dimensions is a number to PyTorch, which the host reads, with or without `.item()`. One of
+one dimension stays on the device. So `alphas_cumprod[t]` in a sampler's loop waits for nothing.
+
+Its values are the same; in memory they may lie in another order, in which a sum rounds in another way.
+
+Never applied without being asked for: an index out of bounds is an error of the device then, which ends the
+process's use of it. Refused where what is read may be written to: a row is a view, this is a copy.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from torchtrim.fixes.base import Fix, Match, Writing
+from torchtrim.fixes.reading.facts import Facts, Refused, Values, is_tensor
+from torchtrim.fixes.reading.forms import match_form
+from torchtrim.fixes.reading.names import only_reads_at
+from torchtrim.fixes.reading.source import Source
+from torchtrim.fixes.writing.replace import replace
+
+_FORMS = ("X[I.item()]", "X[int(I)]", "X[I]")
+_RISK = (
+    "an index out of bounds is an error of the device, after which the process can use it no more"
+)
+
+
+def find(source: Source) -> Iterator[Match]:
+    """What is read at one place."""
+    for node in source.nodes:
+        if not isinstance(node, ast.Subscript) or not isinstance(node.ctx, ast.Load):
+            continue
+        if isinstance(node.slice, ast.Constant | ast.Slice | ast.Tuple | ast.UnaryOp | ast.List):
+            continue
+        found = ((form, match_form(form, node, source)) for form in _FORMS)
+        form, bound = next((one for one in found if one[1] is not None), ("", None))
+        if bound is not None:
+            yield Match(fix=FIX, source=source, node=node, parts=bound.parts, form=form)
+
+
+def write(match: Match, facts: Facts) -> Writing:
+    """The row by an index of one dimension."""
+    facts.need(
+        f"`{match.text('I')[:60]}` is one 64-bit integer on the device of `{match.text('X')[:60]}`, a tensor",
+        _fits,
+    )
+    if not only_reads_at(match.source, match.node):
+        raise Refused("it may be written to, and is a view of the whole. Use `.clone()`")
+    return Writing(replace(match, "X[I.view(1)][0]"), risk=_RISK)
+
+
+def _fits(values: Values) -> bool:
+    table, index = values.X, values.I
+    there = is_tensor(table, index) and index.device == table.device
+    return there and index.dtype == "int64" and not index.shape and bool(table.shape)
+
+
+FIX: Fix = Fix(codes=("TT101",), equivalence="ROUNDING", find=find, write=write)
