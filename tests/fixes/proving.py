@@ -29,7 +29,7 @@ from torchtrim.observe.probes import Probes
 
 DRAWS = 4
 STRANGERS = 3
-FOREIGN, FEW_FOREIGN, PATIENCE = 8, 8, 8
+FOREIGN, FEW_FOREIGN, PATIENCE = 8, 8, 30
 """Cases of every rank and type for each structure, or in a proof of few draws; how many are tried for one."""
 Inputs = dict[str, Any]
 Make = Callable[[random.Random], Iterator[Inputs]]

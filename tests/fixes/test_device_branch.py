@@ -243,3 +243,31 @@ def test_shapes_that_no_longer_agree_choose_as_before() -> None:
     after = patch(rewrite.match.source, [rewrite]).text
     for x in (torch.ones(3, 4), -torch.ones(3, 4)):
         proving.agree(rewrite, code, after, {"x": x, "y": torch.ones(3, 1)})
+
+
+def test_what_other_fixes_test_for_types_is_known_to_hold() -> None:
+    code = """
+import torch
+import torch.nn.functional as F
+def function(scores, labels):
+    if (
+        (labels.flatten().sort().values.diff() != 0).sum() + 1
+        if (labels.dim(), labels.dtype) == (1, torch.int64)
+        else torch.unique(labels).numel()
+    ) < 2:
+        return 0.0 * scores.sum()
+    mask = labels != -1
+    return (
+        F.cross_entropy(scores.masked_fill(~mask[:, None], 0), torch.where(mask, labels, -100))
+        if (scores.dim(), labels.dim(), mask.dim()) == (2, 1, 1) and labels.dtype == torch.int64
+        else F.cross_entropy(scores[mask], labels[mask])
+    )
+"""
+    inputs = {
+        "scores": torch.randn(5, 3, requires_grad=True),
+        "labels": torch.tensor([0, 1, 2, -1, 0]),
+    }
+    rewrite = proving.fixed(FIX, code, inputs)
+    assert rewrite.safe
+    proving.agree(rewrite, code, patch(rewrite.match.source, [rewrite]).text, inputs)
+    assert proving.syncs_go(FIX, code, inputs) == (1, 0)

@@ -74,7 +74,8 @@ def test_what_is_written_keeps_names_and_comments() -> None:
     body = "s = scores[mask > 0]\nt = labels[mask > 0]  # wanted\nreturn F.cross_entropy(s, t)"
     rewrite = proving.fixed(FIX, code_of(body), inputs())
     assert patch(rewrite.match.source, [rewrite]).text.removeprefix(HEAD) == (
-        "    if (scores.dim(), labels.dim(), mask.dim()) == (2, 1, 1):\n"
+        "    if (scores.dim(), labels.dim(), mask.dim()) == (2, 1, 1) "
+        "and scores.dtype == torch.float32 and labels.dtype == torch.int64:\n"
         "        kept = mask > 0\n        s = scores.masked_fill(~kept.unsqueeze(-1), 0)\n"
         "        t = torch.where(kept, labels, -100)\n    else:\n"
         "        s = scores[mask > 0]\n        t = labels[mask > 0]  # wanted\n"

@@ -72,7 +72,8 @@ def inputs(**others: object) -> proving.Inputs:
 def test_what_is_written() -> None:
     rewrite = proving.fixed(FIX, code_of(BODIES[1]), inputs())
     assert patch(rewrite.match.source, [rewrite]).text.removeprefix(HEAD) == (
-        "    if (mask.dim(), lengths.dim()) == (2, 1):\n"
+        "    if (mask.dim(), lengths.dim()) == (2, 1) and mask.dtype == torch.bool "
+        "and lengths.dtype == torch.int64:\n"
         "        positions = torch.arange(mask.shape[1], device=mask.device)\n"
         "        ends = torch.where(lengths < 0, lengths + mask.shape[1], lengths)\n"
         "        mask[:len(lengths)].masked_fill_(positions < ends[:, None], True)\n"

@@ -41,18 +41,21 @@ def write(match: Match, facts: Facts) -> Writing:
         facts.need(
             f"`{match.text('M')}` is of integers or truth values", lambda v: is_integral(v.M)
         )
-        return Writing(_where_it_fits(match, "X[M != 0] = C"))
+        return Writing(_where_it_fits(match, facts, "X[M != 0] = C"))
     if equal(match.parts["M"].left, match.parts["X"]) and _of_constants(match.parts["M"]):
         return Writing(replace(match, "X[M] = C"))
-    return Writing(_where_it_fits(match, "X[M] = C"))
+    return Writing(_where_it_fits(match, facts, "X[M] = C"))
 
 
 def _of_constants(test: ast.Compare) -> bool:
     return all(isinstance(one, ast.Constant) for one in test.comparators)
 
 
-def _where_it_fits(match: Match, text: str) -> tuple[Edit, ...]:
-    """The assignment for a mask of the shape that the tensor begins with, and else the original."""
+def _where_it_fits(match: Match, facts: Facts, text: str) -> tuple[Edit, ...]:
+    """The assignment for a mask of the shape that the tensor begins with, and else the original; without
+    evidence, when it is suggested only, the assignment alone."""
+    if not facts.seen:
+        return replace(match, text)
     test = "M.dim() and M.shape == X.shape[: M.dim()]"
     return replace_if(match, test, text, names={"X": "target", "M": "mask"}, apart="C")
 

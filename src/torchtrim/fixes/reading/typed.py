@@ -125,11 +125,16 @@ def _is_chain(node: ast.AST) -> bool:
 
 
 def known_names(parts: Mapping[str, ast.expr], values: Values) -> dict[str, Seen]:
-    """What was seen of the parts that are names and attributes, by their text."""
+    """What was seen of the parts that are names and attributes, by their text.
+
+    Types and shapes are left out: they follow from the tensor that has them.
+    """
     return {
-        ast.unparse(node): getattr(values, part)
+        ast.unparse(node): seen
         for part, node in parts.items()
-        if isinstance(node, ast.Name | ast.Attribute) and hasattr(values, part)
+        if isinstance(node, ast.Name | ast.Attribute)
+        and (seen := getattr(values, part, None)) is not None
+        and seen.kind not in ("dtype", "Size")
     }
 
 
