@@ -40,10 +40,8 @@ ELSEWHERE = {
     "relative_attention",
     "release",
     "split_batch",
-    "split_matmul",
 }
-"""Those for inference, streams, several processes or models of a kind of their own, and one that needs a
-product which sets the peak."""
+"""Those for inference, streams, several processes or a kind of model of their own."""
 if importlib.util.find_spec("torchao") is None:
     ELSEWHERE.add("low_bit_states")
 SCALED = {"from_batch": 8, "to_batch": 16, "rule": "sqrt", "warmup": 0}
