@@ -321,7 +321,7 @@ class Orders:
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         traits = _Traits(
             copies=name in _COPIES,
-            view=func.is_view,
+            view=func.is_view or name == "aten::set_",
             waits=any(tag in func.tags for tag in _WAITING),
             empty=name.startswith(_EMPTY),
             random=is_random,
