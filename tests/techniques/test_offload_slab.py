@@ -154,9 +154,6 @@ def one_by_one() -> Technique:
         return planned(torchtrim.record(workload()))[1]
 
 
-@pytest.mark.xfail(
-    reason="under late and random orders values differ, and no race is told: not yet known why"
-)
 @EVERY
 def test_calls_in_two_streams_may_use_the_same_bytes(order: str) -> None:
     plain, _ = gradients("", None)
@@ -211,6 +208,6 @@ def test_offsets_are_read_as_they_are_written() -> None:
 def test_a_plan_of_before_there_were_slabs_still_runs(movers: list[Mover]) -> None:
     where = tuple(str(place_of(one)) for one in one_by_one().where)
     plain, _ = gradients("", None)
-    found, _ = gradients("early", Technique(name=TECHNIQUE.name, where=where))
+    found, _ = gradients("late", Technique(name=TECHNIQUE.name, where=where))
     assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
     assert movers[-1].pinned_bytes > 0

@@ -269,7 +269,8 @@ class Orders:
         if not self._tags.holds(cell.storage):
             return False
         home = self.clocks.home(cell.storage)
-        users = [one for one in +cell.pending if one != home]
+        others = (one for one in +cell.pending if one != home)
+        users = [one for one in others if not self.clocks.has_seen(home, one, cell.last[one])]
         if all(self.clocks.is_kept(cell.storage, one) for one in users):
             return False
         return True if home == stream else None
