@@ -340,3 +340,24 @@ def test_the_line_of_a_race_is_told() -> None:
 def test_orders_that_are_none(text: str) -> None:
     with pytest.raises(UsageError, match="early, late, random"):
         Order.parse(text)
+
+
+@pytest.mark.parametrize("awaited", [True, False])
+def test_memory_that_a_side_stream_frees_is_lost_unless_it_awaited_who_reads_it(
+    awaited: bool,
+) -> None:
+    with emulate(streams="late"):
+        mine, copies = torch.cuda.Stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        there = torch.empty(4, pin_memory=True)
+        with torch.cuda.stream(mine):
+            made = torch.ones(4, device="cuda") * 3
+        copies.wait_stream(mine)
+        with torch.cuda.stream(copies):
+            there.copy_(made, non_blocking=True)
+        if awaited:
+            mine.wait_stream(copies)
+        with torch.cuda.stream(mine):
+            del made
+            torch.zeros(4, device="cuda").add_(1)
+        torch.cuda.synchronize()
+        assert torch.equal(there, torch.full((4,), 3.0)) == awaited

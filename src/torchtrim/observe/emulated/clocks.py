@@ -133,6 +133,10 @@ class Clocks:
         """Number of the newest operator of a stream."""
         return self._seen[stream].get(stream, 0)
 
+    def has_seen(self, stream: int, other: int, serial: int) -> bool:
+        """Whether what a stream gets from now on is behind an operator of another."""
+        return max(self._seen[stream].get(other, 0), self._host.get(other, 0)) >= serial
+
     def read(self, uses: Iterable[Use], access: Access) -> list[int]:
         """An operator reads: the storages whose contents may not be there yet."""
         early = []

@@ -269,7 +269,8 @@ class Orders:
         if not self._tags.holds(cell.storage):
             return False
         home = self.clocks.home(cell.storage)
-        users = [one for one in +cell.pending if one != home]
+        others = (one for one in +cell.pending if one != home)
+        users = [one for one in others if not self.clocks.has_seen(home, one, cell.last[one])]
         if all(self.clocks.is_kept(cell.storage, one) for one in users):
             return False
         return True if home == stream else None
@@ -321,7 +322,7 @@ class Orders:
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         traits = _Traits(
             copies=name in _COPIES,
-            view=func.is_view,
+            view=func.is_view or name == "aten::set_",
             waits=any(tag in func.tags for tag in _WAITING),
             empty=name.startswith(_EMPTY),
             random=is_random,

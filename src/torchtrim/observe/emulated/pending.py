@@ -15,15 +15,16 @@ from torchtrim.observe.emulated.poison import Shape, alias, copy_of, shape_of, u
 class Cell:
     """A storage that pending work uses; another one as soon as the program has let go of it.
 
-    `pending` counts the work on it of each stream.
+    `pending` counts the work on it of each stream, and `last` numbers the newest.
     """
 
-    __slots__ = ("key", "pending", "storage")
+    __slots__ = ("key", "last", "pending", "storage")
 
     def __init__(self, storage: Any) -> None:
         self.storage = storage
         self.key: int = storage._cdata
         self.pending: Counter[int] = Counter()
+        self.last: dict[int, int] = {}
 
 
 class Place(NamedTuple):
@@ -65,6 +66,7 @@ class Pending:
         cells = tuple({place.cell.key: place.cell for place in places}.values())
         for cell in cells:
             cell.pending[stream] += 1
+            cell.last[stream] = serial
         after = tuple(self._due.pop(stream, ()))
         self.queues[stream].append(Work(serial, do, cells, after))
 
