@@ -150,17 +150,17 @@ class Started:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, seconds: float, victim: int) -> None:
         self.pids: list[int] = []
-        self._original = ranks._started
+        self._original = ranks.start
         self._over = threading.Event()
-        monkeypatch.setattr(ranks, "_started", self._note)
+        monkeypatch.setattr(ranks, "start", self._note)
         self._thread = threading.Thread(target=self._kill, args=(seconds, victim))
 
     def _note(self, *args: Any) -> Any:
-        rank = self._original(*args)
-        self.pids.append(rank.process.pid)
+        process = self._original(*args)
+        self.pids.append(process.pid)
         if len(self.pids) == 2:
             self._thread.start()
-        return rank
+        return process
 
     def _kill(self, seconds: float, victim: int) -> None:
         self._over.wait(seconds)

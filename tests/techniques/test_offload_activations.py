@@ -296,8 +296,8 @@ def test_pinned_memory_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     movers: list[Mover] = []
     own = Mover.__init__
 
-    def init(self: Mover) -> None:
-        own(self)
+    def init(self: Mover, *sizes: int) -> None:
+        own(self, *sizes)
         movers.append(self)
 
     monkeypatch.setattr(Mover, "__init__", init)

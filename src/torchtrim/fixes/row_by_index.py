@@ -5,6 +5,8 @@ one dimension stays on the device. So `alphas_cumprod[t]` in a sampler's loop wa
 
 Its values are the same; in memory they may lie in another order, in which a sum rounds in another way.
 
+Ranks and types that were seen are tested for; for others the original is kept.
+
 Never applied without being asked for: an index out of bounds is an error of the device then, which ends the
 process's use of it. Refused where what is read may be written to: a row is a view, this is a copy.
 """
@@ -19,6 +21,7 @@ from torchtrim.fixes.reading.facts import Facts, Refused, Values, is_tensor
 from torchtrim.fixes.reading.forms import match_form
 from torchtrim.fixes.reading.names import only_reads_at
 from torchtrim.fixes.reading.source import Source
+from torchtrim.fixes.writing.guarded import for_kinds_seen
 from torchtrim.fixes.writing.replace import replace
 
 _FORMS = ("X[I.item()]", "X[int(I)]", "X[I]")
@@ -48,7 +51,8 @@ def write(match: Match, facts: Facts) -> Writing:
     )
     if not only_reads_at(match.source, match.node):
         raise Refused("it may be written to, and is a view of the whole. Use `.clone()`")
-    return Writing(replace(match, "X[I.view(1)][0]"), risk=_RISK)
+    edits = replace(match, "X[I.view(1)][0]")
+    return Writing(for_kinds_seen(match, facts, edits), risk=_RISK)
 
 
 def _fits(values: Values) -> bool:

@@ -119,7 +119,7 @@ def _checkpointing(profile: Profile) -> _Saving:
             ]
     return _Saving(
         "the script's own checkpointing runs operators again, for",
-        "take the checkpoint off where that fits; else let `torchtrim optimize --memory` choose what runs "
+        "take the checkpoint off where that fits; else let `torchtrim optimize` choose what runs "
         "again",
         tuple(again),
         tuple(kept),
@@ -144,7 +144,7 @@ def _offload(profile: Profile) -> _Saving:
                 kept.append(Block(profile.storages[one].bytes, begins, index))
     return _Saving(
         "the script's own offload copies activations to the host and back, for",
-        "take it off where that fits; else `torchtrim optimize --memory` copies only what it must, while the "
+        "take it off where that fits; else `torchtrim optimize` copies only what it must, while the "
         "device computes",
         tuple(operators),
         tuple(kept),

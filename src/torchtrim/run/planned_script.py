@@ -121,7 +121,7 @@ def run_planned(script: Script, plan: Plan | None, applier: Applier | None = Non
 
 
 def _join_ranks() -> None:
-    """One of the ranks that `torchtrim run --processes` started runs what the script would spawn."""
+    """One of the ranks that `torchtrim run --processes 4` started runs what the script would spawn."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
         Spawning(world).install()
