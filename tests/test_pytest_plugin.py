@@ -422,6 +422,7 @@ def stream(keep, frames=12):
 """
 
 
+@pytest.mark.slow
 def test_growth_is_held_to_its_limit(session) -> None:
     result = session(
         STREAM

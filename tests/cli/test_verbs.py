@@ -60,6 +60,7 @@ def test_optimize_then_run_then_verify(run, tmp_path: Path) -> None:
     assert json.loads(out)["certificate"]["verdict"] == "BITWISE"
 
 
+@pytest.mark.slow
 def test_a_budget_that_nothing_fits(run) -> None:
     code, out, _ = run("optimize", PLAIN, "--memory", "1%", "--json", *QUICK)
     report = json.loads(out)
@@ -99,6 +100,7 @@ def test_where_nothing_helps_it_says_so_and_what_to_look_at(run, tmp_path: Path)
     assert run(*shlex.split(report.next)[1:])[0] == 0
 
 
+@pytest.mark.slow
 def test_plan_with_its_frontier(run) -> None:
     code, out, _ = run("plan", PLAIN, "--memory", "85%", "--frontier", "--json", *QUICK)
     report = json.loads(out)

@@ -131,6 +131,7 @@ def test_what_is_said_of_it() -> None:
     assert probe_note(found).endswith("one more does not fit")
 
 
+@pytest.mark.slow
 def test_a_script_is_run_at_the_batches_of_its_loaders() -> None:
     script = Script(SCRIPT, ("--workers", "1"), device="cpu", timeout=120)
     found = torchtrim.find_batch(script, "450KiB")

@@ -80,6 +80,7 @@ def test_batches_of_other_processes_stay_as_they_are(run) -> None:  # type: igno
     assert "2 of 2 steps that were looked at equal" in checked.err
 
 
+@pytest.mark.slow
 def test_a_difference_stops_the_run_and_keeps_its_state(run) -> None:  # type: ignore[no-untyped-def]
     plain, stopped = run("breaks"), run("breaks", "--verify-every", "1")
     assert stopped.code == 1

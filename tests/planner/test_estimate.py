@@ -124,3 +124,8 @@ def test_a_sawtooth_gives_what_fits_and_says_that_it_falls() -> None:
     found = largest(lambda n: 100 + 3 * n + n % 256 * 20, 4000, 32)
     assert found.falls
     assert 100 + 3 * found.length + found.length % 256 * 20 <= 4000
+
+
+def test_a_length_that_fails_among_others_that_run_is_not_too_short() -> None:
+    found = largest(lambda length: None if length == 7 else 10 * length, 100, 4)
+    assert (found.length, found.peak) == (10, 100)

@@ -77,6 +77,7 @@ def test_without_resharding_it_is_too() -> None:
     assert abs(ours - theirs) <= TRACKED_ALIKE
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the processes are forks")
 def test_it_is_what_two_processes_need(tmp_path: Path) -> None:
     folders = [ROOT / "src", ROOT / "tests"]

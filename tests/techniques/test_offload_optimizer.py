@@ -279,6 +279,7 @@ def test_killed_at_fifty_moments_it_goes_on_from_its_last_checkpoint(tmp_path: P
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.slow
 def test_nothing_grows_over_many_steps() -> None:
     counted = torch.Tensor, torch.Stream, torch.Event
     with emulate(streams="late"):

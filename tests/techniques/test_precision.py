@@ -42,6 +42,7 @@ def gradients(net: nn.Module, batch: torch.Tensor) -> list[torch.Tensor]:
     return [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
 
 
+@pytest.mark.slow
 def test_it_is_planned_to_the_byte_with_others_and_certified_as_asked() -> None:
     fit = planned(step_of(), "24%", allow="semantic=precision")
     assert fit.missed is None

@@ -22,7 +22,7 @@ from torchtrim.observe.emulated.device import emulate
 from torchtrim.observe.emulated.model import model_named
 from torchtrim.observe.recording import tensors_in
 from torchtrim.observe.workload import Inference, TrainStep
-from torchtrim.planner.estimate import estimated, largest, unused_bytes
+from torchtrim.planner.estimate import estimated, has_samples, largest, unused_bytes
 from torchtrim.records.estimate import Estimated, Growth
 from torchtrim.records.finding import Finding
 from torchtrim.records.profile import Profile, is_emulated
@@ -171,6 +171,7 @@ class Estimate:
             raise UsageError(_taken(budget, unused))
         refused = self._refused.setdefault(what, {})
         known = self._known.setdefault(what, {now: self.bytes_held})
+        in_script = isinstance(self.workload, Script) and has_samples(self.profile, now)
 
         def peak_of(length: int) -> int | None:
             self._progress(f"{what} of {length}")
@@ -181,6 +182,10 @@ class Estimate:
                 known[length] = None
                 return None
             assert trial.profile is not None
+            if in_script and not has_samples(trial.profile, length):
+                refused[length] = "no second step of the script has so many samples"
+                known[length] = None
+                return None
             known[length] = _held(trial.profile) - self.given_bytes(trial.profile)
             return known[length]
 

@@ -82,7 +82,8 @@ def _is_low(peaks: dict[int, int | None], length: int, budget: int) -> bool:
     """Whether it fits, or is too short to run."""
     peak = peaks[length]
     if peak is None:
-        return any(other is not None and n > length for n, other in peaks.items())
+        running = [n for n, other in peaks.items() if other is not None]
+        return bool(running) and length < min(running)
     return peak <= budget
 
 
@@ -151,6 +152,15 @@ def estimated(profile: Profile) -> Estimated:
         ),
         recomputed_bytes=smallest,
         recomputed=places,
+    )
+
+
+def has_samples(profile: Profile, count: int) -> bool:
+    """Whether an operator of the step reads an input with so many samples."""
+    return any(
+        use.shape[:1] == (count,) and profile.storages[use.storage].kind == "input"
+        for op in profile.operators
+        for use in op.inputs
     )
 
 
