@@ -224,6 +224,42 @@ def test_two_inputs_in_a_dataclass_and_results_in_a_dict() -> None:
     assert torch.allclose(before[1], grown.grad, rtol=1e-12)
 
 
+class Recurrent(nn.Module):
+    """An embedding, an LSTM that is given its states, and a head: what truncated backpropagation runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 6)
+        self.cells = nn.LSTM(6, 8, 2, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: torch.Tensor, states: Any) -> tuple[torch.Tensor, Any]:
+        out, states = self.cells(self.embed(x), states)
+        return self.head(out), states
+
+
+@pytest.mark.parametrize(("samples", "parts"), [(8, 2), (6, 6), (7, 3)])
+def test_states_of_recurrent_layers_have_samples_second(samples: int, parts: int) -> None:
+    torch.manual_seed(0)
+    data = tokens(samples)
+    states = [torch.randn(4, samples, 8).double().requires_grad_() for _ in range(2)]
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        states[0].grad = states[1].grad = None
+        out, (hidden, cells) = model(data, tuple(states))
+        return out.square().mean() + hidden.std() + cells.square().sum()
+
+    model = Recurrent().double()
+    gradients(model, loss)
+    before = [one.grad.clone() for one in states if one.grad is not None]
+    assert_same(model, loss, parts)
+    applied(model, parts)
+    gradients(model, loss)
+    after = [one.grad for one in states if one.grad is not None]
+    assert len(before) == len(after) == 2
+    assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(before, after, strict=True))
+
+
 class Inside(nn.Module):
     """Takes its own loss."""
 

@@ -13,23 +13,28 @@ from torchtrim.techniques.batch_parts.tree import Leaves, filled, leaves_of
 
 
 class Given(NamedTuple):
-    """A call's arguments. `tensors`: which leaves are such; `batched`: those whose first dimension is the
-    batch, of `size` samples."""
+    """A call's arguments. `tensors`: which leaves are such; `batched`: along which dimension samples are in
+    those of the batch, of `size` samples."""
 
     tree: tuple[Any, Any]
     leaves: Leaves
     tensors: tuple[int, ...]
-    batched: tuple[int, ...]
+    batched: dict[int, int]
     size: int
 
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-        """The first tensor with dimensions says how many samples there are; 0 where none has any."""
+        """The first tensor with dimensions says how many samples there are; 0 where none has any.
+
+        They are along the first dimension, and along the second in states as recurrent layers take them, of
+        layers x samples x width.
+        """
         leaves = leaves_of((args, kwargs))
         tensors = tuple(n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
         shaped = [n for n in tensors if leaves[n].dim()]
         size = leaves[shaped[0]].shape[0] if shaped else 0
-        batched = tuple(n for n in shaped if leaves[n].shape[0] == size)
+        dims = {n: _dim_of(leaves[n].shape, size) for n in shaped}
+        batched = {number: dim for number, dim in dims.items() if dim is not None}
         return Given((args, kwargs), leaves, tensors, batched, size)
 
     @property
@@ -44,7 +49,7 @@ class Given(NamedTuple):
     def signature(self) -> tuple[Any, ...]:
         """What two calls have in common that differ in sizes only."""
         tensors = (
-            (leaf.dim(), leaf.dtype, leaf.requires_grad, number in self.batched)
+            (leaf.dim(), leaf.dtype, leaf.requires_grad, self.batched.get(number))
             for number, leaf in enumerate(self.leaves)
             if isinstance(leaf, torch.Tensor)
         )
@@ -64,8 +69,20 @@ class Given(NamedTuple):
         """The leaves of a part. `tensors` stand in for those of the call, in their order."""
         leaves = list(self.leaves)
         for number, tensor in zip(self.tensors, tensors, strict=True):
-            leaves[number] = rows.mine(tensor, 0) if number in self.batched else tensor
+            dim = self.batched.get(number)
+            if dim is not None:
+                mine = rows.mine(tensor, dim)
+                leaves[number] = mine.contiguous() if dim else mine
+            else:
+                leaves[number] = tensor
         return leaves
+
+
+def _dim_of(shape: Sequence[int], size: int) -> int | None:
+    """Along which dimension of a tensor so many samples are."""
+    if shape[0] == size:
+        return 0
+    return 1 if len(shape) == 3 and shape[1] == size else None
 
 
 class Ambient:

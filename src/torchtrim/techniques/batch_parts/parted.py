@@ -182,13 +182,14 @@ class _Run:
     ) -> None:
         """Put the gradient of a part's input where it belongs in the whole batch's."""
         there = found[number]
-        if self._given.tensors[number] not in self._given.batched:
+        dim = self._given.batched.get(self._given.tensors[number])
+        if dim is None:
             found[number] = grad if there is None else there + grad
             return
         if there is None:
-            there = found[number] = rows.room(grad, Along(0, order_of(grad)))
+            there = found[number] = rows.room(grad, Along(dim, order_of(grad)))
             there.zero_()
-        rows.mine(there, 0).copy_(grad)
+        rows.mine(there, dim).copy_(grad)
 
     @contextlib.contextmanager
     def _part(self, *, graded: bool, again: bool) -> Iterator[Losses]:

@@ -160,8 +160,11 @@ class Study:
     def _first_half(
         self, one: torch.Tensor, two: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows of the first half, where the first dimension is the batch's."""
-        if not one.dim() or one.shape[0] % (2 * self._half):
+        """The rows of the first half, where the first dimension is the batch's, or the second."""
+        both = 2 * self._half
+        if one.dim() == 3 and one.shape[1] == both != one.shape[0]:
+            return one[:, : self._half], two[:, : self._half]
+        if not one.dim() or one.shape[0] % both:
             return one.new_empty(0), two.new_empty(0)
         count = one.shape[0] // 2
         return one[:count], two[:count]
@@ -337,8 +340,8 @@ class Study:
     def _mixed(self) -> list[Any]:
         """The first half, and in place of the second the first again, the last sample first."""
         leaves = self._rows(0, self._half)
-        for number in self._given.batched:
-            leaves[number] = torch.cat((leaves[number], leaves[number].flip(0)))
+        for number, dim in self._given.batched.items():
+            leaves[number] = torch.cat((leaves[number], leaves[number].flip(dim)), dim)
         return leaves
 
     def _run(
