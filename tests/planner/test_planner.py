@@ -79,3 +79,10 @@ def test_what_is_excluded_is_not_in_a_plan() -> None:
     assert recompute.where[0] not in places
     every = "recompute", "overwrite", "optimizer_in_backward"
     assert planner_of(profile, exclude=every).floor_plan(0).techniques == ()
+
+
+@pytest.mark.parametrize("name", ["blocks", pytest.param("own encoder", marks=pytest.mark.slow)])
+def test_what_may_round_as_well_makes_no_floor_higher(name: str) -> None:
+    profile = profile_of(name)
+    exact, rounding = (planner_of(profile, allow=allow) for allow in ("BITWISE", "ROUNDING"))
+    assert rounding.floor.outcome.peak_bytes <= exact.floor.outcome.peak_bytes

@@ -107,6 +107,7 @@ class Planner:
     def floor(self) -> Choice:
         """The choice with the smallest peak; the step as it is where none is smaller."""
         if self._integer is not None:
+            self._offer_lowest_of_exact()
             self._offer(self._integer.lowest(self._front.lowest.chosen))
         lowest = self._front.lowest.peak_bytes
         if not self.pinned.forced:
@@ -282,18 +283,31 @@ class Planner:
         raise AssertionError("the local search takes any problem")
 
     def _offer_alone(self, front: Front) -> None:
-        """Join the choices that only offload, and those that never do: the best of all are not worse."""
-        problem = self._problem
-        offloads = [bool(edit.trips) for edit in problem.edits]
-        for kind in {True, False} if len(set(offloads)) > 1 else ():
-            numbers = [number for number, one in enumerate(offloads) if one == kind]
-            options = [problem.options[number] for number in numbers]
-            edits = [problem.edits[number] for number in numbers]
-            alone = Problem(problem.step, options, edits, problem.forced)
-            solved = (solver.solve(alone) for solver in _SOLVERS)
-            for point in next(one for one in solved if one is not None).front.points:
-                chosen = tuple(numbers[number] for number in point.chosen)
-                front.add(Point(point.peak_bytes, point.seconds, chosen))
+        """Join the choices of fewer options: more that may be chosen must not make the best of all worse."""
+        for numbers in (*_by_offload(self._problem), self._exact):
+            if 0 < len(numbers) < len(self._problem.options):
+                for point in _solved_front(self._problem.only(numbers)).points:
+                    chosen = tuple(numbers[number] for number in point.chosen)
+                    front.add(Point(point.peak_bytes, point.seconds, chosen))
+
+    def _offer_lowest_of_exact(self) -> None:
+        """Join the smallest peak of the options that change no bit, which among all may not be found."""
+        numbers = self._exact
+        if not 0 < len(numbers) < len(self._problem.options):
+            return
+        problem = self._problem.only(numbers)
+        integer = Integer(problem)
+        if integer.fits:
+            found = integer.lowest(_solved_front(problem).lowest.chosen)
+            if found.chosen is not None:
+                chosen = tuple(numbers[number] for number in found.chosen)
+                self._offer(found._replace(chosen=chosen))
+
+    @cached_property
+    def _exact(self) -> list[int]:
+        """The options that change no bit."""
+        options = enumerate(self._problem.options)
+        return [number for number, one in options if _equivalence(one) == "BITWISE"]
 
     @property
     def _front(self) -> Front:
@@ -413,6 +427,18 @@ def _priced(step: Step) -> Step:
 
 def _allowed(equivalence: Equivalence, allow: Equivalence) -> bool:
     return EQUIVALENCES.index(equivalence) <= EQUIVALENCES.index(allow)
+
+
+def _by_offload(problem: Problem) -> tuple[list[int], list[int]]:
+    """The options that only offload, and those that never do."""
+    count = range(len(problem.options))
+    offloads = [number for number in count if problem.edits[number].trips]
+    return offloads, [number for number in count if not problem.edits[number].trips]
+
+
+def _solved_front(problem: Problem) -> Front:
+    solved = (solver.solve(problem) for solver in _SOLVERS)
+    return next(one for one in solved if one is not None).front
 
 
 def _equivalence(option: Option) -> Equivalence:

@@ -51,6 +51,11 @@ class Problem:
         self._simulation = Simulation(step, [*edits, *forced])
         self._known: dict[Chosen, Outcome] = {}
 
+    def only(self, numbers: Sequence[int]) -> Problem:
+        """The problem with these options alone."""
+        options = [self.options[number] for number in numbers]
+        return Problem(self.step, options, [self.edits[number] for number in numbers], self.forced)
+
     @property
     def tried(self) -> int:
         """How many sets of options were simulated."""
