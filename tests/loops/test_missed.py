@@ -186,6 +186,33 @@ def test_a_place_that_no_error_names_is_found_by_halving(monkeypatch: pytest.Mon
     fitted_around(step, "Sequential.3")
 
 
+class Mixes(nn.Module):
+    """What it gives for a sample hangs on the others, as no part of the batch can know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.b(self.a(x).relu())
+        return x + y - y.mean(0)
+
+
+def test_a_technique_that_is_refused_everywhere_leaves_the_others() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Mixes() for _ in range(6)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    step = TrainStep(model, squared, optimizer, torch.randn(1024, 32))
+    left = ("recompute", "split_matmul", "chunked_loss")
+    runs = Fitting(step, Request(steps=1), lambda _: None, allow="ROUNDING", exclude=left)
+    found = runs.nearest("25%")
+    assert any("mixes samples" in note for note in found.notes)
+    assert "every plan that was tried failed" not in found.notes
+    assert found.planned is not None
+    assert found.planned.peak_bytes < found.original.peak_bytes
+    assert "micro_batch" not in {one.name for one in found.plan.techniques}
+
+
 def test_what_fails_everywhere_leaves_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(self: Any, plan: Any) -> Trial:
         error = PlannedStepFailed("no")

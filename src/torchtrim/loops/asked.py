@@ -143,4 +143,5 @@ def _options(original: Trial, name: str) -> list[Option]:
 
 
 def _is_dropped(option: Option, dropped: Collection[str]) -> bool:
-    return not {option.where, f"{option.technique}:{option.where}"}.isdisjoint(dropped)
+    names = {option.technique, option.where, f"{option.technique}:{option.where}"}
+    return not names.isdisjoint(dropped)

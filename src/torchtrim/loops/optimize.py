@@ -296,7 +296,7 @@ class Fitting:
 
     def _surviving(self, attempt: Callable[[], Fit], otherwise: Callable[[], Fit]) -> Fit:
         """What the attempt gives; where a planned step fails, without the places that made it fail."""
-        for _ in range(_ROUNDS + 1):
+        for number in range(_ROUNDS + 1):
             try:
                 found = attempt()
                 return found._replace(notes=(*self.notes, *found.notes))
@@ -306,7 +306,8 @@ class Fitting:
                 bad = failing_places(error, error.plan, self.run_planned)
                 self._check_pinned(error, bad)
                 profile = self.original.profile if self.original is not None else None
-                bad = of_techniques(bad, error.plan, profile)
+                last = number == _ROUNDS - 1
+                bad = of_techniques(error, bad, error.plan, profile, last=last)
                 self._dropped |= bad
                 self.notes.append(failure_note(error, bad))
         return otherwise()._replace(notes=(*self.notes, "every plan that was tried failed"))

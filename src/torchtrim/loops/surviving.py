@@ -12,6 +12,7 @@ from torchtrim.records.plan import Plan
 from torchtrim.records.profile import Profile
 from torchtrim.records.trial import Trial
 
+_REFUSED = "ApplyFailed: "
 _RANGE = re.compile(r"(?P<path>.+)\[(?P<first>\d+):(?P<last>\d+)\]")
 
 
@@ -30,20 +31,23 @@ def failing_places(error: PlannedStepFailed, plan: Plan, run: Callable[[Plan], T
     return set(places[len(half) :])
 
 
-def of_techniques(places: Collection[str], plan: Plan, profile: Profile | None) -> set[str]:
-    """The places, those of optimizers with the technique that failed there, since another may do."""
+def of_techniques(
+    error: PlannedStepFailed,
+    places: Collection[str],
+    plan: Plan,
+    profile: Profile | None,
+    *,
+    last: bool,
+) -> set[str]:
+    """The places; those of optimizers, and those that a technique refuses, with the technique, since another
+    may do there. `last`: with all that the techniques there do anywhere, since no more rounds are left."""
     optimizers = (
         {one.optimizer for one in profile.optimizer_steps} if profile is not None else set()
     )
-    named = {
-        f"{one.name}:{where}"
-        for one in plan.techniques
-        for where in one.where
-        if where in optimizers
-    }
-    return {p for p in places if p not in optimizers} | {
-        n for n in named if n.partition(":")[2] in places
-    }
+    own = {p for p in places if p in optimizers or _REFUSED in str(error)}
+    named = {f"{t.name}:{w}" for t in plan.techniques for w in t.where if w in own}
+    techniques = {t.name for t in plan.techniques if not set(t.where).isdisjoint(places)}
+    return (set(places) - own) | named | (techniques if last else set())
 
 
 def failure_note(error: PlannedStepFailed, dropped: Collection[str]) -> str:
