@@ -264,7 +264,8 @@ def _keep(scratch: Path, result: dict[str, Any]) -> None:
     folder = scratch / "results"
     folder.mkdir(parents=True, exist_ok=True)
     result["load"] = round(os.getloadavg()[0], 1)
-    (folder / f"{result['name']}.json").write_text(json.dumps(result))
+    text = json.dumps(result).replace(f"{scratch.resolve()}/", "")
+    (folder / f"{result['name']}.json").write_text(text)
 
 
 def _save(scratch: Path) -> None:

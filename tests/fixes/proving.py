@@ -11,6 +11,7 @@ import ast
 import copy
 import math
 import random
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ from torchtrim.fixes.writing.edits import patch
 from torchtrim.observe.probes import Probes
 
 DRAWS = 4
+LONGEST = 1.5
+"""Seconds for cases of every rank and type in one proof; a fix has several."""
 STRANGERS = 3
 FOREIGN, FEW_FOREIGN, PATIENCE = 8, 8, 30
 """Cases of every rank and type for each structure, or in a proof of few draws; how many are tried for one."""
@@ -109,9 +112,9 @@ def _foreign_that_agree(
     """Try what was written on inputs of ranks 0 to 5 and of all types, until the original accepted enough."""
     rng = random.Random(f"{draws.seed()}/{code}")
     wanted = FOREIGN * structures if draws.is_full() else FEW_FOREIGN
-    found = 0
+    found, until = 0, time.monotonic() + LONGEST
     for _ in range(PATIENCE * wanted):
-        if found >= wanted:
+        if found >= wanted or time.monotonic() > until:
             break
         rewrite, after, evidence = rng.choice(written)
         found += agree_if_accepted(rewrite, code, after, evidence, foreign(rng, evidence))

@@ -14,7 +14,7 @@ import ast
 from collections.abc import Iterator
 
 from torchtrim.fixes.base import Edit, Fix, Match, Writing
-from torchtrim.fixes.reading.facts import Facts, Refused, is_floating
+from torchtrim.fixes.reading.facts import Facts, Refused
 from torchtrim.fixes.reading.names import assigned_to, only_reads
 from torchtrim.fixes.reading.source import Loop, Source
 from torchtrim.fixes.reading.uses import loads, stores
@@ -147,9 +147,10 @@ def _edits(match: Match, facts: Facts, computed: Computed, loop: Loop) -> tuple[
 def _cast(facts: Facts, computed: Computed, node: ast.expr) -> str:
     """What makes the tensor the number that would have been read: its own type, or 64 bits."""
     alone = computed.reads[0].node is node
-    floating = facts.holds(lambda v: is_floating(v.L0))
-    if alone and (floating or computed.reads[0].cast == ""):
+    if alone and computed.reads[0].cast == "":
         return ".clone()"
+    if alone and computed.reads[0].cast == "float":
+        return ".double().clone()"
     return ".long()" if gives_int(facts, computed) else ".double()"
 
 

@@ -247,7 +247,7 @@ def _edits(
             text = _text(source, facts, part, read, cast)
             same = [_Group(name, read.tensor, text, _kind_read(facts, part, cast))]
             groups += same
-        edits.append(_value(source, facts, part, read, same[0].name))
+        edits.append(_value(source, read, same[0].name))
     test, _, nodes = names_tested(match, facts, [part for part, _ in reads])
     check_bound(match, nodes, reads[0][1].node)
     lines = _lines(source, torch, groups, test)
@@ -312,11 +312,10 @@ def _kind_read(facts: Facts, part: str, cast: str) -> str:
     return "bool" if truth else "int" if integral else ""
 
 
-def _value(source: Source, facts: Facts, part: str, read: Read, name: str) -> Edit:
+def _value(source: Source, read: Read, name: str) -> Edit:
     """The name in the place of the read, with its cast."""
-    floating = facts.holds(lambda v: is_floating(getattr(v, part)))
-    kind = "" if read.cast == "float" and floating else read.cast
-    return Edit(source.start(read.node), source.end(read.node), f"{kind}({name})" if kind else name)
+    text = f"{read.cast}({name})" if read.cast else name
+    return Edit(source.start(read.node), source.end(read.node), text)
 
 
 FIX = Fix(codes=("TT101",), equivalence="BITWISE", find=find, write=write)

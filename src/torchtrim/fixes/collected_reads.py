@@ -19,7 +19,9 @@ from torchtrim.fixes.reading.facts import (
 from torchtrim.fixes.writing.replace import replace
 
 _LIST = "torch.stack(tuple(X)).tolist() if X else []"
+_CAST_LIST = "list(map(CAST, torch.stack(tuple(X)).tolist())) if X else []"
 _DICT = "dict(zip(X, torch.stack(tuple(X.values())).tolist())) if X else {}"
+_CAST_DICT = "dict(zip(X, map(CAST, torch.stack(tuple(X.values())).tolist()))) if X else {}"
 _READS = (
     "V.item()",
     "V.detach().item()",
@@ -36,7 +38,10 @@ _FORMS = {f"[{read} for V in X]": _LIST for read in _READS} | {
 def write(match: Match, facts: Facts) -> Writing:
     """All in one copy."""
     template = _FORMS[match.form]
+    cast = next((one for one in ("float", "int") if f"{one}(V)" in match.form), "")
     kinds = ("list", "tuple") if template is _LIST else ("dict",)
+    if cast:
+        template = (_CAST_LIST if template is _LIST else _CAST_DICT).replace("CAST", cast)
     facts.need(
         f"`{match.text('X')[:60]}` is a {kinds[0]} of tensors of zero dimensions",
         lambda v: (not hasattr(v, "X") or v.X.kind in kinds) and _is_scalar(v),

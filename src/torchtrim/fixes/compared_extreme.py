@@ -1,7 +1,7 @@
 """Python's `max(a, b)` and `min(a, b)` of two tensors become `torch.where(b > a, b, a)`.
 
 Python compares them and reads the answer. The device can choose itself, by the same comparison: what a NaN
-gives stays as it was.
+gives stays as it was. Ranks and types that were seen are tested for; for others the original is kept.
 
 Needs tensors of zero dimensions of one type and device, without gradients, of which what was not chosen gets
 none. Refused where the result, or one of the two, may be written to afterwards: Python gives one of them, and
@@ -16,6 +16,7 @@ from torchtrim.fixes.base import Fix, Match, Writing, of_forms
 from torchtrim.fixes.reading.facts import Facts, Refused, Values, is_tensor
 from torchtrim.fixes.reading.names import only_reads_at, stays
 from torchtrim.fixes.reading.uses import loads
+from torchtrim.fixes.writing.guarded import for_kinds_seen
 from torchtrim.fixes.writing.replace import replace
 
 _FORMS = {"max(A, B)": "torch.where(B > A, B, A)", "min(A, B)": "torch.where(B < A, B, A)"}
@@ -37,7 +38,7 @@ def write(match: Match, facts: Facts) -> Writing:
     kept = all(stays(source, match.parts[part], statement) for part in "AB")
     if not kept or not only_reads_at(source, node):
         raise Refused("the result is one of the two, and may be written to. Use `torch.maximum`")
-    return Writing(replace(match, _FORMS[match.form]))
+    return Writing(for_kinds_seen(match, facts, replace(match, _FORMS[match.form])))
 
 
 def _alike(values: Values) -> bool:

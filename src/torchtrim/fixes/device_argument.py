@@ -72,7 +72,8 @@ def write(match: Match, facts: Facts) -> Writing:
     graded = any(hasattr(v, "N") and v.N.requires_grad for v in facts.executions)
     given = "N.detach()" if graded or not facts.seen else "N"
     read = "float(N)" if "float(N)" in match.form else "N.item()"
-    chosen = f"{given} if N.dtype == X.dtype and not N.dim() else {read}"
+    floats = " and N.is_floating_point()" if read == "float(N)" else ""
+    chosen = f"{given} if N.dtype == X.dtype{floats} and not N.dim() else {read}"
     template = match.form.replace(read, chosen)
     return Writing(replace(match, template, {"X": "values", "N": "number"}))
 
