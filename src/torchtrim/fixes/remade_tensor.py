@@ -3,7 +3,7 @@
 The number is read, which waits, and copied back, which waits again. A copy on the device does neither.
 
 Needs a tensor of zero dimensions: of floats, whose copy has the default type or the one that is given, or of
-64-bit integers.
+64-bit integers. Ranks and types that were seen are tested for; for others the original is kept.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from torchtrim.fixes.base import Fix, Match, Writing, of_forms
 from torchtrim.fixes.reading.facts import Facts, Refused, Values, is_floating
 from torchtrim.fixes.reading.uploads import need_device
+from torchtrim.fixes.writing.guarded import for_kinds_seen
 from torchtrim.fixes.writing.replace import replace
 
 _READS = ("X.item()", "X.detach().item()", "float(X)", "X.cpu().item()")
@@ -40,7 +41,8 @@ def write(match: Match, facts: Facts) -> Writing:
     elif dtype and match.source.dotted(match.parts["T"]) not in _TYPES:
         raise Refused("the type that is asked for is not one of floats of 32 or 64 bits")
     dtype = dtype or "torch.get_default_dtype()"
-    return Writing(replace(match, f"X.detach().to(device=D, dtype={dtype}, copy=True)"))
+    edits = replace(match, f"X.detach().to(device=D, dtype={dtype}, copy=True)")
+    return Writing(for_kinds_seen(match, facts, edits))
 
 
 def _readable(values: Values) -> bool:
