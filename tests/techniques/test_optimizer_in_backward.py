@@ -87,10 +87,12 @@ def test_it_is_the_same_to_the_bit(kind: str) -> None:
 
 def clip_each(net: nn.Module) -> None:
     """Clip the gradient of each parameter by its own norm as soon as it was added to."""
+
+    def clip(parameter: torch.Tensor) -> None:
+        torch.nn.utils.clip_grad_norm_([parameter], 0.1)
+
     for parameter in net.parameters():
-        parameter.register_post_accumulate_grad_hook(
-            lambda p: torch.nn.utils.clip_grad_norm_([p], 0.1) and None
-        )
+        parameter.register_post_accumulate_grad_hook(clip)
 
 
 class ClippedRun(Run):
