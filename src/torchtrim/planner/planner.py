@@ -14,7 +14,7 @@ from torchtrim.planner.front import Front, Point
 from torchtrim.planner.pins import Patterns, Pinned, overlap
 from torchtrim.planner.plans import made_plan
 from torchtrim.planner.pools import in_files, within_host
-from torchtrim.planner.problem import Problem
+from torchtrim.planner.problem import Chosen, Problem
 from torchtrim.planner.solvers.exact import Exact
 from torchtrim.planner.solvers.integer import Answer, Integer
 from torchtrim.planner.solvers.local import Local
@@ -49,6 +49,18 @@ class Choice(NamedTuple):
     outcome: Outcome
     optimal: bool
     bound_seconds: float
+
+
+class _Alone(NamedTuple):
+    """Some of the options, by their numbers among all, and the best choices of them."""
+
+    numbers: list[int]
+    problem: Problem
+    front: Front
+
+    def among_all(self, chosen: Chosen) -> Chosen:
+        """A choice of them by the numbers among all."""
+        return tuple(self.numbers[number] for number in chosen)
 
 
 class Planner:
@@ -284,30 +296,34 @@ class Planner:
 
     def _offer_alone(self, front: Front) -> None:
         """Join the choices of fewer options: more that may be chosen must not make the best of all worse."""
-        for numbers in (*_by_offload(self._problem), self._exact):
-            if 0 < len(numbers) < len(self._problem.options):
-                for point in _solved_front(self._problem.only(numbers)).points:
-                    chosen = tuple(numbers[number] for number in point.chosen)
+        for alone in (*map(self._alone, _by_offload(self._problem)), self._exact):
+            if alone is not None:
+                for point in alone.front.points:
+                    chosen = alone.among_all(point.chosen)
                     front.add(Point(point.peak_bytes, point.seconds, chosen))
 
     def _offer_lowest_of_exact(self) -> None:
         """Join the smallest peak of the options that change no bit, which among all may not be found."""
-        numbers = self._exact
-        if not 0 < len(numbers) < len(self._problem.options):
+        if self._exact is None:
             return
-        problem = self._problem.only(numbers)
-        integer = Integer(problem)
+        integer = Integer(self._exact.problem)
         if integer.fits:
-            found = integer.lowest(_solved_front(problem).lowest.chosen)
+            found = integer.lowest(self._exact.front.lowest.chosen)
             if found.chosen is not None:
-                chosen = tuple(numbers[number] for number in found.chosen)
-                self._offer(found._replace(chosen=chosen))
+                self._offer(found._replace(chosen=self._exact.among_all(found.chosen)))
 
     @cached_property
-    def _exact(self) -> list[int]:
-        """The options that change no bit."""
+    def _exact(self) -> _Alone | None:
+        """The options that change no bit, where there are others."""
         options = enumerate(self._problem.options)
-        return [number for number, one in options if _equivalence(one) == "BITWISE"]
+        return self._alone([n for n, one in options if _equivalence(one) == "BITWISE"])
+
+    def _alone(self, numbers: list[int]) -> _Alone | None:
+        if not 0 < len(numbers) < len(self._problem.options):
+            return None
+        problem = self._problem.only(numbers)
+        solved = (solver.solve(problem) for solver in _SOLVERS)
+        return _Alone(numbers, problem, next(one for one in solved if one is not None).front)
 
     @property
     def _front(self) -> Front:
@@ -434,11 +450,6 @@ def _by_offload(problem: Problem) -> tuple[list[int], list[int]]:
     count = range(len(problem.options))
     offloads = [number for number in count if problem.edits[number].trips]
     return offloads, [number for number in count if not problem.edits[number].trips]
-
-
-def _solved_front(problem: Problem) -> Front:
-    solved = (solver.solve(problem) for solver in _SOLVERS)
-    return next(one for one in solved if one is not None).front
 
 
 def _equivalence(option: Option) -> Equivalence:
