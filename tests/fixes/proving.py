@@ -296,11 +296,11 @@ def run(code: Any, inputs: Inputs) -> tuple[Any, Inputs, Any]:
     random.seed(5)
     try:
         result = space["function"](**own)
+        losses = [one for one in leaves(result) if one.requires_grad and one.is_floating_point()]
+        if losses:
+            sum((one.double() * weight_of(one)).sum() for one in losses).backward()
     except Exception as error:
         return type(error), own, None
-    losses = [one for one in leaves(result) if one.requires_grad and one.is_floating_point()]
-    if losses:
-        sum((one.double() * weight_of(one)).sum() for one in losses).backward()
     return result, own, (torch.get_rng_state(), random.getstate())
 
 
