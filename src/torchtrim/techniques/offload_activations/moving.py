@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import BackwardCFunction
 
 from torchtrim.techniques.offload_activations.places import Room
 from torchtrim.techniques.scratch import mapped
@@ -133,7 +134,8 @@ class Moved:
 
     def __init__(self, mover: Mover, storage: Any, device: torch.device, room: Room) -> None:
         self.packs = 0
-        self._asked = 0
+        self._askers: set[int] = set()
+        self._leaves: Any = None
         self._mover = mover
         self._device = device
         self._here: torch.Tensor | None = _bytes_of(storage, device)
@@ -195,17 +197,31 @@ class Moved:
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
 
-    def get(self, view: View) -> torch.Tensor:
+    def get(self, view: View, asker: int) -> torch.Tensor:
         """A view of it on the device, which work queued next may read."""
         self.fetch()
         assert self._here is not None
         self._land()
         tensor = torch.empty(0, dtype=view.dtype, device=self._device)
         tensor.set_(self._here.untyped_storage(), view.offset, view.size, view.stride)
-        self._asked += 1
-        if self._asked >= self.packs and not self._is_original:
-            self._asked, self._here = 0, None
+        self._askers.add(asker)
+        if len(self._askers) >= self.packs and not self._is_original and self._leaves is None:
+            self._let_go()
         return tensor
+
+    def _let_go(self) -> None:
+        """All have asked. A function in Python may ask again until its backward ends."""
+        node: Any = torch._C._current_autograd_node()
+        if isinstance(node, BackwardCFunction):
+            self._leaves = node.register_hook(self._leave)
+        else:
+            self._leave()
+
+    def _leave(self, *_: Any) -> None:
+        if self._leaves is not None:
+            self._leaves.remove()
+        self._askers.clear()
+        self._here = self._leaves = None
 
     def _land(self) -> None:
         """Have compute await the copy home."""
