@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchtrim
-from steps import squared
+from steps import Rereading, squared
 from torchtrim.observe.emulated import emulate
 from torchtrim.observe.workload import TrainStep
 from torchtrim.records.plan import Technique
@@ -245,20 +245,6 @@ def test_the_layers_that_are_offloaded_are_those_of_the_plan(
 
     monkeypatch.setattr(Watcher, "__init__", mixed_up)
     assert peak() != pytest.approx(predicted, rel=0.01)
-
-
-class Rereading(torch.autograd.Function):
-    """A product whose backward asks for all that it saved once for each thing that it needs."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        by_x = grads[0] @ ctx.saved_tensors[1]
-        return by_x, grads[0].t() @ ctx.saved_tensors[0]
 
 
 class Product(nn.Linear):

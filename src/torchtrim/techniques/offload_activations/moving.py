@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import BackwardCFunction
 
+from torchtrim.techniques.hooks import when_asked
 from torchtrim.techniques.offload_activations.places import Room
 from torchtrim.techniques.scratch import mapped
 
@@ -135,7 +135,7 @@ class Moved:
     def __init__(self, mover: Mover, storage: Any, device: torch.device, room: Room) -> None:
         self.packs = 0
         self._askers: set[int] = set()
-        self._leaves: Any = None
+        self._leaves = False
         self._mover = mover
         self._device = device
         self._here: torch.Tensor | None = _bytes_of(storage, device)
@@ -205,23 +205,15 @@ class Moved:
         tensor = torch.empty(0, dtype=view.dtype, device=self._device)
         tensor.set_(self._here.untyped_storage(), view.offset, view.size, view.stride)
         self._askers.add(asker)
-        if len(self._askers) >= self.packs and not self._is_original and self._leaves is None:
-            self._let_go()
+        if len(self._askers) >= self.packs and not self._is_original and not self._leaves:
+            self._leaves = True
+            when_asked(self._leave)
         return tensor
 
-    def _let_go(self) -> None:
-        """All have asked. A function in Python may ask again until its backward ends."""
-        node: Any = torch._C._current_autograd_node()
-        if isinstance(node, BackwardCFunction):
-            self._leaves = node.register_hook(self._leave)
-        else:
-            self._leave()
-
-    def _leave(self, *_: Any) -> None:
-        if self._leaves is not None:
-            self._leaves.remove()
+    def _leave(self) -> None:
+        """All have asked."""
         self._askers.clear()
-        self._here = self._leaves = None
+        self._here, self._leaves = None, False
 
     def _land(self) -> None:
         """Have compute await the copy home."""
