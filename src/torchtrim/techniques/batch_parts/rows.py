@@ -50,6 +50,20 @@ class Rows(NamedTuple):
         each = tensor.shape[dim] // self.whole
         return tensor.narrow(dim, self.first * each, self.number * each)
 
+    def take(self, tensor: torch.Tensor, dim: int, times: int) -> torch.Tensor:
+        """These samples' part of a tensor of all, in which they come again at each of so many times."""
+        if times == 1:
+            return self.mine(tensor, dim)
+        return self.mine(tensor.unflatten(dim, (times, -1)), dim + 1).flatten(dim, dim + 1)
+
+    def put(self, tensor: torch.Tensor, dim: int, times: int, part: torch.Tensor) -> None:
+        """Write these samples' part of a tensor of all."""
+        if times == 1:
+            self.mine(tensor, dim).copy_(part)
+        else:
+            there = self.mine(tensor.unflatten(dim, (times, -1)), dim + 1)
+            there.copy_(part.unflatten(dim, (times, -1)))
+
 
 def parts_of(whole: int, parts: int) -> Iterator[Rows]:
     """The parts of a batch, all of one size, but the last may be smaller."""
