@@ -328,6 +328,7 @@ def test_autocast_is_the_same_in_backward() -> None:
     for one, two in zip(before, after, strict=True):
         assert torch.allclose(one.float(), two.float(), rtol=0.02, atol=1e-3)
 
+
 class TimesFirst(nn.Module):
     """A transformer of times x samples, which keeps its mask, and flattens both where it is asked to."""
 

@@ -1,4 +1,4 @@
-"""Ranges of a Sequential that run each in a way of its own; several techniques may have ranges of one chain."""
+"""Ranges of a Sequential that run each in its own way; several techniques may have ranges of one chain."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Run = Callable[..., Any]
 
 
 class Range(NamedTuple):
-    """Children `first <= i < last`; `run` is called with what runs them one after the other, and the value."""
+    """Children `first <= i < last`; `run` is called with what runs them in turn, and the value."""
 
     first: int
     last: int

@@ -27,7 +27,6 @@ from torchtrim.techniques.python_state import PythonState
 from torchtrim.techniques.swap import Swapped
 
 
-
 class Told(Protocol):
     """Is told of what happens in a part."""
 

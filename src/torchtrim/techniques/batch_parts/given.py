@@ -11,7 +11,6 @@ import torch
 from torchtrim.techniques.batch_parts.rows import Rows
 from torchtrim.techniques.batch_parts.tree import Leaves, filled, leaves_of
 
-
 _SEQUENCES = 2, 3
 """Dimensions of a sequence whose samples may be along the second."""
 
