@@ -39,7 +39,7 @@ LONGER = {
     "PyTorch-GAN acgan": "--n_epochs 40",
     "makemore transformer": "--max-steps 240",
     "makemore gru": "--max-steps 240",
-    "llama2.c": "--max_iters=240 --eval_interval=1000",
+    "llama2.c": "--max_iters=240 --eval_interval=1000 --compile=False",
     "lightning autoencoder": "--trainer.max_epochs=40",
     "cleanrl ppo": "--total-timesteps 9000",
     "cleanrl dqn": "--total-timesteps 6000",

@@ -38,7 +38,7 @@ class Given(NamedTuple):
         leaves = leaves_of((args, kwargs))
         tensors = tuple(n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
         shaped = [n for n in tensors if leaves[n].dim()]
-        first = leaves[shaped[0]].shape if shaped else ()
+        first: Sequence[int] = leaves[shaped[0]].shape if shaped else ()
         if second and len(first) not in _SEQUENCES:
             return Given((args, kwargs), leaves, tensors, {}, 0)
         size = first[1] if second else first[0] if first else 0

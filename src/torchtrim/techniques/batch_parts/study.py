@@ -18,7 +18,7 @@ from torchtrim.observe.recording import tensors_in
 from torchtrim.techniques.batch_parts.draws import SHARED, Drawn, Draws, can_be_split
 from torchtrim.techniques.batch_parts.given import Ambient, Given
 from torchtrim.techniques.batch_parts.losses import Losses
-from torchtrim.techniques.batch_parts.rows import Along, Rows, order_of, split_dim
+from torchtrim.techniques.batch_parts.rows import Along, Rows, apart, order_of, split_dim
 from torchtrim.techniques.batch_parts.tree import leaves_of
 from torchtrim.techniques.python_state import PythonState
 
@@ -177,7 +177,7 @@ class Study:
         """The rows of the first half, where the first dimension is the batch's, or the second."""
         both, times = 2 * self._half, self._given.times
         if times > 1 and one.dim() and one.shape[0] == times * both:
-            one, two = (tensor.unflatten(0, (times, both)) for tensor in (one, two))
+            one, two = (apart(tensor, 0, times) for tensor in (one, two))
         if times > 1 and one.dim() > 1 and one.shape[1] == both:
             return one[:, : self._half], two[:, : self._half]
         if one.dim() == 3 and one.shape[1] == both != one.shape[0]:
@@ -334,8 +334,8 @@ class Study:
         """How often all samples come in a result along a dimension, one time after the other."""
         for times in {1: None, self._given.times: None}:
             if all_.shape[dim] % (times * 2 * self._half) == 0:
-                apart = [part.unflatten(dim, (times, -1)) for part in parts]
-                joined = torch.cat(apart, dim + 1).flatten(dim, dim + 1)
+                halves = [apart(part, dim, times) for part in parts]
+                joined = torch.cat(halves, dim + 1).flatten(dim, dim + 1)
                 if _near(joined, all_, _bound(_NEAR, all_)):
                     return times
         raise self._refused(
