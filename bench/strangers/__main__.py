@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -30,13 +31,14 @@ from bench.strangers.running import (
     programs,
     run,
 )
-from bench.strangers.table import rows_of, write_page, write_ranks_page
+from bench.strangers.table import LASTING, rows_of, write_page, write_ranks_page
 
 ALONE_STEPS = 5
 BUDGET, RANKS_BUDGET = "60%", "70%"
 ROUNDING = "optimize, rounding"
 """It runs where BITWISE levers alone miss the budget, and what lasts takes less than half of the peak."""
-_LASTING = "parameter", "buffer", "gradient", "optimizer_state"
+_PLACES = re.compile(r"/[^\s\"():]*/(?=(?:copies|out)/)")
+"""Folders of the machine that it ran on."""
 VERBS = {
     "diagnose": ("diagnose",),
     "optimize": ("optimize", "--memory", BUDGET),
@@ -64,7 +66,7 @@ def tried(program: Program, place: Place, verbs: list[str], limit: float) -> dic
 
 def _wants_more(optimized: dict[str, Any]) -> bool:
     """Whether a budget is missed of which what lives through the step takes less than half of the peak."""
-    lasting = sum((optimized.get("by_kind") or {}).get(kind, 0) for kind in _LASTING)
+    lasting = sum((optimized.get("by_kind") or {}).get(kind, 0) for kind in LASTING)
     return optimized.get("code") == 1 and lasting < 0.5 * (optimized.get("peak_bytes") or 0)
 
 
@@ -167,17 +169,19 @@ def _keep(scratch: Path, result: dict[str, Any]) -> None:
 def _save(scratch: Path) -> None:
     found = {}
     for file in (scratch / "results").glob("*.json"):
-        result = json.loads(file.read_text())
+        result = json.loads(_PLACES.sub("", file.read_text()))
         found[result["name"]] = result
     rows = [found[one.name] for one in programs() if one.name in found]
-    for name, several, write in (
-        ("strangers", False, write_page),
-        ("strangers-ranks", True, write_ranks_page),
-    ):
-        own = [row for row in rows if (row.get("processes", 1) > 1) is several]
-        if own:
-            machine.save(name, {"programs": own})
-            write(own)
+    trained = machine.RESULTS / machine.slug() / "trained.json"
+    beside = json.loads(trained.read_text())["programs"] if trained.exists() else []
+    several = [row for row in rows if row.get("processes", 1) > 1]
+    alone = [row for row in rows if row not in several]
+    if alone:
+        machine.save("strangers", {"programs": alone})
+        write_page(alone, beside)
+    if several:
+        machine.save("strangers-ranks", {"programs": several})
+        write_ranks_page(several)
 
 
 if __name__ == "__main__":
