@@ -119,8 +119,8 @@ def _summary(rows: Sequence[dict[str, Any]]) -> str:
     rounded, both = len(met) - len(same), len(left)
     return (
         f"Of {len(rows)} programs {len(ran)} trained in the process that was watched. State takes less than\n"
-        f"half of the peak in {len(lean)}; {len(met)} of these reach 60 %, {len(same)} with identical results\n"
-        f"and {rounded} with `--allow rounding`. State and inputs together take less than half in\n"
+        f"half of the peak in {len(lean)}; {len(met)} of these reach 60 %, {len(same)} with identical\n"
+        f"results and {rounded} with `--allow rounding`. State and inputs together take less than half in\n"
         f"{len(free)}, of which {both} reach it."
     )
 
