@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from bench.machine import save
-from bench.strangers.__main__ import HERE, Place, Program, prepared, programs, run
+from bench.strangers.running import HERE, Place, Program, prepared, programs, run
 
 LABELS = HERE / "capturable.toml"
 

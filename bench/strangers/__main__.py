@@ -10,140 +10,40 @@ nothing is downloaded. Each is copied for each run, made small by its command li
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
+import re
 import shlex
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
-import time
-import tomllib
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import msgspec
+from typing import Any
 
 from bench import machine
-from bench.strangers.data import GENERATORS
-from bench.strangers.table import rows_of, write_page, write_ranks_page
+from bench.strangers.running import (
+    HERE,
+    Ended,
+    Place,
+    Program,
+    paths_of,
+    prepared,
+    programs,
+    run,
+)
+from bench.strangers.table import LASTING, rows_of, write_page, write_ranks_page
 
-HERE = Path(__file__).parent
 ALONE_STEPS = 5
 BUDGET, RANKS_BUDGET = "60%", "70%"
 ROUNDING = "optimize, rounding"
 """It runs where BITWISE levers alone miss the budget, and what lasts takes less than half of the peak."""
-_LASTING = "parameter", "buffer", "gradient", "optimizer_state"
+_PLACES = re.compile(r"/[^\s\"():]*/(?=(?:copies|out)/)")
+"""Folders of the machine that it ran on."""
 VERBS = {
     "diagnose": ("diagnose",),
     "optimize": ("optimize", "--memory", BUDGET),
     ROUNDING: ("optimize", "--memory", BUDGET, "--allow", "rounding"),
 }
-_OFFLINE = {
-    "HF_HUB_OFFLINE": "1",
-    "HF_DATASETS_OFFLINE": "1",
-    "WANDB_MODE": "disabled",
-    "TOKENIZERS_PARALLELISM": "false",
-    "MPLBACKEND": "Agg",
-    "PYTHONFAULTHANDLER": "1",
-    "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1",
-}
-
-
-class Program(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One program: where it is, how it is made small, and what it reads.
-
-    `processes`: as how many ranks it runs, `device` where.
-    """
-
-    name: str
-    kind: str
-    repository: str
-    commit: str
-    script: str
-    args: str = ""
-    folder: str = "."
-    inside: str = "."
-    path: str = ""
-    driver: str = ""
-    data: dict[str, str] = {}
-    no_data_yet: list[str] = []
-    processes: int = 1
-    device: str = "cpu"
-
-
-class Ended(NamedTuple):
-    """How a process ended: its code, None where it was stopped at the limit; seconds; what it printed."""
-
-    code: int | None
-    seconds: float
-    output: str
-
-
-class Place(NamedTuple):
-    """Where programs are, what they import, where they run."""
-
-    sources: Path
-    library: str
-    scratch: Path
-
-    def copy_of(self, program: Program, name: str) -> Path:
-        """Where a copy of the program is; several may run at once."""
-        return self.scratch / "copies" / program.name.replace(" ", "-").replace(",", "") / name
-
-
-def programs() -> list[Program]:
-    """All of `programs.toml`, and of `ranks.toml`, those in several processes."""
-    rows = []
-    for name in ("programs.toml", "ranks.toml"):
-        found = tomllib.loads((HERE / name).read_text())
-        rows += [{**row, "commit": found["commits"][row["repository"]]} for row in found["program"]]
-    return msgspec.convert(rows, list[Program])
-
-
-def prepared(program: Program, place: Place, name: str) -> Path:
-    """A fresh copy of the program with its data; the folder from which it starts."""
-    source = place.sources / program.repository.partition("/")[2]
-    folder = place.copy_of(program, name)
-    shutil.rmtree(folder, ignore_errors=True)
-    skipped = shutil.ignore_patterns(".git", "*.ipynb", "*.gif", "*.mp4")
-    if source.exists():
-        shutil.copytree(source / program.folder, folder / program.folder, ignore=skipped)
-    (folder / program.inside).mkdir(parents=True, exist_ok=True)
-    for empty in program.no_data_yet:
-        shutil.rmtree(folder / empty, ignore_errors=True)
-    for generator, where in program.data.items():
-        GENERATORS[generator](folder / where)
-    if program.driver:
-        (folder / program.inside / program.script).write_text(program.driver)
-    return folder / program.inside
-
-
-def run(command: list[str], folder: Path, paths: list[str], limit: float) -> Ended:
-    """Run it in a process group of its own, and end that at the limit."""
-    environment = {**os.environ, **_OFFLINE, "PYTHONPATH": os.pathsep.join(paths)}
-    begin = time.perf_counter()
-    with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        code: int | None = None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            code = process.wait(limit)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        output.seek(0)
-        text = output.read()
-    return Ended(code, time.perf_counter() - begin, text)
 
 
 def tried(program: Program, place: Place, verbs: list[str], limit: float) -> dict[str, Any]:
@@ -166,7 +66,7 @@ def tried(program: Program, place: Place, verbs: list[str], limit: float) -> dic
 
 def _wants_more(optimized: dict[str, Any]) -> bool:
     """Whether a budget is missed of which what lives through the step takes less than half of the peak."""
-    lasting = sum((optimized.get("by_kind") or {}).get(kind, 0) for kind in _LASTING)
+    lasting = sum((optimized.get("by_kind") or {}).get(kind, 0) for kind in LASTING)
     return optimized.get("code") == 1 and lasting < 0.5 * (optimized.get("peak_bytes") or 0)
 
 
@@ -177,11 +77,6 @@ def _known(program: Program, place: Place) -> dict[str, Any]:
     return {key: known[key] for key in ("alone", "verbs") if key in known}
 
 
-def _paths(program: Program, place: Place, name: str) -> list[str]:
-    own = [str(place.copy_of(program, name) / program.path)] if program.path else []
-    return [*own, str(HERE.parents[1] / "src"), *filter(None, [place.library])]
-
-
 def _alone(program: Program, place: Place, limit: float) -> dict[str, Any]:
     folder = prepared(program, place, "alone")
     file = folder / "alone.txt"
@@ -189,7 +84,7 @@ def _alone(program: Program, place: Place, limit: float) -> dict[str, Any]:
     ended = run(
         [*command, program.script, *shlex.split(program.args)],
         folder,
-        _paths(program, place, "alone"),
+        paths_of(program, place, "alone"),
         limit,
     )
     steps = int(file.read_text().split()[1]) if file.exists() else None
@@ -210,7 +105,10 @@ def _verb(program: Program, place: Place, verb: str, limit: float) -> dict[str, 
         command = [RANKS_BUDGET if word == BUDGET else word for word in command]
         command += ["--processes", str(program.processes), "--steps", "1"]
     ended = run(
-        [*command, "--", *shlex.split(program.args)], folder, _paths(program, place, "tried"), limit
+        [*command, "--", *shlex.split(program.args)],
+        folder,
+        paths_of(program, place, "tried"),
+        limit,
     )
     out.mkdir(parents=True, exist_ok=True)
     (out / "output.txt").write_text(ended.output)
@@ -271,17 +169,19 @@ def _keep(scratch: Path, result: dict[str, Any]) -> None:
 def _save(scratch: Path) -> None:
     found = {}
     for file in (scratch / "results").glob("*.json"):
-        result = json.loads(file.read_text())
+        result = json.loads(_PLACES.sub("", file.read_text()))
         found[result["name"]] = result
     rows = [found[one.name] for one in programs() if one.name in found]
-    for name, several, write in (
-        ("strangers", False, write_page),
-        ("strangers-ranks", True, write_ranks_page),
-    ):
-        own = [row for row in rows if (row.get("processes", 1) > 1) is several]
-        if own:
-            machine.save(name, {"programs": own})
-            write(own)
+    trained = machine.RESULTS / machine.slug() / "trained.json"
+    beside = json.loads(trained.read_text())["programs"] if trained.exists() else []
+    several = [row for row in rows if row.get("processes", 1) > 1]
+    alone = [row for row in rows if row not in several]
+    if alone:
+        machine.save("strangers", {"programs": alone})
+        write_page(alone, beside)
+    if several:
+        machine.save("strangers-ranks", {"programs": several})
+        write_ranks_page(several)
 
 
 if __name__ == "__main__":

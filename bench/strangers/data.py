@@ -50,7 +50,7 @@ def mnist(folder: Path, count: int = 2048) -> None:
         )
 
 
-def pictures(folder: Path, count: int = 64, size: int = 64) -> None:
+def pictures(folder: Path, count: int = 128, size: int = 64) -> None:
     """PNG files, all in one folder."""
     from PIL import Image
 

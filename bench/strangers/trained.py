@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import machine
-from bench.strangers.__main__ import HERE, Place, Program, prepared, programs, run
+from bench.strangers.running import HERE, Place, Program, paths_of, prepared, programs, run
 
 BACKWARDS = 200
 LONGER = {
@@ -28,15 +28,20 @@ LONGER = {
     "minimind train_pretrain": "--epochs 40",
     "minimind train_full_sft": "--epochs 40",
     "pygcn": "--epochs 240",
-    "pyGAT": "--epochs 240",
+    "pyGAT": "--epochs 240 --patience 1000",
+    "mnist": "--epochs 40",
+    "word_language_model": "--epochs 40",
+    "word_language_model, optimizer": "--epochs 40",
+    "cleanrl c51": "--total-timesteps 6000",
+    "PyTorch-GAN aae": "--n_epochs 40",
     "dcgan": "--niter 20",
     "PyTorch-GAN gan": "--n_epochs 40",
     "PyTorch-GAN acgan": "--n_epochs 40",
     "makemore transformer": "--max-steps 240",
     "makemore gru": "--max-steps 240",
-    "llama2.c": "--max_iters=240 --eval_interval=1000",
+    "llama2.c": "--max_iters=240 --eval_interval=1000 --compile=False",
     "lightning autoencoder": "--trainer.max_epochs=40",
-    "cleanrl ppo": "--total-timesteps 40000",
+    "cleanrl ppo": "--total-timesteps 9000",
     "cleanrl dqn": "--total-timesteps 6000",
     "pytorch-tutorial gan": "",
     "pytorch-tutorial language_model": "",
@@ -51,9 +56,8 @@ def losses(program: Program, place: Place, plan: str, limit: float) -> list[str]
     folder = prepared(program, place, "trained")
     file = folder / "losses.txt"
     arguments = shlex.split(f"{program.args} {LONGER.get(program.name, '')}")
-    own = [str(place.copy_of(program, "trained") / program.path)] if program.path else []
     command = [sys.executable, str(HERE / "losses.py"), str(BACKWARDS), str(file), plan]
-    paths = [*own, str(HERE.parents[1] / "src"), *filter(None, [place.library])]
+    paths = paths_of(program, place, "trained")
     ended = run([*command, program.script, *arguments], folder, paths, limit)
     found = file.read_text().splitlines() if file.exists() else []
     if len(found) < BACKWARDS:

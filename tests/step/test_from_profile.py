@@ -6,8 +6,10 @@ import random
 
 import pytest
 import torch
+from torch import nn
 
-from steps import STEPS, fitting, trial
+from steps import STEPS, ConvNet, fitting, images, squared, trial
+from torchtrim import TrainStep
 from torchtrim.planner.plans import made_plan
 from torchtrim.records.plan import Plan, Prediction, Technique
 from torchtrim.step.from_profile import step_of
@@ -73,3 +75,31 @@ def test_a_span_without_backward_changes_nothing() -> None:
     step = step_of(trial(STEPS["blocks"]())[1])
     count = len(step.tasks)
     assert rerun(step, [Span(count - 1, count)]) is None
+
+
+def evaluated_too(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """A loss beside an evaluation with gradients on, whose graph nobody uses."""
+    seen = model(batch)
+    loss = squared(model, batch)
+    del seen
+    return loss
+
+
+def test_a_graph_without_backward_is_not_kept() -> None:
+    """Running again lets go of it, and never runs it again."""
+    torch.manual_seed(0)
+    model = ConvNet()
+    optimizer = torch.optim.Adam(model.parameters())
+    workload = TrainStep(model, evaluated_too, optimizer, images())
+    found, profile = trial(workload)
+    step = step_of(profile)
+    blocks = [o for o in technique("recompute").options(step) if o.where.count(".") == 2]
+    assert blocks
+    edits = [edit for o in blocks if (edit := technique("recompute").edits(step, o)) is not None]
+    unused = [span for o in blocks for span in o.spans if not rerun(step, [span]).blocks[1:]]
+    predicted = simulate(step, edits).peak_bytes
+    assert len(unused) == len(blocks)
+    assert predicted < 0.6 * simulate(step).peak_bytes
+    planned = fitting(workload, steps=1).run_planned(plan_of(blocks))
+    bias = found.peak_bytes - simulate(step).peak_bytes
+    assert predicted + bias == pytest.approx(planned.peak_bytes, rel=1e-3)

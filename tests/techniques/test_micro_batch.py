@@ -329,6 +329,43 @@ def test_autocast_is_the_same_in_backward() -> None:
         assert torch.allclose(one.float(), two.float(), rtol=0.02, atol=1e-3)
 
 
+class TimesFirst(nn.Module):
+    """A transformer of times x samples, which keeps its mask, and flattens both where it is asked to."""
+
+    def __init__(self, flat: bool) -> None:
+        super().__init__()
+        self.mask: torch.Tensor | None = None
+        self.flat = flat
+        self.embed = nn.Embedding(50, 8)
+        self.drop = nn.Dropout(0.2)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1)
+        self.cells = nn.LSTM(8, 8)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor, states: Any) -> tuple[torch.Tensor, Any]:
+        if self.mask is None or len(self.mask) != len(x):
+            self.mask = torch.ones(len(x), len(x)).tril().log().to(self.head.weight.dtype)
+        x, states = self.cells(self.layer(self.drop(self.embed(x)), self.mask), states)
+        x = self.head(x)
+        return F.log_softmax(x.view(-1, 5) if self.flat else x, dim=-1), states
+
+
+@pytest.mark.parametrize(("samples", "parts", "flat"), [(8, 2, True), (7, 3, False), (6, 8, True)])
+def test_samples_of_sequences_may_be_second(samples: int, parts: int, flat: bool) -> None:
+    """Times mix, so they are no samples; a result may have all samples at each time."""
+    torch.manual_seed(0)
+    data = tokens(samples).T
+    states = [torch.randn(1, samples, 8).double() for _ in range(2)]
+    weights = torch.rand(12 * samples, 1).double()
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        model.mask = None
+        out, (hidden, _) = model(data, tuple(states))
+        return (out.reshape(-1, 5) * weights).sum() + hidden.std()
+
+    assert_same(TimesFirst(flat), loss, parts)
+
+
 class Kept(nn.Module):
     """Leaves a tensor on itself."""
 
@@ -338,6 +375,14 @@ class Kept(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.aux = self.fc(x).square().mean()
+        return self.fc(x)
+
+
+class KeptOfWeights(Kept):
+    """Leaves a penalty of its weights on itself, the same for all samples."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.penalty = self.fc.weight.square().sum()
         return self.fc(x)
 
 
@@ -399,6 +444,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "ratio": (lambda: Called(lambda x: x.sum() / x.abs().sum()), "neither a sum"),
     "kept": (Kept, "`Net` keeps tensors of its forward in `self.aux`"),
+    "penalty": (KeptOfWeights, "a tensor with gradients in `self.penalty`"),
     "buffer": (Counting, "its buffer seen changes"),
     "in place": (lambda: Called(lambda x: x), "in place"),
     "shuffled": (lambda: Called(lambda x: x[torch.randperm(len(x))]), "`Net` mixes samples"),

@@ -10,6 +10,7 @@ import torch
 
 import torchtrim
 from steps import encoder, fitting, squared, train_step
+from torchtrim.errors import ApplyFailed
 from torchtrim.planner.pins import overlap
 from torchtrim.planner.planner import Planner
 from torchtrim.records.plan import Technique
@@ -139,3 +140,71 @@ def test_an_optimizer_that_takes_less_goes_with_it() -> None:
         handle.revert()
     assert both < 0.6 * fitting(step).observe().peak_bytes
     assert all(torch.equal(value, state[key]) for key, value in net.state_dict().items())
+
+
+def between_norms() -> torch.nn.Sequential:
+    """Most of what is kept is between two BatchNorms, and all that is not is a tenth of it."""
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3, padding=1),
+        torch.nn.BatchNorm2d(4),
+        torch.nn.LeakyReLU(0.2, inplace=True),
+        torch.nn.Upsample(scale_factor=2),
+        torch.nn.Conv2d(4, 4, 3, padding=1),
+        torch.nn.Tanh(),
+        torch.nn.AvgPool2d(4),
+        torch.nn.BatchNorm2d(4),
+    )
+
+
+def test_what_is_between_norms_runs_in_parts() -> None:
+    """The range begins behind what writes to its input, and is planned, predicted and equal."""
+    torch.manual_seed(0)
+    step = train_step(between_norms(), torch.randn(8, 3, 32, 32), "SGD")
+    trial = fitting(step).observe()
+    assert trial.profile is not None
+    recorded = step_of(trial.profile)
+    options = [o for o in TECHNIQUE.options(recorded) if dict(o.settings)["parts"] == 4]
+    option = next(one for one in options if one.where == "Sequential[3:7]")
+    edit = TECHNIQUE.edits(recorded, option)
+    assert edit is not None
+    predicted = simulate(recorded, [edit]).peak_bytes
+    with torchtrim.fit(
+        step, "75%", steps=2, allow="ROUNDING", pins={"micro_batch": [option.where]}
+    ) as fitted:
+        assert fitted.certificate is not None
+        assert fitted.certificate.verdict in ("BITWISE", "ROUNDING")
+    handle = TECHNIQUE.apply({"Sequential": step.model}, plan_of(option.where, 4))
+    measured = fitting(step).observe().peak_bytes
+    handle.revert()
+    assert measured < 0.75 * trial.peak_bytes
+    assert abs(predicted - measured) <= 0.05 * measured
+
+
+def test_techniques_share_a_chain() -> None:
+    """Ranges of a Sequential that are not the same stay when others go, in any order."""
+    torch.manual_seed(0)
+    model, data = between_norms(), torch.randn(8, 3, 16, 16)
+    recompute = technique("recompute")
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        squared(model, data).backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    before = gradients()
+    for order in (1, -1):
+        handles = [
+            TECHNIQUE.apply({"Net": model}, plan_of("Net[3:7]", 4)),
+            recompute.apply({"Net": model}, Technique(name="recompute", where=("Net[0:2]",))),
+        ]
+        for handle in handles[::order]:
+            for one, two in zip(before, gradients(), strict=True):
+                assert torch.allclose(one, two, rtol=1e-4, atol=1e-6)
+            handle.revert()
+        assert type(model) is torch.nn.Sequential
+    with pytest.raises(ApplyFailed, match="overlaps"):
+        TECHNIQUE.apply(
+            {"Net": model},
+            Technique(name="micro_batch", where=("Net[0:2]", "Net[1:3]"), options={"parts": 2}),
+        )
+    assert type(model) is torch.nn.Sequential

@@ -108,6 +108,9 @@ class _Tensors:
         return found
 
     def _holders(self, number: int, storage: Storage) -> list[int]:
-        """Its readers, and the operator after which it died: that one let go of it last."""
+        """Its readers, and the operator after which it died: that one let go of it last, unless it is known
+        that Python had done so before, and a graph that never ran backward kept it."""
         last = storage.death - 1
-        return [*self._readers[number], *([last] if last > storage.birth else [])]
+        unused = any(s.saver >= 0 and s.unpacked < 0 for s in self._recorded[number].values())
+        let_go = last <= storage.birth or (unused and 0 <= storage.kept <= last)
+        return [*self._readers[number], *([] if let_go else [last])]

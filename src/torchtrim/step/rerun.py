@@ -18,7 +18,11 @@ _STATE = frozenset(("parameter", "buffer", "optimizer_state", "gradient", "gathe
 
 
 def rerun(step: Step, spans: Sequence[Span]) -> Edit | None:
-    """The edit for spans that run again, each by itself; None where backward asks nothing of them."""
+    """The edit for spans that run again, each by itself; None where autograd saved nothing of them.
+
+    A span whose graph never runs backward, as that of an evaluation with gradients on, does not run again:
+    what it saved is not kept.
+    """
     found = [edit for span in spans if (edit := _of_span(step, span)) is not None]
     return joined(found) if found else None
 
@@ -40,8 +44,10 @@ def _of_span(step: Step, span: Span) -> Edit | None:
         for tensor, hold in step.saved[task]
     ]
     asked = [one for one in saved if one.asked >= 0]
-    if not asked:
+    if not saved:
         return None
+    if not asked:
+        return _unused(step, span, saved)
     begins = min(one.asked for one in asked)
     ends = max(one.until for one in asked)
     last = max(max(one.packed for one in saved) + 1, span.first)
@@ -53,12 +59,23 @@ def _of_span(step: Step, span: Span) -> Edit | None:
     again = range(span.first, last)
     own, overhead = sum(step.tasks[i].seconds for i in again), step.overhead
     seconds = own + len(again) * overhead.task + overhead.span
-    kept = overhead.random_state + _buffers(step, again)
     return Edit(
         drops=tuple(Drop(one.tensor, one.hold) for one in saved),
         needs=tuple(Need(number, ends) for number in _inputs(step, span)),
-        blocks=(*blocks, Block(kept, span.first, ends)),
+        blocks=(*blocks, Block(_kept_bytes(step, again), span.first, ends)),
         inserts=(Insert(begins, seconds, _rise(step, again, made), makes),),
+        claims=(span,),
+    )
+
+
+def _unused(step: Step, span: Span, saved: Sequence[_Saved]) -> Edit:
+    """Of a span that backward never comes to: its inputs are kept for as long as its graph is."""
+    ends = max(one.until for one in saved)
+    return Edit(
+        drops=tuple(Drop(one.tensor, one.hold) for one in saved),
+        needs=tuple(Need(number, ends) for number in _inputs(step, span)),
+        blocks=(Block(_kept_bytes(step, range(*span)), span.first, ends),),
+        inserts=(Insert(span.first, step.overhead.span, 0),),
         claims=(span,),
     )
 
@@ -89,10 +106,12 @@ def _inputs(step: Step, span: Span) -> list[int]:
     ]
 
 
-def _buffers(step: Step, again: range) -> int:
-    """Bytes of the buffers that the span reads: `techniques.rerun` keeps their values of before."""
-    read = {number for i in again for number in step.tasks[i].reads}
-    return sum(step.tensors[n].bytes for n in read if step.tensors[n].kind == "buffer")
+def _kept_bytes(step: Step, span: range) -> int:
+    """Of the generator's state, and of the buffers that the span reads: `techniques.rerun` keeps both as
+    they were before."""
+    read = {number for i in span for number in step.tasks[i].reads}
+    buffers = sum(step.tensors[n].bytes for n in read if step.tensors[n].kind == "buffer")
+    return step.overhead.random_state + buffers
 
 
 def _rise(step: Step, again: range, kept: dict[int, int]) -> int:

@@ -175,6 +175,7 @@ _SERVING = (
     "blocks",
     "by_graph",
     "by_rows",
+    "chains",
     "early_stop",
     "early_update",
     "exchanging",

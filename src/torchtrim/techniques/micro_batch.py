@@ -17,7 +17,11 @@ statistics of the batch, losses that compare samples), where buffers change in f
 on modules, where results cannot be put together, and where hooks would see each part. Evaluation without
 gradients runs as it is. `torch.autograd.grad`, `backward(inputs=...)` and `create_graph` are refused.
 
-`where` names modules. Option `parts`: in how many parts, 2 or more.
+The samples are along the first dimension of the first tensor that it is given; where those mix, as the times
+of a sequence do, along the second.
+
+`where` names modules (`Net.blocks.3`) and ranges of a Sequential (`Net.layers[2:6]`), such as what is between
+two BatchNorms. Option `parts`: in how many parts, 2 or more.
 """
 
 from __future__ import annotations
@@ -30,17 +34,16 @@ from torchtrim.records.finding import Equivalence
 from torchtrim.records.plan import Technique
 from torchtrim.step.edits import Edit, joined
 from torchtrim.step.step import Step
-from torchtrim.techniques.base import Handle, Handles, Option
+from torchtrim.techniques.base import Handle, Option, all_or_none
 from torchtrim.techniques.batch_parts.edit import edit_of
 from torchtrim.techniques.batch_parts.found import PARTS, splits_of
-from torchtrim.techniques.places import module_at
 
 if TYPE_CHECKING:
     from torch import nn
 
 
 class MicroBatch:
-    """`where` names modules that run in `parts` parts of the batch."""
+    """`where` names modules and ranges of a Sequential that run in `parts` parts of the batch."""
 
     name = "micro_batch"
     equivalence: Equivalence = "ROUNDING"
@@ -63,10 +66,7 @@ class MicroBatch:
 
     def apply(self, roots: Mapping[str, nn.Module], technique: Technique) -> Handle:
         """Make the named modules run in parts. Raises `ApplyFailed`, the model as it was."""
-        import functools
-
-        from torchtrim.techniques.batch_parts.parted import InParts
-        from torchtrim.techniques.swap import Swapped
+        from torchtrim.techniques.batch_parts.places import in_parts
 
         parts = technique.options.get("parts")
         if type(parts) is not int or parts < 2 or len(technique.options) > 1:
@@ -75,16 +75,7 @@ class MicroBatch:
                 f"{technique.options!r}. Write `parts = 2`, or plan again."
             )
         _refuse_several_processes()
-        handles = Handles()
-        try:
-            for where in technique.where:
-                module = module_at(roots, where)
-                run = InParts(where, module, parts)
-                handles.add(Swapped(module, functools.partial(functools.partial, run)))
-        except BaseException:
-            handles.revert()
-            raise
-        return handles
+        return all_or_none(technique.where, lambda where: in_parts(roots, where, parts))
 
 
 TECHNIQUE = MicroBatch()

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from torchtrim.errors import ApplyFailed
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
+
+Span = tuple[int, int]
+_WHERE = re.compile(r"(?P<path>[^\[\]]+)(?:\[(?P<first>\d+):(?P<last>\d+)\])?")
 
 
 def module_at(roots: Mapping[str, nn.Module], where: str) -> nn.Module:
@@ -23,6 +26,36 @@ def module_at(roots: Mapping[str, nn.Module], where: str) -> nn.Module:
             f"the plan names `{where}`, and there is no such module; the roots of this workload are "
             f"{', '.join(roots)}. Plan again for this model."
         ) from None
+
+
+class Part(NamedTuple):
+    """A module, or a range of a Sequential."""
+
+    module: nn.Module
+    span: Span | None
+
+    @property
+    def chain(self) -> nn.Sequential:
+        """The Sequential that the range is of."""
+        return cast("nn.Sequential", self.module)
+
+
+def part_at(roots: Mapping[str, nn.Module], where: str) -> Part:
+    """The part at a place such as `Net.blocks.3` or `Net.layers[2:6]`. Raises `ApplyFailed` where there is
+    none."""
+    match = _WHERE.fullmatch(where)
+    if match is None:
+        raise ApplyFailed(
+            f"cannot read {where!r} as a place. Write a module's path, such as Net.blocks.3, or a "
+            "range of a Sequential, such as Net.layers[2:6]."
+        )
+    module = module_at(roots, match["path"])
+    if not match["first"]:
+        return Part(module, None)
+    # the class is asked for by name, so that no torch is imported here
+    if "Sequential" not in (kind.__name__ for kind in type(module).__mro__):
+        raise ApplyFailed(f"`{where}` is a range, and that module is no nn.Sequential.")
+    return Part(module, (int(match["first"]), int(match["last"])))
 
 
 def optimizer_at(roots: Mapping[str, Any], where: str) -> Optimizer:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -19,16 +18,13 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
-from torchtrim.errors import ApplyFailed
 from torchtrim.techniques.arguments import as_they_are
+from torchtrim.techniques.chains import Range, Ranges
 from torchtrim.techniques.early_stop import EarlyStop
 from torchtrim.techniques.handles import Handle, Handles
-from torchtrim.techniques.places import module_at
+from torchtrim.techniques.places import Span, part_at
 from torchtrim.techniques.python_state import PythonState
 from torchtrim.techniques.swap import Swapped
-
-_WHERE = re.compile(r"(?P<path>[^\[\]]+)(?:\[(?P<first>\d+):(?P<last>\d+)\])?")
-Range = tuple[int, int]
 
 
 class Told(Protocol):
@@ -68,8 +64,7 @@ def rerun_places(
         for at, module in whole:
             swapped.add(rerun_whole(module, telling(at)))
         for at, chain, spans in ranges:
-            apart = _apart(chain, spans, at, telling)
-            swapped.add(Swapped(chain, functools.partial(_chain, chain, apart)))
+            swapped.add(_again(spans, chain, at, telling))
     except BaseException as error:
         telling(at).failed(error)
         swapped.revert()
@@ -84,74 +79,35 @@ def rerun_whole(module: nn.Module, told: Told | None = None) -> Swapped:
 
 def _sort(
     roots: Mapping[str, nn.Module], places: Sequence[str]
-) -> tuple[list[tuple[str, nn.Module]], list[tuple[str, nn.Sequential, list[Range]]]]:
+) -> tuple[list[tuple[str, nn.Module]], list[tuple[str, nn.Sequential, list[Span]]]]:
     """Modules that are named whole, and Sequentials with the ranges that are named of them: by path."""
     whole: list[tuple[str, nn.Module]] = []
-    ranges: dict[int, tuple[str, nn.Sequential, list[Range]]] = {}
+    ranges: dict[int, tuple[str, nn.Sequential, list[Span]]] = {}
     for where in places:
-        module, span = _find(roots, where)
-        if span is None:
-            whole.append((where, module))
-        elif not isinstance(module, nn.Sequential):
-            raise ApplyFailed(f"`{where}` is a range, and that module is no nn.Sequential.")
+        part = part_at(roots, where)
+        if part.span is None:
+            whole.append((where, part.module))
         else:
-            path = where.rpartition("[")[0]
-            ranges.setdefault(id(module), (path, module, []))[2].append(span)
+            path, chain = where.rpartition("[")[0], part.chain
+            ranges.setdefault(id(chain), (path, chain, []))[2].append(part.span)
     return whole, list(ranges.values())
 
 
-def _find(roots: Mapping[str, nn.Module], where: str) -> tuple[nn.Module, Range | None]:
-    match = _WHERE.fullmatch(where)
-    if match is None:
-        raise ApplyFailed(
-            f"cannot read {where!r} as a place. Write a module's path, such as Net.blocks.3, or a "
-            "range of a Sequential, such as Net.layers[2:6]."
-        )
-    module = module_at(roots, match["path"])
-    span = (int(match["first"]), int(match["last"])) if match["first"] else None
-    return module, span
-
-
-def _apart(
-    chain: nn.Sequential, ranges: Sequence[Range], where: str, telling: Telling
-) -> list[tuple[Range, Buffers]]:
-    """The ranges in order, each with the buffers of its modules. They must not overlap."""
-    position = 0
-    apart = []
-    for first, last in sorted(ranges):
-        if not position <= first < last <= len(chain):
-            raise ApplyFailed(
-                f"the range [{first}:{last}] overlaps another or leaves a Sequential of {len(chain)}."
-            )
-        position = last
-        told = telling(f"{where}[{first}:{last}]")
-        apart.append(((first, last), Buffers(list(chain)[first:last], told)))
-    return apart
+def _again(ranges: Sequence[Span], chain: nn.Sequential, where: str, telling: Telling) -> Ranges:
+    """The ranges of a chain, each with the buffers of its modules."""
+    found = []
+    for first, last in ranges:
+        buffers = Buffers(list(chain)[first:last], telling(f"{where}[{first}:{last}]"))
+        found.append(Range(first, last, functools.partial(_range, buffers)))
+    return Ranges(chain, found)
 
 
 def _whole(buffers: Buffers, forward: Callable[..., Any]) -> Callable[..., Any]:
     return functools.partial(_run, forward, buffers)
 
 
-def _chain(
-    chain: nn.Sequential, ranges: list[tuple[Range, Buffers]], _forward: Callable[..., Any]
-) -> Callable[..., Any]:
-    def forward(value: Any) -> Any:
-        children = list(chain)
-        position = 0
-        for (first, last), buffers in ranges:
-            value = _one_by_one(children[position:first], value)
-            value = _run(functools.partial(_one_by_one, children[first:last]), buffers, value)
-            position = last
-        return _one_by_one(children[position:], value)
-
-    return forward
-
-
-def _one_by_one(modules: Sequence[nn.Module], value: Any) -> Any:
-    for module in modules:
-        value = module(value)
-    return value
+def _range(buffers: Buffers, forward: Callable[..., Any], value: Any) -> Any:
+    return _run(forward, buffers, value)
 
 
 def _run(function: Callable[..., Any], buffers: Buffers, *args: Any, **kwargs: Any) -> Any:

@@ -11,31 +11,45 @@ import torch
 from torchtrim.techniques.batch_parts.rows import Rows
 from torchtrim.techniques.batch_parts.tree import Leaves, filled, leaves_of
 
+_SEQUENCES = 2, 3
+"""Dimensions of a sequence whose samples may be along the second."""
+
 
 class Given(NamedTuple):
     """A call's arguments. `tensors`: which leaves are such; `batched`: along which dimension samples are in
-    those of the batch, of `size` samples."""
+    those of the batch, of `size` samples. `times`: where they are along the second dimension of the first
+    tensor, how long its first is, else 1."""
 
     tree: tuple[Any, Any]
     leaves: Leaves
     tensors: tuple[int, ...]
     batched: dict[int, int]
     size: int
+    times: int = 1
 
     @staticmethod
-    def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+    def of(args: tuple[Any, ...], kwargs: dict[str, Any], *, second: bool = False) -> Given:
         """The first tensor with dimensions says how many samples there are; 0 where none has any.
 
         They are along the first dimension, and along the second in states as recurrent layers take them, of
-        layers x samples x width.
+        layers x samples x width. `second`: they are along the second of the first tensor, as recurrent
+        layers and transformers take sequences, of times x samples or times x samples x width.
         """
         leaves = leaves_of((args, kwargs))
         tensors = tuple(n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
         shaped = [n for n in tensors if leaves[n].dim()]
-        size = leaves[shaped[0]].shape[0] if shaped else 0
-        dims = {n: _dim_of(leaves[n].shape, size) for n in shaped}
+        first: Sequence[int] = leaves[shaped[0]].shape if shaped else ()
+        if second and len(first) not in _SEQUENCES:
+            return Given((args, kwargs), leaves, tensors, {}, 0)
+        size = first[1] if second else first[0] if first else 0
+        dims = {n: _dim_of(leaves[n].shape, size, second=second) for n in shaped}
         batched = {number: dim for number, dim in dims.items() if dim is not None}
-        return Given((args, kwargs), leaves, tensors, batched, size)
+        return Given((args, kwargs), leaves, tensors, batched, size, first[0] if second else 1)
+
+    @property
+    def transposed(self) -> Given:
+        """The same call with its samples along the second dimension; of none where that is not so."""
+        return Given.of(*self.tree, second=True)
 
     @property
     def without_tensors(self) -> Given:
@@ -78,8 +92,10 @@ class Given(NamedTuple):
         return leaves
 
 
-def _dim_of(shape: Sequence[int], size: int) -> int | None:
+def _dim_of(shape: Sequence[int], size: int, *, second: bool) -> int | None:
     """Along which dimension of a tensor so many samples are."""
+    if second and len(shape) > 1:
+        return 1 if shape[1] == size else None
     if shape[0] == size:
         return 0
     return 1 if len(shape) == 3 and shape[1] == size else None

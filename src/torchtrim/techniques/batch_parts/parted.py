@@ -40,6 +40,8 @@ class InParts:
             return forward(*args, **kwargs)
         try:
             facts = self._facts(forward, given)
+            if facts.second:
+                given = given.transposed
             run = _Run(self._module, forward, given, facts, self._parts)
             tensors = [given.leaves[n] for n in given.tensors]
             hook = torch.empty(0, requires_grad=True)
@@ -59,8 +61,19 @@ class InParts:
         device = next((given.leaves[n].device.type for n in given.tensors), "cpu")
         key = hash((training, trained)), given.signature, torch.is_autocast_enabled(device)
         if key not in self._known:
-            self._known[key] = Study(self._where, self._module, forward, given, self._parts).facts()
+            self._known[key] = self._studied(forward, given)
         return self._known[key]
+
+    def _studied(self, forward: Forward, given: Given) -> Facts:
+        """With samples along the first dimension, or else along the second of sequences."""
+        try:
+            return Study(self._where, self._module, forward, given, self._parts).facts()
+        except ApplyFailed:
+            given = given.transposed
+            if given.size >= 2:
+                with contextlib.suppress(ApplyFailed):
+                    return Study(self._where, self._module, forward, given, self._parts).facts()
+            raise
 
 
 class _Run:
@@ -136,7 +149,7 @@ class _Run:
                 along = Along(dim, self._facts.orders[number])
                 joined.append(rows.room(tensor, along) if dim >= 0 else tensor.clone())
             if dim >= 0:
-                rows.mine(joined[number], dim).copy_(tensor)
+                rows.put(joined[number], dim, self._facts.times[number], tensor)
             elif dim == SUM and rows.first:
                 joined[number] += tensor
 
@@ -176,10 +189,11 @@ class _Run:
         self, made: Tensors, grads: Sequence[Any], rows: Rows
     ) -> Iterator[tuple[GradientEdge, torch.Tensor]]:
         """Where backward of the part's results begins, with their gradients; the results may go."""
-        for dim, tensor, grad in zip(self._facts.outputs, made, grads, strict=True):
+        facts = self._facts
+        for dim, times, tensor, grad in zip(facts.outputs, facts.times, made, grads, strict=True):
             if grad is None or not tensor.requires_grad or (dim == SAME and rows.first):
                 continue
-            yield get_gradient_edge(tensor), rows.mine(grad, dim) if dim >= 0 else grad
+            yield get_gradient_edge(tensor), rows.take(grad, dim, times) if dim >= 0 else grad
 
     def _collect(
         self, found: list[torch.Tensor | None], number: int, grad: torch.Tensor, rows: Rows

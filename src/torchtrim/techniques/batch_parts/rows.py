@@ -50,6 +50,26 @@ class Rows(NamedTuple):
         each = tensor.shape[dim] // self.whole
         return tensor.narrow(dim, self.first * each, self.number * each)
 
+    def take(self, tensor: torch.Tensor, dim: int, times: int) -> torch.Tensor:
+        """These samples' part of a tensor of all, in which they come again at each of so many times."""
+        if times == 1:
+            return self.mine(tensor, dim)
+        return self.mine(apart(tensor, dim, times), dim + 1).flatten(dim, dim + 1)
+
+    def put(self, tensor: torch.Tensor, dim: int, times: int, part: torch.Tensor) -> None:
+        """Write these samples' part of a tensor of all."""
+        if times == 1:
+            self.mine(tensor, dim).copy_(part)
+        else:
+            there = self.mine(apart(tensor, dim, times), dim + 1)
+            there.copy_(apart(part, dim, times))
+
+
+def apart(tensor: torch.Tensor, dim: int, times: int) -> torch.Tensor:
+    """The view in which a dimension is two, of times and of samples."""
+    found: torch.Tensor = tensor.unflatten(dim, (times, -1))  # type: ignore[no-untyped-call]
+    return found
+
 
 def parts_of(whole: int, parts: int) -> Iterator[Rows]:
     """The parts of a batch, all of one size, but the last may be smaller."""

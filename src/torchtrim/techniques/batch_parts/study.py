@@ -18,7 +18,7 @@ from torchtrim.observe.recording import tensors_in
 from torchtrim.techniques.batch_parts.draws import SHARED, Drawn, Draws, can_be_split
 from torchtrim.techniques.batch_parts.given import Ambient, Given
 from torchtrim.techniques.batch_parts.losses import Losses
-from torchtrim.techniques.batch_parts.rows import Along, Rows, order_of, split_dim
+from torchtrim.techniques.batch_parts.rows import Along, Rows, apart, order_of, split_dim
 from torchtrim.techniques.batch_parts.tree import leaves_of
 from torchtrim.techniques.python_state import PythonState
 
@@ -30,20 +30,25 @@ _NEAR_SUM = {torch.float64: 1e-10, torch.float32: 2e-5}
 _NARROW = 5e-2
 
 Forward = Callable[..., Any]
+Kept = dict[tuple[str, str], tuple[torch.Tensor, ...]]
 
 
 class Facts(NamedTuple):
     """`outputs`: of each tensor that comes out the dimension along which samples are, `SUM` for a number
     that adds up over them, `SAME` for what they share. `graded`: it depends on parameters. `draws`: as
     `Draws` wants them. `losses`: whether each mean is one of the batch's samples. `orders`: of what comes
-    out, as in `Along`. `scales`: where all means divide by the same, numbers may be divided at the end."""
+    out, as in `Along`. `scales`: where all means divide by the same, numbers may be divided at the end.
+    `second`: samples are along the second dimension of what goes in. `times`: of what comes out how often
+    all samples come, one time after the other."""
 
     outputs: tuple[int, ...]
     graded: tuple[bool, ...]
     draws: tuple[Along, ...]
     losses: tuple[bool, ...]
     orders: tuple[tuple[int, ...], ...]
+    times: tuple[int, ...]
     scales: bool = False
+    second: bool = False
 
 
 class Run(NamedTuple):
@@ -52,7 +57,7 @@ class Run(NamedTuple):
     leaves: list[Any]
     drawn: Drawn
     counts: list[torch.Tensor]
-    kept: dict[tuple[str, str], tuple[int, ...]]
+    kept: Kept
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -80,12 +85,14 @@ class Study:
         whole = self._watched()
         self._check_apart(whole)
         halves = [self._guarded(rows) for rows in self._halves]
+        self._check_kept(whole, halves)
         draws = self._draws(whole, halves[0])
         losses = self._losses(whole, halves)
         outputs, graded = self._outputs(whole, halves[0]), self._graded(whole)
         orders = tuple(map(order_of, whole.tensors))
-        found = Facts(outputs, graded, draws, losses, orders)
-        self._check_equal(found, whole)
+        second = self._given.times > 1
+        found = Facts(outputs, graded, draws, losses, orders, (1,) * len(outputs), second=second)
+        found = found._replace(times=self._equal_times(found, whole))
         return found._replace(scales=self._scales(found, whole))
 
     def _refused(self, reason: str) -> ApplyFailed:
@@ -121,7 +128,7 @@ class Study:
     def _watched(self) -> Run:
         """The samples together, seeing what the module leaves behind."""
         before = {key: value.clone() for key, value in self._buffers()}
-        held, versions = self._kept(), [t._version for t in self._tensors]
+        versions = [t._version for t in self._tensors]
         run = self._run(self._rows(0, 2 * self._half))
         for key, value in self._buffers():
             if not torch.equal(value, before[key]):
@@ -130,15 +137,22 @@ class Study:
                 raise self._refused(
                     f"its buffer {key} changes in forward, and would change with each part."
                 )
-        for at, numbers in run.kept.items():
-            if held.get(at) != numbers:
+        if versions != [t._version for t in self._tensors]:
+            raise self._refused("it changes its input in place, and would do so twice.")
+        return run
+
+    def _check_kept(self, whole: Run, halves: Sequence[Run]) -> None:
+        """What modules hold after forward must be the same for any samples, as a mask is."""
+        held = self._kept()
+        for at, tensors in whole.kept.items():
+            others = [run.kept.get(at, ()) for run in halves]
+            if _same(held.get(at, ()), tensors):
+                continue
+            if not all(_shared(tensors, other) for other in others):
                 raise self._refused(
                     f"{self._name(at[0])} keeps tensors of its forward in `self.{at[1]}`, which would be of "
                     "one part. Return them instead."
                 )
-        if versions != [t._version for t in self._tensors]:
-            raise self._refused("it changes its input in place, and would do so twice.")
-        return run
 
     def _check_apart(self, whole: Run) -> None:
         """Samples of the first half must not change when the second half is of other samples."""
@@ -161,7 +175,11 @@ class Study:
         self, one: torch.Tensor, two: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows of the first half, where the first dimension is the batch's, or the second."""
-        both = 2 * self._half
+        both, times = 2 * self._half, self._given.times
+        if times > 1 and one.dim() and one.shape[0] == times * both:
+            one, two = (apart(tensor, 0, times) for tensor in (one, two))
+        if times > 1 and one.dim() > 1 and one.shape[1] == both:
+            return one[:, : self._half], two[:, : self._half]
         if one.dim() == 3 and one.shape[1] == both != one.shape[0]:
             return one[:, : self._half], two[:, : self._half]
         if not one.dim() or one.shape[0] % both:
@@ -261,11 +279,22 @@ class Study:
         for number, tensor in zip(self._given.tensors, tensors, strict=True):
             tensor.requires_grad_(self._given.leaves[number].requires_grad)
         leaves = self._given.part(rows._replace(whole=self._given.size), tensors)
-        made = self._run(leaves, graded=True).tensors
+        run = self._run(leaves, graded=True)
+        self._check_no_gradients_kept(run)
+        made = run.tensors
         assert len(made) == len(whole.tensors)
         if whole.drawn.names:
             self._check_backward([t for t in made if t.requires_grad])
         return tuple(t.requires_grad for t in made)
+
+    def _check_no_gradients_kept(self, run: Run) -> None:
+        held = self._kept()
+        for at, tensors in run.kept.items():
+            if any(t.requires_grad for t in tensors) and not _same(held.get(at, ()), tensors):
+                raise self._refused(
+                    f"{self._name(at[0])} keeps a tensor with gradients in `self.{at[1]}`, which would have "
+                    "none. Return it instead."
+                )
 
     def _check_backward(self, made: list[torch.Tensor]) -> None:
         """Backward must draw nothing once more, as a checkpoint of the program's own does."""
@@ -285,8 +314,9 @@ class Study:
                 "a part cannot get its own there. Take the checkpoint out, since parts need none."
             )
 
-    def _check_equal(self, facts: Facts, whole: Run) -> None:
-        """The halves together must be what the samples are together."""
+    def _equal_times(self, facts: Facts, whole: Run) -> tuple[int, ...]:
+        """The halves together must be what the samples are together; how often these come in each."""
+        found = [1] * len(facts.outputs)
         halves = [self._guarded(rows, facts, whole.counts) for rows in self._halves]
         for number, (dim, all_) in enumerate(zip(facts.outputs, whole.tensors, strict=True)):
             parts = [run.tensors[number] for run in halves]
@@ -296,10 +326,21 @@ class Study:
                     f"({float(all_):.6g} of all, {float(parts[0] + parts[1]):.6g} of two parts), so what "
                     "each part counts for is not known. Take the loss outside, or with reduction='sum'."
                 )
-            if dim >= 0 and not _near(torch.cat(parts, dim), all_, _bound(_NEAR, all_)):
-                raise self._refused(
-                    "what it gives for a part is not what it gives for those samples among all."
-                )
+            if dim >= 0:
+                found[number] = self._times(parts, all_, dim)
+        return tuple(found)
+
+    def _times(self, parts: Sequence[torch.Tensor], all_: torch.Tensor, dim: int) -> int:
+        """How often all samples come in a result along a dimension, one time after the other."""
+        for times in {1: None, self._given.times: None}:
+            if all_.shape[dim] % (times * 2 * self._half) == 0:
+                halves = [apart(part, dim, times) for part in parts]
+                joined = torch.cat(halves, dim + 1).flatten(dim, dim + 1)
+                if _near(joined, all_, _bound(_NEAR, all_)):
+                    return times
+        raise self._refused(
+            "what it gives for a part is not what it gives for those samples among all."
+        )
 
     def _scales(self, facts: Facts, whole: Run) -> bool:
         """Whether the numbers are sums of the parts' sums, all divided by what the first mean divides by."""
@@ -362,14 +403,26 @@ class Study:
                 if buffer is not None:
                     yield f"{name}.{key}".lstrip("."), buffer
 
-    def _kept(self) -> dict[tuple[str, str], tuple[int, ...]]:
+    def _kept(self) -> Kept:
         """The tensors that modules hold beside parameters and buffers."""
         return {
-            (name, key): tuple(map(id, tensors_in(value)))
+            (name, key): tuple(tensors_in(value))
             for name, inner in self._modules
             for key, value in vars(inner).items()
             if not key.startswith(("_parameters", "_buffers", "_modules"))
         }
+
+
+def _same(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
+    """Whether they are the same objects."""
+    return list(map(id, one)) == list(map(id, other))
+
+
+def _shared(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
+    """Whether they have the same values."""
+    return len(one) == len(other) and all(
+        a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(one, other, strict=True)
+    )
 
 
 def _takes_statistics(module: nn.Module) -> bool:
