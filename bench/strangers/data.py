@@ -50,6 +50,11 @@ def mnist(folder: Path, count: int = 2048) -> None:
         )
 
 
+def whole_mnist(folder: Path) -> None:
+    """As many pictures as MNIST has."""
+    mnist(folder, 60_000)
+
+
 def pictures(folder: Path, count: int = 64, size: int = 64) -> None:
     """PNG files, all in one folder."""
     from PIL import Image
@@ -176,6 +181,7 @@ def sines(file: Path, rows: int = 20, length: int = 200) -> None:
 
 GENERATORS: dict[str, Callable[[Path], None]] = {
     "mnist": mnist,
+    "whole_mnist": whole_mnist,
     "pictures": pictures,
     "classes": classes,
     "masks": masks,
