@@ -23,10 +23,10 @@ _NOTE = (
 
 
 class _Left(NamedTuple):
-    """A tensor as `to_empty` left it: it, and the version that it had."""
+    """A tensor as `to_empty` left it, and the versions that it and this rank's part of it had."""
 
     tensor: weakref.ref[torch.Tensor]
-    version: int
+    versions: tuple[int, int]
 
 
 _left: dict[int, _Left] = {}
@@ -57,20 +57,30 @@ def note_on(root: nn.Module) -> tuple[str, ...]:
 def _fill(module: nn.Module) -> None:
     draws = torch.Generator().manual_seed(_SEED)
     for _, tensor in _tensors_of(module):
-        if tensor.is_floating_point():
-            made = torch.empty(tensor.shape).normal_(0.0, _SCALE, generator=draws)
-            tensor.copy_(made)
+        own = _own_part(tensor)
+        if own.is_floating_point():
+            own.copy_(torch.empty(own.shape).normal_(0.0, _SCALE, generator=draws))
         else:
-            tensor.zero_()
-        _left[id(tensor)] = _Left(weakref.ref(tensor), tensor._version)
+            own.zero_()
+        _left[id(tensor)] = _Left(weakref.ref(tensor), _versions(tensor))
 
 
 def _is_left(tensor: torch.Tensor) -> bool:
     left = _left.get(id(tensor))
-    return left is not None and left.tensor() is tensor and left.version == tensor._version
+    return left is not None and left.tensor() is tensor and left.versions == _versions(tensor)
+
+
+def _versions(tensor: torch.Tensor) -> tuple[int, int]:
+    """What writes to a sharded tensor counts at that, or at its part."""
+    return tensor._version, _own_part(tensor)._version
+
+
+def _own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a tensor that is shared out over ranks, the part of this one."""
+    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
 
 
 def _tensors_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Parameters and buffers by name; of one that is shared out, this rank's part."""
-    named = [*module.named_parameters(), *module.named_buffers()]
-    return [(name, getattr(one, "_local_tensor", one)) for name, one in named]
+    """Parameters and buffers, by name."""
+    return [*module.named_parameters(), *module.named_buffers()]

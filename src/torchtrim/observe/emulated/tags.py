@@ -6,12 +6,13 @@ and in-place operators need no care of their own.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from typing import Any
 
 import torch
 
-from torchtrim.observe.storages import parts_of
+from torchtrim.observe.storages import PLAIN, parts_of
 
 DEVICE = torch.device("cuda", 0)
 HOST = torch.device("cpu")
@@ -46,12 +47,17 @@ class Tags:
         if made_from is not None:
             return self.on_device(made_from(tensor))
         try:
-            return tensor.untyped_storage()._cdata in self._device
+            on = tensor.untyped_storage()._cdata in self._device
+            return on or (type(tensor) not in PLAIN and self._has_part_on_device(tensor))
         except _NO_STORAGE:
-            return any(part is not tensor and self.on_device(part) for part in parts_of(tensor))
+            return self._has_part_on_device(tensor)
         except ValueError:  # of a lazy module's parameter, which lets itself not be asked
             with torch._C.DisableTorchFunctionSubclass():
                 return tensor.untyped_storage()._cdata in self._device
+
+    def _has_part_on_device(self, tensor: torch.Tensor) -> bool:
+        """Of a wrapper, whose own storage, where it has one, is empty."""
+        return any(part is not tensor and self.on_device(part) for part in parts_of(tensor))
 
     def holds(self, storage: Any) -> bool:
         """Whether an untyped storage is on the emulated device."""
@@ -64,14 +70,12 @@ class Tags:
 
     def put(self, tensor: torch.Tensor) -> None:
         """Say that the tensor's storage is on the device."""
-        try:
-            storage = tensor.untyped_storage()
-        except _NO_STORAGE:
-            for part in parts_of(tensor):
-                if part is not tensor:
-                    self.put(part)
-            return
-        self.put_storage(storage)
+        parts = [part for part in parts_of(tensor) if part is not tensor]
+        for part in parts:
+            self.put(part)
+        if not parts:
+            with contextlib.suppress(*_NO_STORAGE):
+                self.put_storage(tensor.untyped_storage())
 
     def put_storage(self, storage: Any) -> None:
         """Say that a storage is on the device."""

@@ -13,9 +13,10 @@ from torch.utils.dlpack import DLDeviceType
 from torchtrim.observe.calls import tell_read, tell_synchronized
 from torchtrim.observe.emulated.mode import Accelerator
 from torchtrim.observe.emulated.moves import Mover, is_cuda
+from torchtrim.observe.emulated.moves import is_cuda as is_cuda_device
 from torchtrim.observe.emulated.patches import Patches
 from torchtrim.observe.emulated.streams import current_stream
-from torchtrim.observe.emulated.tags import DEVICE, Tags
+from torchtrim.observe.emulated.tags import DEVICE, HOST, Tags
 
 Tensor: Any = torch.Tensor
 
@@ -53,6 +54,15 @@ def patch_properties(patches: Patches, tags: Tags) -> None:
         property(lambda self: DEVICE if tags.holds(self) else own_storage_device(self)),
     )
     patches.replace(torch.UntypedStorage, "is_cuda", property(tags.holds))
+    own_wrapper = Tensor._make_wrapper_subclass
+
+    def make_wrapper_subclass(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
+        """Its parts tell where it is. Autograd asks the driver of a device for what is made to be there."""
+        if is_cuda_device(device) and hasattr(cls, "__tensor_flatten__"):
+            device = HOST
+        return own_wrapper(cls, *args, device=device, **kwargs)
+
+    patches.replace(Tensor, "_make_wrapper_subclass", staticmethod(make_wrapper_subclass))
 
 
 def patch_gradients(patches: Patches, accelerator: Accelerator) -> None:
