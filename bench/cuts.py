@@ -106,7 +106,9 @@ def main() -> None:
         worst = max((row["slower_than_best"] for row in found[name]), default=0.0)
         print(f"{name}: {len(found[name])} ways to run, {worst:.1%} slower at most", flush=True)
     cut = {name: rows for name, rows in found.items() if rows}
-    print(f"{len(cut)} models, {_worst(cut):.1%} slower than the best at most; {len(refused)} not cut")
+    print(
+        f"{len(cut)} models, {_worst(cut):.1%} slower than the best at most; {len(refused)} not cut"
+    )
     if options.save:
         _save(cut, refused)
 

@@ -131,8 +131,8 @@ def main() -> None:
         if not wanted or name in wanted:
             found[name] = compared(loader, step)
             print(name, json.dumps(found[name]), flush=True)
-    if not wanted:
-        machine.save("loaders", {"loaders": found})
+    known = machine.saved("loaders").get("loaders", {})
+    machine.save("loaders", {"loaders": {**known, **found}})
 
 
 if __name__ == "__main__":

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 _SEED = 7_081_990
 _SCALE = 0.02
 _NOTE = (
-    "{count} tensors of {root}, first `{first}`, hold what `to_empty` left in memory: the script has not written "
-    "them before its first forward. Here they are the same small numbers in every run; without torchtrim they "
-    "hold anything. Have `reset_parameters` reach them"
+    "{count} tensors of {root}, first `{first}`, hold what `to_empty` left in memory: the script has not "
+    "written them before its first forward. Here they are the same small numbers in every run; without "
+    "torchtrim they hold anything. Have `reset_parameters` reach them"
 )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -43,3 +44,9 @@ def test_an_exchange_that_is_awaited_later_goes_through_autograd(mesh: DeviceMes
     gathered = whole.redistribute(placements=[Replicate()], async_op=True)
     gathered.to_local().sum().backward()
     assert local.grad is not None
+
+
+def test_fake_tensors_of_the_device_are_drawn_and_copied() -> None:
+    with emulate(), FakeTensorMode():
+        drawn = torch.empty(2, 2, device="cuda").uniform_(0, 1)
+        assert drawn.copy_(torch.empty(2, 2, device="cuda")).shape == (2, 2)

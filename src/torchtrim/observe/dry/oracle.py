@@ -107,7 +107,7 @@ def _key(value: Any) -> Any:
 
 
 def _alike(func: Any, values: Sequence[Any]) -> list[list[int]] | None:
-    """For an operator that goes along lists of one length, the places that have the same arguments; else None."""
+    """For an operator that goes along lists of one length, the places that are alike; else None."""
     lists = [value for value in values if isinstance(value, (list, tuple))]
     if not func.name().startswith("aten::_foreach_") or len(set(map(len, lists))) != 1:
         return None

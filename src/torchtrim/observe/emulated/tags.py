@@ -6,7 +6,6 @@ and in-place operators need no care of their own.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from typing import Any
 
@@ -70,12 +69,14 @@ class Tags:
 
     def put(self, tensor: torch.Tensor) -> None:
         """Say that the tensor's storage is on the device."""
-        parts = [part for part in parts_of(tensor) if part is not tensor]
-        for part in parts:
-            self.put(part)
-        if not parts:
-            with contextlib.suppress(*_NO_STORAGE):
-                self.put_storage(tensor.untyped_storage())
+        try:
+            storage = tensor.untyped_storage()
+        except _NO_STORAGE:
+            for part in parts_of(tensor):
+                if part is not tensor:
+                    self.put(part)
+            return
+        self.put_storage(storage)
 
     def put_storage(self, storage: Any) -> None:
         """Say that a storage is on the device."""

@@ -17,6 +17,7 @@ from torchtrim.observe.emulated.moves import is_cuda as is_cuda_device
 from torchtrim.observe.emulated.patches import Patches
 from torchtrim.observe.emulated.streams import current_stream
 from torchtrim.observe.emulated.tags import DEVICE, HOST, Tags
+from torchtrim.observe.modes import fake_mode
 
 Tensor: Any = torch.Tensor
 
@@ -118,7 +119,12 @@ def patch_moves(patches: Patches, mover: Mover) -> None:
         return mover.moved(self, tags.on_device(other), dtype=other.dtype)
 
     def copy_(self: Any, src: Any, non_blocking: bool = False) -> Any:
-        """With the gradient of what comes from elsewhere going back to where that is."""
+        """With the gradient of what comes from elsewhere going back to where that is.
+
+        For fake tensors, of which the method asks the driver, as the operator.
+        """
+        if fake_mode() is not None:
+            return torch.ops.aten.copy_.default(self, src, non_blocking)
         on = tags.on_device(self)
         if src.requires_grad and torch.is_grad_enabled() and tags.on_device(src) != on:
             src = mover.moved(src, on, **_given(non_blocking, None))

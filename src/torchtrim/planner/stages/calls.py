@@ -128,7 +128,9 @@ class _Finder:
         self._trained -= set(self._names)
         for number in self._pass.call.outputs:
             self._reads[number].append(self._pass.last)
-        spans = ((n, self._reads[n][0], self._reads[n][-1]) for n in self._names if n in self._reads)
+        spans = (
+            (n, self._reads[n][0], self._reads[n][-1]) for n in self._names if n in self._reads
+        )
         self._tied = [(n, first, last) for n, first, last in spans if first < last]
         self._crossing = self._counted()
 

@@ -216,7 +216,9 @@ class Reader:
             one = storages[storage]
             add(home, one.bytes * (one.kind == "parameter"), one.bytes * (one.kind == "buffer"))
         steps = (update for step in self._profile.optimizer_steps for update in step.updates)
-        states = {(self._readers.get(one.parameter, -1), state) for one in steps for state in one.states}
+        states = {
+            (self._readers.get(one.parameter, -1), state) for one in steps for state in one.states
+        }
         for home, state in states:
             add(home, 0, storages[state].bytes)
         return found
