@@ -73,6 +73,7 @@ def loaders() -> dict[str, tuple[DataLoader[Any], Step]]:
         "hidden": (DataLoader(Made(decode=0.0005), BATCH, num_workers=1), step_of(0.03)),
         "mis-set read": (DataLoader(Made(read=0.004), BATCH), step_of(0.005)),
         "mis-set rows": (DataLoader(many, 4096, num_workers=4), step_of(0.0005)),
+        "rows one by one": (DataLoader(many, 4096, shuffle=True), step_of(0.0005)),
     }
 
 

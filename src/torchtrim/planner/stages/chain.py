@@ -11,6 +11,7 @@ from torchtrim.errors import Unsupported
 from torchtrim.memory.curve import Life, bytes_over_time
 from torchtrim.planner.stages.calls import Pass, cuts_of, pass_of
 from torchtrim.records.profile import Operator, Profile
+from torchtrim.techniques.batch_parts.found import is_training_norm
 
 _OF_BATCH = ("activation", "temporary", "input")
 
@@ -111,7 +112,7 @@ class Reader:
 
     def _refuse(self) -> None:
         ops = self._profile.operators[self._pass.first : self._pass.last]
-        norm = next((op for op in ops if "batch_norm" in op.name), None)
+        norm = next(filter(is_training_norm, ops), None)
         if norm is not None:
             raise Unsupported(
                 f"{self.root} normalizes by the statistics of a batch ({norm.name}), and a pipeline runs "
