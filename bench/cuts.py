@@ -99,7 +99,7 @@ def main() -> None:
     for name in options.names or MODELS:
         try:
             found[name] = list(compared(reader_of(name)))
-        except (TorchtrimError, ImportError, RuntimeError) as error:
+        except (TorchtrimError, ImportError, RuntimeError, AssertionError) as error:
             refused[name] = f"{type(error).__name__}: {str(error)[:120]}"
             print(f"{name}: {refused[name]}", flush=True)
             continue
@@ -124,7 +124,9 @@ def _save(cut: dict[str, list[dict[str, Any]]], refused: dict[str, str]) -> None
     refusals = {**known.get("not_cut", {}), **refused}
     data = {
         "models": {name: models[name] for name in MODELS if name in models},
-        "not_cut": {name: refusals[name] for name in MODELS if name in refusals},
+        "not_cut": {
+            name: refusals[name] for name in MODELS if name in refusals and name not in models
+        },
         "worst": _worst(models),
     }
     machine.save("cuts", data)

@@ -43,7 +43,7 @@ def install() -> None:
             _fill(module)
         return result
 
-    nn.Module.to_empty = to_empty  # type: ignore[method-assign]
+    nn.Module.to_empty = to_empty  # type: ignore[assignment, method-assign]
 
 
 def note_on(root: nn.Module) -> tuple[str, ...]:
