@@ -55,7 +55,7 @@ def reader_of(name: str) -> Reader:
 def compared(reader: Reader) -> Iterator[dict[str, Any]]:
     """A row for each way to run it whose cuts can all be tried."""
     chain_of = functools.cache(reader.chain)
-    chain = chain_of(1 / _MICROBATCHES)
+    chain = chain_of(1 / _MICROBATCHES)._replace(batch=_MICROBATCHES)
     count = len(chain.segments)
     for schedule, each in (("1F1B", 1), ("Interleaved1F1B", 2)):
         for ranks in (2, 3, 4):
@@ -99,17 +99,37 @@ def main() -> None:
     for name in options.names or MODELS:
         try:
             found[name] = list(compared(reader_of(name)))
-        except (TorchtrimError, ImportError, RuntimeError) as error:
+        except (TorchtrimError, ImportError, RuntimeError, AssertionError) as error:
             refused[name] = f"{type(error).__name__}: {str(error)[:120]}"
+            print(f"{name}: {refused[name]}", flush=True)
             continue
         worst = max((row["slower_than_best"] for row in found[name]), default=0.0)
         print(f"{name}: {len(found[name])} ways to run, {worst:.1%} slower at most", flush=True)
     cut = {name: rows for name, rows in found.items() if rows}
-    worst = max((row["slower_than_best"] for rows in cut.values() for row in rows), default=0.0)
-    print(f"{len(cut)} models, {worst:.1%} slower than the best at most; {len(refused)} not cut")
+    print(
+        f"{len(cut)} models, {_worst(cut):.1%} slower than the best at most; {len(refused)} not cut"
+    )
     if options.save:
-        data = {"models": cut, "not_cut": refused, "worst": worst}
-        machine.save("cuts", data)
+        _save(cut, refused)
+
+
+def _worst(models: dict[str, list[dict[str, Any]]]) -> float:
+    return max((row["slower_than_best"] for rows in models.values() for row in rows), default=0.0)
+
+
+def _save(cut: dict[str, list[dict[str, Any]]], refused: dict[str, str]) -> None:
+    """Save these models beside those that were saved before."""
+    known = machine.saved("cuts")
+    models = {**known.get("models", {}), **cut}
+    refusals = {**known.get("not_cut", {}), **refused}
+    data = {
+        "models": {name: models[name] for name in MODELS if name in models},
+        "not_cut": {
+            name: refusals[name] for name in MODELS if name in refusals and name not in models
+        },
+        "worst": _worst(models),
+    }
+    machine.save("cuts", data)
 
 
 if __name__ == "__main__":

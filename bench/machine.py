@@ -41,6 +41,12 @@ def save(name: str, data: dict[str, Any]) -> Path:
     return path
 
 
+def saved(name: str) -> dict[str, Any]:
+    """What was saved by that name on this machine; nothing where nothing was."""
+    path = RESULTS / slug() / f"{name}.json"
+    return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
 def with_spread(values: list[float]) -> dict[str, float]:
     """The median and half of what the middle half of the values spans."""
     low, middle, high = statistics.quantiles(values, n=4)

@@ -50,6 +50,11 @@ def mnist(folder: Path, count: int = 2048) -> None:
         )
 
 
+def whole_mnist(folder: Path) -> None:
+    """As many pictures as MNIST has."""
+    mnist(folder, 60_000)
+
+
 def pictures(folder: Path, count: int = 128, size: int = 64) -> None:
     """PNG files, all in one folder."""
     from PIL import Image
@@ -59,6 +64,11 @@ def pictures(folder: Path, count: int = 128, size: int = 64) -> None:
     for number in range(count):
         values = draw.integers(0, 256, (size, size, 3), dtype=numpy.uint8)
         Image.fromarray(values).save(folder / f"{number:04d}.png")
+
+
+def many_pictures(folder: Path) -> None:
+    """Twice as many small ones."""
+    pictures(folder, 128, 32)
 
 
 def classes(folder: Path, count: int = 64, size: int = 64) -> None:
@@ -176,7 +186,9 @@ def sines(file: Path, rows: int = 20, length: int = 200) -> None:
 
 GENERATORS: dict[str, Callable[[Path], None]] = {
     "mnist": mnist,
+    "whole_mnist": whole_mnist,
     "pictures": pictures,
+    "many_pictures": many_pictures,
     "classes": classes,
     "masks": masks,
     "characters": characters,

@@ -31,6 +31,7 @@ from torchtrim.observe.watch import Listener, Watcher
 from torchtrim.records.plan import Plan
 from torchtrim.records.profile import Profile, is_emulated
 from torchtrim.records.trial import Request, Trial
+from torchtrim.run.emptied import note_on
 from torchtrim.run.evidence import Evidence, digest_of, has_bits, keep_value, kind_of
 from torchtrim.run.exported import apply_exported
 from torchtrim.run.input_phase import InputPhase
@@ -112,6 +113,7 @@ class Session(Listener):
             root.double()
         name = self.modules.add_root(root)
         self.trial.fingerprint[name] = fingerprint_of(root)
+        self.trial.notes += note_on(root)
         self._check(name)
         if not (self.trial.request.dry or self.complete):
             self._timed(self._evidence.begins, name, root)

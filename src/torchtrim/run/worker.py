@@ -34,6 +34,7 @@ from torchtrim.observe.sources import Sources
 from torchtrim.observe.stream_frames import StreamFrames
 from torchtrim.records.files import write_atomically
 from torchtrim.records.trial import Crash, Request, Trial
+from torchtrim.run import emptied
 from torchtrim.run.eagerly import NOTE, Eagerly
 from torchtrim.run.joining import Joining
 from torchtrim.run.own_processes import OwnProcesses
@@ -109,6 +110,7 @@ class Runner:
             self._emulate()
             self._sources.install()
             self._eagerly.install()
+            emptied.install()
             self._processes.install()
             self._join()
             _say(self._folder, "the script starts")

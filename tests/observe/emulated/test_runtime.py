@@ -154,3 +154,17 @@ def test_a_sync_debug_mode_is_kept() -> None:
 def test_graphs_are_refused(name: str) -> None:
     with pytest.raises(Unsupported, match=f"torch.cuda.{name} captures work"):
         getattr(torch.cuda, name)(None)
+
+
+@ON_DEVICE
+def test_arguments_have_the_names_that_torch_gives_them() -> None:
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(stream=side):
+        assert torch.cuda.current_stream() == side
+    state = torch.cuda.get_rng_state()
+    torch.cuda.set_rng_state(new_state=state, device=0)
+    torch.cuda.set_sync_debug_mode(debug_mode="warn")
+    assert torch.cuda.get_sync_debug_mode() == 1
+    torch.cuda.set_sync_debug_mode(debug_mode=0)
+    with pytest.raises(TypeError):
+        torch.cuda.set_rng_state(values=state)

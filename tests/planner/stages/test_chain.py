@@ -26,8 +26,8 @@ def reader_of(kind: str) -> Reader:
 
 
 def profile_of(kind: str) -> Profile:
-    if kind == "conv":
-        model: nn.Module = ConvNet()
+    if kind in ("conv", "frozen"):
+        model: nn.Module = ConvNet().train(kind == "conv")
         given = torch.randn(4, 3, 8, 8)
         return trial(TrainStep(model, squared, torch.optim.SGD(model.parameters(), 0.1), given))[1]
     model = (
@@ -110,6 +110,10 @@ def test_nothing_is_cut_under_a_skip_connection() -> None:
 def test_statistics_of_a_batch_are_refused() -> None:
     with pytest.raises(Unsupported, match="GroupNorm"):
         reader_of("conv")
+
+
+def test_frozen_statistics_are_not() -> None:
+    assert len(reader_of("frozen").chain(1.0).segments) > 3
 
 
 def test_a_step_without_backward_is_refused() -> None:

@@ -11,7 +11,7 @@ from torchtrim.pipelines.orders import order_of
 from torchtrim.planner.stages.chain import Chain, Segment
 from torchtrim.planner.stages.choose import Ways, choose
 from torchtrim.planner.stages.costs import Link, stages_of
-from torchtrim.planner.stages.cut import balanced, every
+from torchtrim.planner.stages.cut import balanced, every, improved
 from torchtrim.planner.stages.timing import step_seconds
 from torchtrim.records.pipeline import SCHEDULES, Schedule
 
@@ -73,3 +73,11 @@ def test_the_chosen_cut_is_near_the_best_of_all(schedule: Schedule) -> None:
         found = step_seconds(chosen.best.stages, order, LINK)
         assert best <= found * (1 + 1e-9)
         assert found <= 1.05 * best, (seed, found / best)
+
+
+def test_the_search_ends_where_there_are_fewer_ways_than_it_may_try() -> None:
+    """17 segments have 560 ways into 4 stages, which random draws need not meet all."""
+    one = chain(3, 17)
+    best = min(longest(one, cuts) for cuts in every(17, 4))
+    _, found = improved((4, 8, 12), 17, lambda cuts: longest(one, cuts))
+    assert found == best

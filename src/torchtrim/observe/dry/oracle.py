@@ -52,6 +52,19 @@ class Oracle:
         return told
 
     def _ask(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """One that goes along lists is asked once for places that are alike."""
+        alike = _alike(func, (*args, *kwargs.values()))
+        if alike is None:
+            return self._told_by_torch(func, args, kwargs)
+        first = [places[0] for places in alike]
+        few = self._told_by_torch(
+            func,
+            [_at(value, first) for value in args],
+            {name: _at(value, first) for name, value in kwargs.items()},
+        )
+        return _spread(few, alike)
+
+    def _told_by_torch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         fakes = {name: self._fake(value) for name, value in kwargs.items()}
         with _silent(), self._mode:
             return _geometry(func(*[self._fake(value) for value in args], **fakes))
@@ -91,6 +104,32 @@ def _key(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(map(_key, value))
     return type(value), value
+
+
+def _alike(func: Any, values: Sequence[Any]) -> list[list[int]] | None:
+    """For an operator that goes along lists of one length, the places that are alike; else None."""
+    lists = [value for value in values if isinstance(value, (list, tuple))]
+    if not func.name().startswith("aten::_foreach_") or len(set(map(len, lists))) != 1:
+        return None
+    found: dict[Any, list[int]] = {}
+    for place, row in enumerate(zip(*lists, strict=True)):
+        found.setdefault(_key(row), []).append(place)
+    return [*found.values()]
+
+
+def _at(value: Any, places: Sequence[int]) -> Any:
+    """The elements of a list at these places; what is no list as it is."""
+    return [value[place] for place in places] if isinstance(value, (list, tuple)) else value
+
+
+def _spread(few: Any, alike: Sequence[Sequence[int]]) -> Any:
+    """Results of one place of each kind -> those of all places, in order."""
+    if not isinstance(few, list):
+        return few
+    if len(few) != len(alike):
+        return [_spread(one, alike) for one in few]
+    spread = {place: one for one, places in zip(few, alike, strict=True) for place in places}
+    return [spread[place] for place in sorted(spread)]
 
 
 def _geometry(result: Any) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -120,7 +122,8 @@ class Runtime:
         for owner, functions in self._functions():
             for name, function in functions.items():
                 if hasattr(owner, name):
-                    self._patches.replace(owner, name, function)
+                    same = _with_names_of(getattr(owner, name), function)
+                    self._patches.replace(owner, name, same)
         for name in ("CUDAGraph", "graph", "make_graphed_callables"):
             self._patches.replace(torch.cuda, name, _refuses(f"torch.cuda.{name}"))
         self._install_nvtx()
@@ -255,6 +258,26 @@ class Runtime:
     def _set_debug_mode(self, mode: Any) -> None:
         names = {"default": 0, "warn": 1, "error": 2}
         self._debug_mode = names[mode] if isinstance(mode, str) else int(mode)
+
+
+def _with_names_of(original: Any, function: Any) -> Any:
+    """The function, which takes its arguments by the original's names too."""
+    if isinstance(function, type) or not callable(function):
+        return function
+    try:
+        theirs, ours = inspect.signature(original), inspect.signature(function)
+    except (TypeError, ValueError):
+        return function
+    named = inspect.Parameter.VAR_KEYWORD in {one.kind for one in ours.parameters.values()}
+    if named or set(theirs.parameters) <= set(ours.parameters):
+        return function
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = theirs.bind(*args, **kwargs)
+        return function(*given.args, **given.kwargs)
+
+    return call
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None: ...

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torchtrim.observe.storages import parts_of
+from torchtrim.observe.storages import PLAIN, parts_of
 
 DEVICE = torch.device("cuda", 0)
 HOST = torch.device("cpu")
@@ -46,12 +46,17 @@ class Tags:
         if made_from is not None:
             return self.on_device(made_from(tensor))
         try:
-            return tensor.untyped_storage()._cdata in self._device
+            on = tensor.untyped_storage()._cdata in self._device
+            return on or (type(tensor) not in PLAIN and self._has_part_on_device(tensor))
         except _NO_STORAGE:
-            return any(part is not tensor and self.on_device(part) for part in parts_of(tensor))
+            return self._has_part_on_device(tensor)
         except ValueError:  # of a lazy module's parameter, which lets itself not be asked
             with torch._C.DisableTorchFunctionSubclass():
                 return tensor.untyped_storage()._cdata in self._device
+
+    def _has_part_on_device(self, tensor: torch.Tensor) -> bool:
+        """Of a wrapper, whose own storage, where it has one, is empty."""
+        return any(part is not tensor and self.on_device(part) for part in parts_of(tensor))
 
     def holds(self, storage: Any) -> bool:
         """Whether an untyped storage is on the emulated device."""

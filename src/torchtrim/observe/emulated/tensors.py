@@ -13,9 +13,11 @@ from torch.utils.dlpack import DLDeviceType
 from torchtrim.observe.calls import tell_read, tell_synchronized
 from torchtrim.observe.emulated.mode import Accelerator
 from torchtrim.observe.emulated.moves import Mover, is_cuda
+from torchtrim.observe.emulated.moves import is_cuda as is_cuda_device
 from torchtrim.observe.emulated.patches import Patches
 from torchtrim.observe.emulated.streams import current_stream
-from torchtrim.observe.emulated.tags import DEVICE, Tags
+from torchtrim.observe.emulated.tags import DEVICE, HOST, Tags
+from torchtrim.observe.modes import fake_mode
 
 Tensor: Any = torch.Tensor
 
@@ -53,6 +55,15 @@ def patch_properties(patches: Patches, tags: Tags) -> None:
         property(lambda self: DEVICE if tags.holds(self) else own_storage_device(self)),
     )
     patches.replace(torch.UntypedStorage, "is_cuda", property(tags.holds))
+    own_wrapper = Tensor._make_wrapper_subclass
+
+    def make_wrapper_subclass(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
+        """Its parts tell where it is. Autograd asks the driver of a device for what is made to be there."""
+        if is_cuda_device(device) and hasattr(cls, "__tensor_flatten__"):
+            device = HOST
+        return own_wrapper(cls, *args, device=device, **kwargs)
+
+    patches.replace(Tensor, "_make_wrapper_subclass", staticmethod(make_wrapper_subclass))
 
 
 def patch_gradients(patches: Patches, accelerator: Accelerator) -> None:
@@ -108,7 +119,12 @@ def patch_moves(patches: Patches, mover: Mover) -> None:
         return mover.moved(self, tags.on_device(other), dtype=other.dtype)
 
     def copy_(self: Any, src: Any, non_blocking: bool = False) -> Any:
-        """With the gradient of what comes from elsewhere going back to where that is."""
+        """With the gradient of what comes from elsewhere going back to where that is.
+
+        For fake tensors, of which the method asks the driver, as the operator.
+        """
+        if fake_mode() is not None:
+            return torch.ops.aten.copy_.default(self, src, non_blocking)
         on = tags.on_device(self)
         if src.requires_grad and torch.is_grad_enabled() and tags.on_device(src) != on:
             src = mover.moved(src, on, **_given(non_blocking, None))

@@ -8,6 +8,7 @@ from math import prod
 from typing import NamedTuple
 
 from torchtrim.errors import Unsupported
+from torchtrim.memory.curve import bytes_over_time
 from torchtrim.records.profile import Call, Profile
 
 _BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "complex64": 8}
@@ -127,6 +128,11 @@ class _Finder:
         self._trained -= set(self._names)
         for number in self._pass.call.outputs:
             self._reads[number].append(self._pass.last)
+        spans = (
+            (n, self._reads[n][0], self._reads[n][-1]) for n in self._names if n in self._reads
+        )
+        self._tied = [(n, first, last) for n, first, last in spans if first < last]
+        self._crossing = self._counted()
 
     def below(self, call: Call) -> str:
         """The module's path below the root."""
@@ -151,24 +157,35 @@ class _Finder:
     def judged(self, call: Call) -> tuple[str, int]:
         """Why there is no cut before the call, empty where there is, and how many bytes cross."""
         at, where = call.first, self.below(call)
-        tied = next((n for n in self._names if self._is_on_both_sides(n, at)), None)
+        tied = next((n for n, first, last in self._tied if first < at <= last), None)
         if tied is not None:
             return f"{self._names[tied]} is used before it and after it (tied weights)", 0
-        crossing = {n for n, made in self._made.items() if made < at and n in self._trained}
-        crossing = {n for n in crossing if any(read >= at for read in self._reads[n])}
         given = call.inputs[0] if call.inputs else -1
-        if crossing - {given}:
+        crosses = self._crosses(given, at)
+        if self._crossing[at - self._pass.first] > crosses:
             return "more than one tensor crosses it, such as a skip connection", 0
-        if given not in crossing:
+        if not crosses:
             return f"what goes into {where} is not its first argument", 0
         if any(read >= call.last for read in self._reads[given]):
             return f"what goes into {where} is used again after it, as in a residual block", 0
         size = self._whole(given, at)
         return ("only a part of a tensor goes on there", 0) if size is None else ("", size)
 
-    def _is_on_both_sides(self, number: int, at: int) -> bool:
-        reads = self._reads.get(number, [])
-        return bool(reads) and reads[0] < at <= reads[-1]
+    def _crosses(self, number: int, at: int) -> bool:
+        """Whether a tensor that depends on parameters is made before the operator, and read from there on."""
+        made, reads = self._made.get(number), self._reads.get(number)
+        if made is None or not reads or number not in self._trained:
+            return False
+        return made < at <= reads[-1]
+
+    def _counted(self) -> list[int]:
+        """How many of them cross each operator of the pass: the sum of bytes, of one byte each."""
+        lives = [
+            (1, made + 1 - self._pass.first, self._reads[n][-1] + 1 - self._pass.first)
+            for n, made in self._made.items()
+            if n in self._trained and self._reads.get(n)
+        ]
+        return bytes_over_time(self._pass.last + 1 - self._pass.first, lives)
 
     def _whole(self, number: int, at: int) -> int | None:
         """The storage's bytes if what first reads it after the cut reads all of it."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from torchtrim.errors import Unsupported
 from torchtrim.memory.curve import Life, bytes_over_time
 from torchtrim.planner.stages.calls import Pass, cuts_of, pass_of
 from torchtrim.records.profile import Operator, Profile
+from torchtrim.techniques.batch_parts.found import is_training_norm
 
 _OF_BATCH = ("activation", "temporary", "input")
 
@@ -83,6 +84,7 @@ class Reader:
         self._usual = _usual(profile, self._times)
         self._homes = dict(self._attributed())
         self._readers = self._first_readers()
+        self._held_always = self._kept()
         self._update_seconds = sum(
             seconds
             for op, seconds in zip(profile.operators, self._times, strict=True)
@@ -110,7 +112,7 @@ class Reader:
 
     def _refuse(self) -> None:
         ops = self._profile.operators[self._pass.first : self._pass.last]
-        norm = next((op for op in ops if "batch_norm" in op.name), None)
+        norm = next(filter(is_training_norm, ops), None)
         if norm is not None:
             raise Unsupported(
                 f"{self.root} normalizes by the statistics of a batch ({norm.name}), and a pipeline runs "
@@ -134,7 +136,7 @@ class Reader:
         forward, inputs, weights = (
             sum(self._seconds(index, share) for index in self._ops(number, kind)) for kind in "FIW"
         )
-        parameters, state = self._kept(number)
+        parameters, state = self._held_always[number]
         fresh = self._grads_are_fresh
         updates = self._update_seconds
         return Segment(
@@ -203,20 +205,24 @@ class Reader:
                 found.setdefault(use.storage, self._home(index))
         return found
 
-    def _kept(self, number: int) -> tuple[int, int]:
-        """Bytes of the segment's parameters, and of its buffers and optimizer states."""
-        own = [s for s, home in self._readers.items() if home == number]
+    def _kept(self) -> dict[int, tuple[int, int]]:
+        """Bytes of each segment's parameters, and of its buffers and optimizer states."""
         storages = self._profile.storages
-        parameters = sum(storages[s].bytes for s in own if storages[s].kind == "parameter")
-        others = sum(storages[s].bytes for s in own if storages[s].kind == "buffer")
+        found: defaultdict[int, tuple[int, int]] = defaultdict(lambda: (0, 0))
+
+        def add(home: int, parameters: int, others: int) -> None:
+            found[home] = found[home][0] + parameters, found[home][1] + others
+
+        for storage, home in self._readers.items():
+            one = storages[storage]
+            add(home, one.bytes * (one.kind == "parameter"), one.bytes * (one.kind == "buffer"))
+        steps = (update for step in self._profile.optimizer_steps for update in step.updates)
         states = {
-            state
-            for step in self._profile.optimizer_steps
-            for update in step.updates
-            if self._readers.get(update.parameter) == number
-            for state in update.states
+            (self._readers.get(one.parameter, -1), state) for one in steps for state in one.states
         }
-        return parameters, others + sum(storages[s].bytes for s in states)
+        for home, state in states:
+            add(home, 0, storages[state].bytes)
+        return found
 
     def _waiting(self, number: int, share: float) -> int:
         """Gradients that backward to the weights reads, and backward to the inputs has made."""
@@ -244,29 +250,30 @@ class _Curves:
         self._turn = made.last
         self._share = share
         given = set(made.call.inputs)
-        self._lives: list[Life] = []
-        self._gradients: list[Life] = []
+        lives: list[Life] = []
+        gradients: list[Life] = []
         for number, one in enumerate(profile.storages):
             if not one.counted or one.birth < made.first or number in given:
                 continue
             if one.kind in _OF_BATCH:
-                self._lives.append((int(one.bytes * share), one.birth, one.death))
+                lives.append((int(one.bytes * share), one.birth, one.death))
             else:
-                self._gradients.append((one.bytes, one.birth, one.death))
+                gradients.append((one.bytes, one.birth, one.death))
+        self._lives, self._gradients = _ByBirth(lives), _ByBirth(gradients)
 
     def of(self, forward: Sequence[int], backward: Sequence[int]) -> tuple[int, int, int, int]:
         """Bytes held after forward; the highest over them in forward, in backward, and in the first one."""
         if not forward:
             return 0, 0, 0, 0
         first, end = forward[0], forward[-1] + 1
-        own = [life for life in self._lives if first <= life[1] < end]
+        own = self._lives.born(first, end)
         held = sum(size for size, _, death in own if death > self._turn)
         rise = max(self._highest(own, first, end), held)
         if not backward:
             return held, rise, held, held
         low, high = min(backward), max(backward) + 1
-        own += [life for life in self._lives if low <= life[1] < high]
-        new = [life for life in self._gradients if low <= life[1] < high]
+        own += self._lives.born(low, high)
+        new = self._gradients.born(low, high)
         brief = [(size, birth, birth + 1) for size, birth, _ in new]
         back, stays = (self._highest(own + more, low, high) for more in (brief, new))
         return held, rise, max(back, held), max(stays, held)
@@ -280,6 +287,22 @@ class _Curves:
             max(now, then + int(op.transient_bytes * self._share))
             for now, then, op in zip(live, before, self._operators[first:end], strict=True)
         )
+
+
+class _ByBirth:
+    """Lives, to be found by when they begin."""
+
+    def __init__(self, lives: Iterable[Life]) -> None:
+        self._lives = sorted(lives, key=_birth)
+
+    def born(self, first: int, end: int) -> list[Life]:
+        """Those that begin at `first <= i < end`."""
+        low, high = (bisect_left(self._lives, at, key=_birth) for at in (first, end))
+        return self._lives[low:high]
+
+
+def _birth(life: Life) -> int:
+    return life[1]
 
 
 def _scale(profile: Profile, seconds: float) -> float:

@@ -10,7 +10,7 @@ from math import comb
 from torchtrim.planner.stages.chain import Segment
 
 Cuts = tuple[int, ...]
-_FEW, _MOST = 300, 600
+_MOST = 600
 
 
 def balanced(segments: Sequence[Segment], stages: int, most_bytes: int | None = None) -> Cuts:
@@ -50,10 +50,10 @@ def improved(cuts: Cuts, count: int, price: Callable[[Cuts], float]) -> tuple[Cu
     """Move one cut, or two, while that lowers the price, from here and elsewhere; the best, and its price.
 
     Where there are few ways to cut, all of them are tried. What a step takes has many local optima where
-    ranks
-    have several stages, so the search begins anew at random cuts, always the same, while it may try more.
+    ranks have several stages, so the search begins anew at random cuts, always the same, while it may try
+    more.
     """
-    if comb(count - 1, len(cuts)) <= _FEW:
+    if comb(count - 1, len(cuts)) <= _MOST:
         best = min(every(count, len(cuts) + 1), key=price)
         return best, price(best)
     known: dict[Cuts, float] = {}

@@ -8,6 +8,7 @@ it as far as it takes as long. Every segment but the last may run again in backw
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -104,10 +105,17 @@ def spread(
     `InfeasibleBudget`.
     """
     recorded = chain_of(1.0).batch
+
+    @functools.cache
+    def edges_of(samples: int, stages: int) -> tuple[int, ...]:
+        segments = chain_of(samples / recorded).segments
+        return 0, *balanced(segments, stages), len(segments)
+
     found = []
     for layout in layouts or _layouts(devices, batch, len(chain_of(1.0).segments)):
         chain = chain_of(layout.samples / recorded)
-        one = _simulated(chain, layout, fabric, orders)
+        edges = edges_of(layout.samples, layout.stages)
+        one = _simulated(chain, edges, layout, fabric, orders)
         found += [one] if one is not None else []
     if not found:
         raise Unsupported(
@@ -155,13 +163,13 @@ def _divisors(count: int) -> list[int]:
     return [one for one in range(1, count + 1) if count % one == 0]
 
 
-def _simulated(chain: Chain, layout: Layout, fabric: Fabric, orders: Orders) -> Spread | None:
+def _simulated(
+    chain: Chain, edges: Sequence[int], layout: Layout, fabric: Fabric, orders: Orders
+) -> Spread | None:
     few = min(layout.microbatches, _SIMULATED * layout.stages)
     order = orders(_SCHEDULE, layout.stages, layout.stages, few)
     if layout.stages > 1 and order is None:
         return None
-    cuts = balanced(chain.segments, layout.stages)
-    edges = [0, *cuts, len(chain.segments)]
     stages = [
         _stage(chain.segments, first, last, layout, fabric) for first, last in pairwise(edges)
     ]

@@ -127,10 +127,10 @@ def _is_in(inner: Call, outer: Call) -> bool:
 def takes_statistics(step: Step, span: Span) -> bool:
     """Whether a norm takes statistics over the batch there."""
     operators = step.profile.operators if step.profile is not None else ()
-    return any(_is_training_norm(operators[i]) for i in range(*span) if operators)
+    return any(is_training_norm(operators[i]) for i in range(*span) if operators)
 
 
-def _is_training_norm(op: Operator) -> bool:
+def is_training_norm(op: Operator) -> bool:
     """Whether it takes statistics over the batch, which it then gives back."""
     if base_name(op.name) not in _NORMS:
         return False
