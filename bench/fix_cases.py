@@ -157,9 +157,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="write the result")
     options = parser.parse_args()
     path = RESULTS / slug() / "fix_cases.json"
-    found = json.loads(path.read_text())["fixes"] if options.json and path.exists() else {}
     for name in options.fixes or named():
-        one = found[name] = {"seed": options.seed, **tried(name, options.cases, options.seed)}
+        one = {"seed": options.seed, **tried(name, options.cases, options.seed)}
         print(
             f"{name:26} {one['cases']:5} of {one['tried']:6}, {len(one['unsound'])} unsound, "
             f"ranks {one['ranks']}, {one['cpu_seconds']} s",
@@ -168,6 +167,8 @@ def main() -> None:
         for text in one["unsound"][:3]:
             print(text)
         if options.json:
+            found = json.loads(path.read_text())["fixes"] if path.exists() else {}
+            found[name] = one
             figures = {
                 "fixes_tried": len(found),
                 "fewest_cases": min(one["cases"] for one in found.values()),
