@@ -33,7 +33,7 @@ import torch
 from torch import nn
 
 from bench import nets, zoo
-from bench.clean import MODELS, STEPS, script, step_of
+from bench.clean import MODELS, STEPS, recomputing, script, step_of
 from bench.faults import PROGRAMS
 from bench.machine import RESULTS, save, slug
 from torchtrim.errors import ApplyFailed, InfeasibleBudget, PlannedStepFailed, Unsupported
@@ -173,10 +173,7 @@ def memory(width: int) -> dict[str, int]:
     plain = _highest()
     fitting = Fitting(step, STEPS, lambda _: None)
     original = fitting.observe()
-    plan = (
-        next(drawn(original.profile, "recompute", random.Random(0))) if original.profile else None
-    )
-    assert plan is not None
+    plan = recomputing(random.Random(0), ["Wide.head"])
     fitting.verify(original, plan)
     parameters = sum(p.numel() * p.element_size() for p in model.parameters())
     return {"parameters": parameters, "plain": plain, "certified": _highest()}
