@@ -11,7 +11,7 @@ Each run replaces the parts of the result that it is asked for.
 
 `--cost`: how much more of the processor's time than the compared steps a certificate takes, its own run of
 them included; and by how many times its parameters the highest resident memory grows beyond that of the
-steps themselves, with SGD: the slope between two sizes of a model, in a process each.
+steps themselves: the slope between two sizes of a model, in a process each.
 """
 
 from __future__ import annotations
@@ -161,11 +161,11 @@ class Wide(nn.Module):
         return result
 
 
-def memory(width: int) -> dict[str, int]:
+def memory(width: int, kind: str) -> dict[str, int]:
     """Resident bytes at most, of plain steps, and of a certificate in this process after them."""
     torch.manual_seed(0)
     model = Wide(width)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = getattr(torch.optim, kind)(model.parameters(), 0.1)
     batch = torch.randint(width, (16, 32))
     step = TrainStep(model, lambda model, rows: model(rows).square().mean(), optimizer, batch)
     for number in range(3):
@@ -179,12 +179,20 @@ def memory(width: int) -> dict[str, int]:
     return {"parameters": parameters, "plain": plain, "certified": _highest()}
 
 
-def memory_in_parameters() -> float:
+def memory_in_parameters(kind: str) -> float:
     """How many times its parameters a certificate needs beyond the step, from two sizes of a model."""
     found = []
     for width in (50_000, 400_000):
         said = subprocess.run(
-            [sys.executable, "-m", "bench.clean_pairs", "--memory", str(width)],
+            [
+                sys.executable,
+                "-m",
+                "bench.clean_pairs",
+                "--memory",
+                str(width),
+                "--optimizer",
+                kind,
+            ],
             check=True,
             capture_output=True,
             text=True,
@@ -220,7 +228,9 @@ def cost() -> dict[str, Any]:
         "verdicts": verdicts,
         "of_the_steps": [round(one, 2) for one in ratios],
         "of_the_steps_median": round(statistics.median(ratios), 2),
-        "memory_beyond_the_step_in_parameters": memory_in_parameters(),
+        "memory_beyond_the_step_in_parameters": {
+            kind: memory_in_parameters(kind) for kind in ("SGD", "Adam")
+        },
     }
 
 
@@ -248,10 +258,11 @@ def main() -> None:
     parser.add_argument("--only", default="", help="a technique")
     parser.add_argument("--cost", action="store_true")
     parser.add_argument("--memory", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--optimizer", default="SGD", help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="write the result")
     options = parser.parse_args()
     if options.memory:
-        print(json.dumps(memory(options.memory)))
+        print(json.dumps(memory(options.memory, options.optimizer)))
         return
     parts: dict[str, Any] = {}
     costs: dict[str, Any] = {}

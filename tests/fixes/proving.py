@@ -238,7 +238,7 @@ def agree_if_accepted(
 
 
 _OTHER = object()
-_REAL = ("appended_read",)
+_REAL = ("appended_read", "coalesced_reads")
 """Fixes that say that what is read is real, and take it for that unseen."""
 
 
