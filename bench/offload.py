@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,9 +26,11 @@ from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile
 from torchtrim.rules.prices import device_of
 from torchtrim.step.costs import on_device
+from torchtrim.step.edits import Edit
 from torchtrim.step.from_profile import step_of
 from torchtrim.step.links import traffic
 from torchtrim.step.step import DETACH, Step
+from torchtrim.techniques.base import Option
 from torchtrim.techniques.offload_activations import TECHNIQUE
 
 QUEUEING = 2e-5
@@ -177,16 +179,17 @@ def priced(profile: Profile) -> Step:
     return on_device(step_of(profile), device_of(profile))
 
 
-def every(step: Step) -> Technique:
-    """All places that do not exclude each other."""
-    where, taken = [], set()
-    for option in TECHNIQUE.options(step):
+def every(step: Step, options: Iterable[Option] | None = None) -> dict[str, Edit]:
+    """All places, or those of these options, that do not exclude each other, and what each changes."""
+    found: dict[str, Edit] = {}
+    taken: set[int] = set()
+    for option in TECHNIQUE.options(step) if options is None else options:
         edit = TECHNIQUE.edits(step, option)
         claimed = {task for span in edit.claims for task in range(*span)} if edit else set()
         if edit is not None and not claimed & taken:
             taken |= claimed
-            where.append(option.where)
-    return Technique(name=TECHNIQUE.name, where=tuple(where))
+            found[option.where] = edit
+    return found
 
 
 def stalls(make: Make, profile: Profile, where: Sequence[str]) -> Stalls:
@@ -271,7 +274,7 @@ def is_never_slower(row: dict[str, Any]) -> bool:
 def measure(make: Make) -> dict[str, Any]:
     """All of one model."""
     profile = recorded(make)
-    where = every(priced(profile)).where
+    where = tuple(every(priced(profile)))
     seen = {
         name: stalls(make, profile, chosen)
         for name, chosen in (("all", where), ("every other", where[::2]))

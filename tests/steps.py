@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from torchtrim import Profile, TrainStep
 from torchtrim.loops.optimize import Fitting
 from torchtrim.records.trial import Request, Trial
+
+
+class Rereading(torch.autograd.Function):
+    """A product whose backward asks for all that it saved once for each thing that it needs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        by_x = grads[0] @ ctx.saved_tensors[1]
+        return by_x, grads[0].t() @ ctx.saved_tensors[0]
 
 
 class Block(nn.Module):

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torchtrim.loops.estimate import estimate_report as estimate_report
     from torchtrim.loops.export import perfetto_trace as perfetto_trace
     from torchtrim.loops.find_batch import find_batch_report as find_batch_report
+    from torchtrim.loops.fitted import optimize_report as optimize_report
     from torchtrim.loops.fixed import fix_report as fix_report
     from torchtrim.loops.fixed import with_fixes as with_fixes
     from torchtrim.loops.lint import Checked as Checked
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from torchtrim.loops.made_for import check_script as check_script
     from torchtrim.loops.network import Optimized
     from torchtrim.loops.optimize import Fit
-    from torchtrim.loops.optimize import optimize_report as optimize_report
     from torchtrim.loops.pipeline import plan_pipeline as plan_pipeline
     from torchtrim.loops.plan import export_report as export_report
     from torchtrim.loops.plan import plan_report as plan_report
@@ -93,7 +93,7 @@ _HOMES = {
     "torchtrim.loops.live": ("run_checked",),
     "torchtrim.loops.lint": ("Checked", "lint_report"),
     "torchtrim.loops.made_for": ("check_script",),
-    "torchtrim.loops.optimize": ("optimize_report",),
+    "torchtrim.loops.fitted": ("optimize_report",),
     "torchtrim.loops.pipeline": ("plan_pipeline",),
     "torchtrim.loops.plan": ("export_report", "plan_report"),
     "torchtrim.loops.serve": ("optimize_calls_instead", "optimize_calls_report"),
@@ -234,9 +234,8 @@ def plan(
 ) -> Plan:
     """A plan for a peak of `memory` (`"8GiB"`, `"60%"`, bytes), not yet tried.
 
-    `allow="ROUNDING"`: sums may be added up in another order; `"semantic=precision"`: that technique may make
-    another function. `pins`: patterns of places by what holds
-    there: `{"keep": ["*.attn"], "recompute": ["*.mlp"]}`. Raises `InfeasibleBudget`.
+    `allow="ROUNDING"`: another order of sums; `"semantic=precision"`: another function, by that technique.
+    `pins`: patterns of places by what holds there, as `{"keep": ["*.attn"]}`. Raises `InfeasibleBudget`.
     """
     from torchtrim.loops.plan import plan_report
     from torchtrim.records.trial import Request
@@ -256,18 +255,21 @@ def fit(
     memory_kind: MemoryKind = "allocated",
     allow: str = "BITWISE",
     pins: Mapping[str, Sequence[str]] | None = None,
+    candidates: int = 1,
     progress: Progress = _silent,
 ) -> Fitted:
     """Plan, measure, correct and verify; then leave the plan applied to the live model.
 
-    `allow="ROUNDING"`: sums may be added up in another order; `"semantic=precision"`: that technique may make
-    another function. `pins`: patterns of places by what holds
-    there: `{"keep": ["*.attn"], "recompute": ["*.mlp"]}`. Raises `InfeasibleBudget`, and
-    `ApplyFailed` if the planned step does not equal the original.
+    `allow` and `pins` are those of `plan`. `candidates`: how many plans are run, of which the quickest is
+    taken. Raises `InfeasibleBudget`, and `ApplyFailed` if the planned step does not equal the original.
     """
-    from torchtrim.loops.optimize import fit_model
+    from torchtrim.loops.fitted import fit_model
+    from torchtrim.loops.optimize import Fitting
+    from torchtrim.records.trial import Request
 
-    return Fitted(*fit_model(workload, memory, steps, memory_kind, allow, pins, progress))
+    request = Request(steps=steps)
+    fitting = Fitting(workload, request, progress, allow=allow, pins=pins, candidates=candidates)
+    return Fitted(*fit_model(fitting, memory, memory_kind))
 
 
 def apply(plan: Plan, *roots: torch.nn.Module | torch.optim.Optimizer) -> Applied:

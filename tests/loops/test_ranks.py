@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from torchtrim.errors import Unsupported
-from torchtrim.loops.optimize import Fit, Fitting, fitted
+from torchtrim.loops.fitted import fitted
+from torchtrim.loops.optimize import Fit, Fitting
 from torchtrim.loops.sharding import sharded_lever
 from torchtrim.loops.verify import verify_pair
 from torchtrim.records.trial import Request, Trial

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from bench import offload
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -150,16 +151,9 @@ def priced(profile: Profile) -> Step:
 
 def every(step: Step) -> tuple[Technique, list[Edit]]:
     """All places that do not exclude each other, as a plan has them, and what they change."""
-    where, edits, taken = [], [], set()
-    for option in TECHNIQUE.options(step):
-        edit = TECHNIQUE.edits(step, option)
-        claimed = {task for span in edit.claims for task in range(*span)} if edit else set()
-        if edit is not None and not claimed & taken:
-            taken |= claimed
-            where.append(option.where)
-            edits.append(edit)
-    planned = Technique(name=TECHNIQUE.name, where=tuple(where))
-    return TECHNIQUE.settled(step, planned), edits
+    found = offload.every(step)
+    planned = Technique(name=TECHNIQUE.name, where=tuple(found))
+    return TECHNIQUE.settled(step, planned), list(found.values())
 
 
 def is_equal(first: Ran, second: Ran) -> bool:

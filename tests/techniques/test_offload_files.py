@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from bench import offload
 from torch import nn
 
 import draws
@@ -61,16 +62,9 @@ def priced(profile: Profile) -> Step:
 
 def filed(step: Step) -> tuple[Technique, int]:
     """All that can go to a file, and the predicted peak."""
-    where, edits, taken = [], [], set()
-    for option in TECHNIQUE.to_files(step):
-        edit = TECHNIQUE.edits(step, option)
-        claimed = {task for span in edit.claims for task in range(*span)} if edit else set()
-        if edit is not None and not claimed & taken:
-            taken |= claimed
-            where.append(option.where)
-            edits.append(edit)
-    technique = Technique(name=TECHNIQUE.name, where=tuple(where))
-    return TECHNIQUE.settled(step, technique), simulate(step, edits).peak_bytes
+    found = offload.every(step, TECHNIQUE.to_files(step))
+    technique = Technique(name=TECHNIQUE.name, where=tuple(found))
+    return TECHNIQUE.settled(step, technique), simulate(step, found.values()).peak_bytes
 
 
 def run(device: str, technique: Technique | None) -> tuple[list[bytes], Profile]:

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchtrim
-from steps import squared
+from steps import Rereading, squared
 from torchtrim.observe.emulated import emulate
 from torchtrim.observe.workload import TrainStep
 from torchtrim.records.plan import Technique
@@ -244,3 +245,63 @@ def test_the_layers_that_are_offloaded_are_those_of_the_plan(
 
     monkeypatch.setattr(Watcher, "__init__", mixed_up)
     assert peak() != pytest.approx(predicted, rel=0.01)
+
+
+class Product(nn.Linear):
+    """A linear layer by `Rereading`."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return Rereading.apply(input, self.weight)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Fetches(TorchDispatchMode):
+    """Counts the bytes that are copied from the host to the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.copy_.default and args[1].device.type == "cpu":
+            self.bytes += args[1].nbytes * (args[0].device.type == "cuda")
+        elif func is torch.ops.aten._to_copy.default and args[0].device.type == "cpu":
+            self.bytes += result.nbytes * (result.device.type == "cuda")
+        return result
+
+
+def fetched_by_backward(loss: torch.Tensor) -> int:
+    """Bytes that backward copies to the device."""
+    with Fetches() as fetches:
+        loss.backward()  # type: ignore[no-untyped-call]
+    return fetches.bytes
+
+
+def test_what_backward_asks_for_twice_is_fetched_once() -> None:
+    """NVIDIA/TransformerEngine#1807: each look at the saved tensors unpacks all of them again."""
+
+    def model() -> nn.Sequential:
+        torch.manual_seed(0)
+        inner = [p for _ in range(4) for p in (Product(32, 32, bias=False), nn.GELU())]
+        return nn.Sequential(*inner).cuda()
+
+    def gradients(of: nn.Sequential) -> list[torch.Tensor]:
+        return [one.grad.cpu() for one in of.parameters() if one.grad is not None]
+
+    with emulate(streams="late"):
+        batch = torch.randn(1024, 32, device="cuda")
+        plain, stashed, ours = model(), model(), model()
+        squared(plain, batch).backward()
+        stash = Stash()
+        with torch.autograd.graph.saved_tensors_hooks(stash.pack, stash.unpack):
+            loss = squared(stashed, batch)
+        assert fetched_by_backward(loss) > 2 * 4 * batch.nbytes
+        handle = offloaded(ours, batch)
+        squared(ours, batch).backward()
+        for one in ours.parameters():
+            one.grad = None
+        assert fetched_by_backward(squared(ours, batch)) <= 4 * batch.nbytes
+        handle.revert()
+        found = [gradients(one) for one in (plain, ours)]
+    assert len(found[0]) == 4
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

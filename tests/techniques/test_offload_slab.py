@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from bench import offload
 from torch import nn
 
 import draws
@@ -52,14 +53,8 @@ def workload(loss: Any = squared) -> TrainStep:
 def planned(profile: Profile) -> tuple[Step, Technique]:
     """Everything that can be offloaded, and the step."""
     step = on_device(step_of(profile), device_of(profile))
-    where, taken = [], set()
-    for option in TECHNIQUE.options(step):
-        edit = TECHNIQUE.edits(step, option)
-        claimed = {task for span in edit.claims for task in range(*span)} if edit else set()
-        if edit is not None and not claimed & taken:
-            taken |= claimed
-            where.append(option.where)
-    return step, TECHNIQUE.settled(step, Technique(name=TECHNIQUE.name, where=tuple(where)))
+    where = tuple(offload.every(step))
+    return step, TECHNIQUE.settled(step, Technique(name=TECHNIQUE.name, where=where))
 
 
 @pytest.fixture

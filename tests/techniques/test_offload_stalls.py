@@ -26,7 +26,7 @@ QUICK = ("mlp", "convolutions")
 )
 def test_predicted_stalls_are_those_that_a_clock_sees(name: str) -> None:
     profile = recorded(MODELS[name])
-    where = every(priced(profile)).where
+    where = tuple(every(priced(profile)))
     assert where
     for chosen in (where, where[::2]):
         found = stalls(MODELS[name], profile, chosen)

@@ -20,7 +20,7 @@ import torchtrim
 from steps import train_step
 from torchtrim import techniques
 from torchtrim.cli.main import torchtrim as command_line
-from torchtrim.loops.optimize import optimize_report
+from torchtrim.loops.fitted import optimize_report
 from torchtrim.records.trial import Request
 from torchtrim.report import html, terminal
 from torchtrim.techniques.base import names

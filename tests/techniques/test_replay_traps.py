@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import torchtrim
-from steps import train_step
+from steps import Rereading, train_step
 from torchtrim.records.plan import Technique
 from torchtrim.step.from_profile import step_of
 from torchtrim.techniques.base import Handle
@@ -175,6 +175,17 @@ def test_a_retained_graph_gives_the_same_twice() -> None:
     for _ in range(3):
         (found,) = torch.autograd.grad(loss, net.weight, retain_graph=True)
         assert torch.equal(found, expected)
+
+
+def test_what_backward_looks_at_twice_is_made_again_once() -> None:
+    def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return Rereading.apply(F.gelu(x @ w), w)  # type: ignore[no-any-return, no-untyped-call]
+
+    net, x = Net(product), batch()
+    expected = gradient(net, x)
+    apply(net, "Net:gelu.0")
+    assert again(net, x) == 1
+    assert torch.equal(gradient(net, x), expected)
 
 
 def test_a_second_derivative_is_right() -> None:

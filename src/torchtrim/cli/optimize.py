@@ -55,6 +55,13 @@ _NO_PINS = (
     type=click.Choice(["training", "inference"]),
     help="inference: SCRIPT only runs a model, and its calls are planned. By default what SCRIPT does.",
 )
+@click.option(
+    "--candidates",
+    type=click.IntRange(1, 6),
+    default=1,
+    show_default=True,
+    help="How many plans for the budget are run; the quickest is taken.",
+)
 @click.option("--fix", is_flag=True, help="Write the fixes of host-device syncs into the source.")
 @click.option(
     "--unsafe-fixes",
@@ -140,6 +147,7 @@ def _trained(
         allow=options["allow"],
         pins=pins_in(plan),
         fixes=fixed is None and script.processes == 1,
+        candidates=options["candidates"],
         progress=tell,
     )
     if fixed is None or fixed.report.fixes is None:

@@ -6,7 +6,7 @@ are tested, which needs no sync, and for others it is read. It is detached, as t
 divides by a number of the host as a multiplication by its reciprocal, so a quotient may differ in its last
 bit.
 
-Refused where the tensor may be written to afterwards, since backward would see it; and, from torch 2.15 on,
+Refused where the tensor may be written to afterwards, since backward would see it; and, from torch 2.14 on,
 a bound where a gradient is wanted: at an element that equals it a tensor and a number have other gradients.
 """
 
@@ -62,7 +62,7 @@ def write(match: Match, facts: Facts) -> Writing:
             and (v.N.dtype, v.N.device) == (v.X.dtype, v.X.device)
         ),
     )
-    if any(name in match.form for name in ("clamp", "clip")) and is_from("2.15"):
+    if any(name in match.form for name in ("clamp", "clip")) and is_from("2.14"):
         facts.need(
             f"`{match.text('X')[:60]}` wants no gradient: at its bound it is another for a tensor",
             lambda v: not v.X.requires_grad,

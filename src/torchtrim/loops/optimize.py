@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from torchtrim.errors import ApplyFailed, InfeasibleBudget, PlannedStepFailed, Unsupported
+from torchtrim.errors import InfeasibleBudget, PlannedStepFailed, Unsupported
 from torchtrim.loops.asked import (
     Choice,
     check_named,
@@ -21,9 +21,7 @@ from torchtrim.loops.asked import (
     semantic_names,
     split_pins,
 )
-from torchtrim.loops.findings import ranks_of, report_of
-from torchtrim.loops.fix import Fixing
-from torchtrim.loops.fixed import fixes_of, with_fixes
+from torchtrim.loops.candidates import Target, Timed, others, quickest
 from torchtrim.loops.lengths import longest_step, recording, uneven_note
 from torchtrim.loops.levers import LEAST_SAVING, Reached, levers_of, refusals
 from torchtrim.loops.sharding import sharded_lever
@@ -41,12 +39,9 @@ from torchtrim.records.certificate import Certificate
 from torchtrim.records.finding import EQUIVALENCES
 from torchtrim.records.lever import Lever
 from torchtrim.records.plan import MemoryKind, Plan
-from torchtrim.records.report import Result
 from torchtrim.records.trial import Request, Trial
-from torchtrim.report.assemble import with_missed_budget, with_plan, with_planned, with_ranks
 from torchtrim.run.script import Script, working_folder
-from torchtrim.run.trials import Model, Progress, Workload, run_trial
-from torchtrim.techniques.apply import Applied, apply_plan, named_roots
+from torchtrim.run.trials import Progress, Workload, run_trial
 from torchtrim.techniques.base import exportable, names, technique
 from torchtrim.techniques.export import exported
 from torchtrim.techniques.fingerprint import sha256_of
@@ -100,6 +95,7 @@ class Fitting:
     The original is run once, however many budgets are tried; where its steps differ in length, once more to
     record the longest. `exclude`: techniques not to be used. `allow`: what a plan may change. `pins`: what
     holds in every plan (`planner.pins`). `exports`: only what can be exported is planned, and run exported.
+    `candidates`: how many plans for a budget are run, of which the quickest is taken.
     """
 
     def __init__(
@@ -111,8 +107,10 @@ class Fitting:
         allow: str = "BITWISE",
         pins: Patterns | None = None,
         exports: bool = False,
+        candidates: int = 1,
     ) -> None:
         self.workload = workload
+        self._candidates = candidates
         self._allowed = allowance(allow)
         check_named(self._allowed)
         self._pins, self._semantic_pins = split_pins(pins or {})
@@ -356,10 +354,28 @@ class Fitting:
             bias += error
         fitting = [one for one in tried if one.used <= budget]
         if fitting:
-            found = self._verified(original, budget, max(fitting, key=lambda one: one.used))
+            best = max(fitting, key=lambda one: one.used)
+            if self._candidates > 1:
+                best = self._quickest(original, best, Target(budget, bias, kind))
+            found = self._verified(original, budget, best)
         else:
             found = self._missed(original, budget, kind, min(tried, key=lambda one: one.used))
         return found._replace(notes=(*notes, *found.notes))
+
+    def _quickest(self, original: Trial, first: Tried, target: Target) -> Tried:
+        """The quickest of the first and other plans, by the clock."""
+        if first.plan is None or first.trial is None:
+            return first
+
+        def run(plan: Plan) -> Trial | None:
+            trial = self.run_planned(plan)
+            return trial if measured(trial, target.kind) <= target.budget else None
+
+        planner_of = partial(self.planner, original)
+        plans = others(planner_of, first.plan, target, self._candidates - 1)
+        best, note = quickest(Timed(first.plan, first.trial), plans, run)
+        self._note(note)
+        return Tried(best.plan, best.trial, measured(best.trial, target.kind))
 
     def _verified(self, original: Trial, budget: int, tried: Tried) -> Fit:
         if tried.plan is None or tried.trial is None:
@@ -431,70 +447,3 @@ def measured(trial: Trial, kind: MemoryKind) -> int:
             "`allocated` is measured everywhere, `reserved` on CUDA, `rss` on CPU."
         )
     return figure
-
-
-def optimize_report(
-    workload: Workload,
-    memory: str | int,
-    request: Request,
-    *,
-    memory_kind: MemoryKind = "allocated",
-    allow: str = "BITWISE",
-    pins: Patterns | None = None,
-    fixes: bool = False,
-    progress: Progress = lambda _: None,
-) -> Result:
-    """The whole loop. Where nothing fits, it gives the plan with the smallest peak, and what would help.
-
-    `pins`: what holds in every plan. With `fixes`, a script's host-device syncs are fixed too, as a diff
-    beside the plan.
-    """
-    fitting = Fitting(workload, request, progress, allow=allow, pins=pins)
-    fixing = Fixing(workload, request, progress) if fixes and isinstance(workload, Script) else None
-    found = fitting.nearest(memory, memory_kind)
-    result = fitted(workload, found, memory_kind)
-    if fixing is not None and found.missed is None and isinstance(workload, Script):
-        fixed = fixing.fix(found.original)
-        cured = with_fixes(result.report, fixes_of(fixed, workload.project))
-        result = result._replace(report=cured)
-    return result
-
-
-def fitted(
-    workload: Workload, found: Fit, memory_kind: MemoryKind, verb: str = "optimize"
-) -> Result:
-    """What fitting gave, as a report."""
-    report = with_planned(
-        report_of(verb, workload, found.original), found.planned, found.certificate
-    )
-    report = with_plan(report, found.plan, memory_kind, found.budget_bytes)
-    report = with_ranks(report, found.original, found.planned)
-    report = msgspec.structs.replace(report, notes=(*found.original.notes, *found.notes))
-    after = found.planned.profile if found.planned else None
-    if found.missed is not None:
-        report = with_missed_budget(report, found.missed, memory_kind, found.budget_bytes, after)
-    ranks = ranks_of(found.original)
-    return Result(report, found.original.profile, after, found.plan, ranks=ranks)
-
-
-def fit_model(
-    workload: Model,
-    memory: str | int,
-    steps: int,
-    memory_kind: MemoryKind,
-    allow: str,
-    pins: Patterns | None,
-    progress: Progress,
-) -> tuple[Fit, Applied]:
-    """Fit a live model, and leave the plan applied.
-
-    Raises `InfeasibleBudget`, and `ApplyFailed` if the planned step does not equal the original.
-    """
-    fitting = Fitting(workload, Request(steps=steps), progress, allow=allow, pins=pins)
-    found = fitting.fit(memory, memory_kind)
-    if found.certificate is not None and found.certificate.verdict == "NOT EQUAL":
-        raise ApplyFailed(
-            f"the planned step does not equal the original: {found.certificate.reason}. "
-            "The model is as it was."
-        )
-    return found, apply_plan(found.plan, named_roots((workload.model, *workload.optimizers)))

@@ -7,7 +7,8 @@ import msgspec
 from torchtrim import __version__
 from torchtrim.errors import ExportFailed
 from torchtrim.loops.findings import report_of
-from torchtrim.loops.optimize import Fit, Fitting, fitted, measured
+from torchtrim.loops.fitted import fitted
+from torchtrim.loops.optimize import Fit, Fitting, measured
 from torchtrim.planner.pins import Patterns
 from torchtrim.records.plan import MemoryKind
 from torchtrim.records.report import FrontierPoint, Result

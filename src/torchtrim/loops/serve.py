@@ -6,8 +6,9 @@ import msgspec
 
 from torchtrim.errors import InfeasibleBudget, PlannedStepFailed, UsageError
 from torchtrim.loops.diagnose import TAKEN_AS_CALLS
+from torchtrim.loops.fitted import fitted
 from torchtrim.loops.levers import Reached
-from torchtrim.loops.optimize import NOTHING, Fit, Fitting, Tried, fitted, measured
+from torchtrim.loops.optimize import NOTHING, Fit, Fitting, Tried, measured
 from torchtrim.planner.calls import CallOptions, plan_of_calls
 from torchtrim.records.plan import MemoryKind, Plan, Prediction
 from torchtrim.records.report import Result

@@ -126,9 +126,8 @@ class Joining:
 
 
 def _has_nccl(world: int) -> bool:
-    """Whether there is NCCL, and a real GPU for each rank."""
-    return (
-        current() is None
-        and torch.distributed.is_nccl_available()
-        and torch.cuda.device_count() >= world
-    )
+    """Whether there is NCCL, and a real GPU for each rank. To ask `torch.cuda` would begin emulation."""
+    count = getattr(torch._C, "_cuda_getDeviceCount", None)
+    if current() is not None or count is None or not torch.distributed.is_nccl_available():
+        return False
+    return bool(count() >= world)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch.autograd.function import BackwardCFunction
 
 F = TypeVar("F", bound=Callable[..., Any])
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
@@ -41,3 +42,18 @@ def on_top() -> Hooks | None:
 def is_chained(hooks: Hooks | None) -> bool:
     """Whether inner hooks may hand on to these."""
     return hooks is not None and hasattr(hooks[1], _MARK)
+
+
+def when_asked(then: Callable[[], None]) -> None:
+    """Do this when a saved tensor was handed out for good: now, or as the backward of a function in Python
+    ends, which unpacks all that it saved as often as it looks at `saved_tensors`."""
+    node: Any = torch._C._current_autograd_node()
+    if not isinstance(node, BackwardCFunction):
+        then()
+        return
+
+    def ended(*_: Any) -> None:
+        handle.remove()
+        then()
+
+    handle = node.register_hook(ended)

@@ -6,11 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 
+from torchtrim.memory.names import base_name
 from torchtrim.step.edits import Block, Drop, Edit, Insert, Need, Rise
 from torchtrim.step.step import DEVICE, Span, Step
 from torchtrim.techniques.batch_parts.found import batch_size, given_to
 
 _STATE = frozenset(("parameter", "buffer", "optimizer_state", "gradient", "gathered"))
+_FIRST_MATRIX = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
 _SECONDS_AN_OPERATOR = 1e-5
 _SECONDS_A_PART = 5e-4
 _SECONDS_WATCHED = 1e-5
@@ -46,14 +48,15 @@ class _Change:
         )
         forward, backward = self._seconds
         out, grads = (self._bytes(self._leaving), self._bytes(self._gradients))
+        state = self._step.overhead.random_state
         inserts = (
             Insert(self._span.first, forward, self._rise(range(*self._span)) + out, out),
-            Insert(begins, backward, self._rise(self._tasks) + grads, grads),
+            Insert(begins, backward, state + self._rise(self._tasks) + grads, grads),
         )
         return Edit(
             drops=tuple(self._drops()),
             needs=tuple(Need(number, ends) for number in self._needed),
-            blocks=early,
+            blocks=(*early, Block(state, self._span.first, ends)),
             inserts=inserts,
             rises=tuple(Rise(task, 0) for task in self._tasks),
             claims=(self._span, Span(begins, ends)),
@@ -147,7 +150,21 @@ class _Change:
             return max(task.transient, sum(step.tensors[n].bytes for n in task.makes))
         made = step.made_by[index]
         own = sum(step.tensors[n].bytes for n in made if step.tensors[n].pool == DEVICE)
-        return sum(map(self._size, made)) + int(max(task.transient - own, 0) * self._share)
+        return sum(map(self._size, made)) + self._scratch(index, max(task.transient - own, 0))
+
+    def _scratch(self, index: int, scratch: int) -> int:
+        """What a part's task needs beside its results, of what it needs for the whole batch.
+
+        A product of matrices packs its first as a whole, which is smaller in a part, and others by blocks,
+        which are not.
+        """
+        assert self._step.profile is not None
+        operator = self._step.profile.operators[index]
+        first = _FIRST_MATRIX.get(base_name(operator.name))
+        if first is None or operator.inputs[first].storage not in self._of_batch:
+            return int(scratch * self._share)
+        packed = min(self._step.tensors[operator.inputs[first].storage].bytes, scratch)
+        return scratch - int(packed * (1 - self._share))
 
     def _rise(self, tasks: Iterable[int]) -> int:
         """The highest that memory rises while one part runs."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import _engine_run_backward
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from torchtrim.errors import ApplyFailed
 from torchtrim.techniques.batch_parts.draws import Draws
@@ -112,7 +112,11 @@ class _Run:
         first_time = self._result is None
         for rows in self._parts:
             plain = first_time and rows.first == 0
-            with self._part(graded=False, again=not plain) as losses, self._drawing(rows):
+            with (
+                self._part(again=not plain) as losses,
+                self._ambient.again(graded=False),
+                self._drawing(rows),
+            ):
                 args, kwargs = self._given.arguments(self._given.part(rows, tensors))
                 tree = self._forward(*args, **kwargs)
             counts.append(losses.counts)
@@ -154,9 +158,9 @@ class _Run:
             if graded:
                 mine[number] = tensor.detach().requires_grad_()
                 leaves[self._given.tensors[number]] = mine[number]
-        with self._part(graded=True, again=True):
-            args, kwargs = self._given.arguments(leaves)
-            with self._drawing(rows):
+        with self._part(again=True):
+            with self._ambient.again(graded=True), self._drawing(rows):
+                args, kwargs = self._given.arguments(leaves)
                 tree = self._forward(*args, **kwargs)
             made = [leaf for leaf in leaves_of(tree) if isinstance(leaf, torch.Tensor)]
             del tree
@@ -170,12 +174,12 @@ class _Run:
 
     def _pairs(
         self, made: Tensors, grads: Sequence[Any], rows: Rows
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The part's results with their gradients."""
+    ) -> Iterator[tuple[GradientEdge, torch.Tensor]]:
+        """Where backward of the part's results begins, with their gradients; the results may go."""
         for dim, tensor, grad in zip(self._facts.outputs, made, grads, strict=True):
             if grad is None or not tensor.requires_grad or (dim == SAME and rows.first):
                 continue
-            yield tensor, rows.mine(grad, dim) if dim >= 0 else grad
+            yield get_gradient_edge(tensor), rows.mine(grad, dim) if dim >= 0 else grad
 
     def _collect(
         self, found: list[torch.Tensor | None], number: int, grad: torch.Tensor, rows: Rows
@@ -192,8 +196,8 @@ class _Run:
         rows.mine(there, dim).copy_(grad)
 
     @contextlib.contextmanager
-    def _part(self, *, graded: bool, again: bool) -> Iterator[Losses]:
-        """What a part's run finds around it: autocast, the generators, Python's state, its losses."""
+    def _part(self, *, again: bool) -> Iterator[Losses]:
+        """What a part's run finds around it: the generators, Python's state, its losses."""
         facts = self._facts
         losses = Losses(facts.losses, self._totals)
         with contextlib.ExitStack() as stack:
@@ -201,7 +205,6 @@ class _Run:
                 stack.enter_context(self._python.again())
             if again and facts.draws:
                 self._ambient.rewind()
-            stack.enter_context(self._ambient.again(graded=graded))
             if facts.losses:
                 stack.enter_context(losses)
             yield losses
@@ -220,11 +223,11 @@ def _marked(leaf: Any) -> Any:
     return _Tensor() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _run_backward(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def _run_backward(pairs: Sequence[tuple[GradientEdge, torch.Tensor]]) -> None:
     """`torch.autograd.backward`, which whoever watches the step would take for another of the user's."""
-    tensors, grads = zip(*pairs, strict=True)
+    edges, grads = zip(*pairs, strict=True)
     _engine_run_backward(
-        tensors, grads, False, False, (), allow_unreachable=True, accumulate_grad=True
+        edges, grads, False, False, (), allow_unreachable=True, accumulate_grad=True
     )
 
 

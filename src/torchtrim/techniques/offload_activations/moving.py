@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchtrim.techniques.hooks import when_asked
 from torchtrim.techniques.offload_activations.places import Room
 from torchtrim.techniques.scratch import mapped
 
@@ -133,7 +134,8 @@ class Moved:
 
     def __init__(self, mover: Mover, storage: Any, device: torch.device, room: Room) -> None:
         self.packs = 0
-        self._asked = 0
+        self._askers: set[int] = set()
+        self._leaves = False
         self._mover = mover
         self._device = device
         self._here: torch.Tensor | None = _bytes_of(storage, device)
@@ -195,17 +197,23 @@ class Moved:
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
 
-    def get(self, view: View) -> torch.Tensor:
+    def get(self, view: View, asker: int) -> torch.Tensor:
         """A view of it on the device, which work queued next may read."""
         self.fetch()
         assert self._here is not None
         self._land()
         tensor = torch.empty(0, dtype=view.dtype, device=self._device)
         tensor.set_(self._here.untyped_storage(), view.offset, view.size, view.stride)
-        self._asked += 1
-        if self._asked >= self.packs and not self._is_original:
-            self._asked, self._here = 0, None
+        self._askers.add(asker)
+        if len(self._askers) >= self.packs and not self._is_original and not self._leaves:
+            self._leaves = True
+            when_asked(self._leave)
         return tensor
+
+    def _leave(self) -> None:
+        """All have asked."""
+        self._askers.clear()
+        self._here, self._leaves = None, False
 
     def _land(self) -> None:
         """Have compute await the copy home."""

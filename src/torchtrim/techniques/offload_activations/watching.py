@@ -107,7 +107,7 @@ class Saved(NamedTuple):
         if self.coming is not None:
             self.coming.begin(id(self))
         if self.moved is not None and self.view is not None:
-            return self.moved.get(self.view)
+            return self.moved.get(self.view, id(self))
         assert self.tensor is not None
         return self.tensor
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchtrim.techniques.failing import note
+from torchtrim.techniques.hooks import when_asked
 from torchtrim.techniques.replay.bits import packed, unpacked
 
 SELF = object()
@@ -64,15 +65,13 @@ class Saved:
         try:
             return self._part.get()
         finally:
-            self._done()
-
-    def _done(self) -> None:
-        if self._waits:
-            self._waits = False
-            self._part.recipe.leave()
+            if self._waits:
+                self._waits = False
+                when_asked(self._part.recipe.leave)
 
     def __del__(self) -> None:
-        self._done()
+        if self._waits:
+            self._part.recipe.leave()
 
 
 class Step(NamedTuple):
