@@ -186,14 +186,10 @@ def _none(value: torch.Tensor, _: float) -> torch.Tensor:
 
 def _cast(value: torch.Tensor, seed: float) -> torch.Tensor:
     """Another type of its kind; now and then of another kind."""
-    kinds = {"float": _FLOATS, "integer": _INTEGERS, "bool": (torch.bool, torch.uint8)}
-    if value.is_complex():
-        return value.to(_COMPLEX[int(seed * 1000) % 2])
-    own = (
-        "float" if value.is_floating_point() else "bool" if value.dtype == torch.bool else "integer"
-    )
-    choices = kinds[own] if seed < 0.75 else (*_FLOATS, *_INTEGERS, torch.bool, *_COMPLEX)
-    small = value.nan_to_num().clamp(-99, 99) if own == "float" else value
+    kinds = (_FLOATS, _INTEGERS, (torch.bool, torch.uint8), _COMPLEX)
+    own = next(kind for kind in kinds if value.dtype in kind)
+    choices = own if seed < 0.75 else (*_FLOATS, *_INTEGERS, torch.bool, *_COMPLEX)
+    small = value.nan_to_num().clamp(-99, 99) if own is _FLOATS else value
     changed = small.to(choices[int(seed * 1000) % len(choices)])
     return changed + 0.5j if changed.is_complex() else changed
 
@@ -229,7 +225,9 @@ def agree_if_accepted(
     What is trained stays as it was seen: a fix may rest on whether a gradient is wanted.
     """
     case = {name: _trained_as(evidence[name], value) for name, value in stranger.items()}
-    if rewrite.match.fix.name in _REAL and any(map(_is_complex, case.values())):
+    if rewrite.match.fix.name in _REAL and any(
+        one.is_complex() for one in leaves([*case.values()])
+    ):
         return False
     if any(one is _OTHER for one in case.values()) or raises(code, case):
         return False
@@ -238,12 +236,7 @@ def agree_if_accepted(
 
 
 _OTHER = object()
-_REAL = ("appended_read", "coalesced_reads")
-"""Fixes that say that what is read is real, and take it for that unseen."""
-
-
-def _is_complex(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_complex()
+_REAL = ("appended_read", "coalesced_reads")  # they say that they take what is read to be real
 
 
 def _trained_as(seen: Any, value: Any) -> Any:
