@@ -176,7 +176,8 @@ class Estimate:
         def peak_of(length: int) -> int | None:
             self._progress(f"{what} of {length}")
             try:
-                trial = self._run(at(length))
+                other = at(length)
+                trial = self._run(other)
             except (RuntimeError, ValueError, IndexError, ScriptFailed) as error:
                 refused[length] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
                 known[length] = None
@@ -186,7 +187,7 @@ class Estimate:
                 refused[length] = "no second step of the script has so many samples"
                 known[length] = None
                 return None
-            known[length] = _held(trial.profile) - self.given_bytes(trial.profile)
+            known[length] = _held(trial.profile) - self.given_bytes(trial.profile, other)
             return known[length]
 
         found = largest(peak_of, budget, now, known)
@@ -211,9 +212,13 @@ class Estimate:
             return given.script, {"batch_size": given.size}
         return given, {}
 
-    def given_bytes(self, profile: Profile) -> int:
-        """What of a peak at another length is the batch that was given, which would not be there."""
-        return 0 if profile.reserved_bytes else max(unused_bytes(profile) - self._unused, 0)
+    def given_bytes(self, profile: Profile, other: Workload | _Sized) -> int:
+        """What of the peak of another length is the batch that was given, which would not be there."""
+        if profile.reserved_bytes or isinstance(other, (Script, _Sized)):
+            return 0
+        assert not isinstance(self.workload, Script)
+        beside = max(unused_bytes(profile) - self._unused, 0)
+        return min(beside, other.replaced_bytes(self.workload))
 
     def _lengths(self, what: str) -> tuple[int, Callable[[int], Workload | _Sized]]:
         """The length that there is, and the workload at another."""

@@ -44,6 +44,12 @@ class _Batched:
         changed._turn = (0, changed.batch)
         return changed
 
+    def replaced_bytes(self, other: _Batched) -> int:
+        """Bytes of another's batches that are none of its own."""
+        own = storages_in(tensors_in([self.batch, self._second]))
+        others = storages_in(tensors_in([other.batch, other._second]))
+        return sum(one.nbytes() for key, one in others.items() if key not in own)
+
     def prepare(self) -> None:
         """Make the second batch, if there is none."""
         if self._second is None:
