@@ -137,14 +137,14 @@ def planned(name: str, seed: int) -> Iterator[str]:
     rng = random.Random(seed)
     assert original.profile is not None
     places = [one.path for one in original.profile.modules if one.path.count(".") == 1]
-    for plan in (_drawn(rng, places) for _ in range(4)):
+    for plan in (recomputing(rng, places) for _ in range(4)):
         try:
             yield fitting.verify(original, plan).verdict
         except (PlannedStepFailed, ApplyFailed):
             continue
 
 
-def _drawn(rng: random.Random, places: list[str]) -> Plan:
+def recomputing(rng: random.Random, places: list[str]) -> Plan:
     """A plan that runs some of the places again, with dropout and norms in them."""
     where = tuple(sorted(rng.sample(places, rng.randint(1, len(places)))))
     return made_plan(

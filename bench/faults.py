@@ -1,6 +1,6 @@
 """Which faults a certificate catches, and whether it names the place; beside it, what else would catch them.
 
-python -m bench.faults [--only PATTERN] [--json]
+python -m bench.faults [--only PATTERN] [--program PATTERN] [--json]
 
 Each fault of `bench/faulty/faults.toml` is a small change of a program there, made after a real bug, whose
 report it links to. Both programs run three steps, four where memory and checkpoints are looked at. A place is
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import json
 import re
 import tempfile
 import tomllib
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bench.machine import save
+from bench.machine import RESULTS, save, slug
 from torchtrim.errors import ScriptFailed
 from torchtrim.records.certificate import Certificate
 from torchtrim.records.trial import Request, Trial
@@ -143,15 +144,14 @@ def changed(fault: Fault) -> tuple[set[int], set[int]]:
     return sides
 
 
-def table(found: list[Caught]) -> dict[str, Any]:
+def table(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The figures."""
-    caught = [one for one in found if one.certificate.verdict == "NOT EQUAL"]
-    by = [name for one in found for name in one.by]
-    checkpointed = [one for one in found if "checkpoint(" in one.fault.new]
+    by = [name for one in rows.values() for name in one["also"]]
+    checkpointed = [one for one in faults() if "checkpoint(" in one.new]
     return {
-        "faults": len(found),
-        "certificate": len(caught),
-        "named": sum(one.named for one in found),
+        "faults": len(rows),
+        "certificate": sum(one["verdict"] == "NOT EQUAL" for one in rows.values()),
+        "named": sum(one["named"] for one in rows.values()),
         "assert_close on the loss": by.count("assert_close"),
         "loss curve at 1e-4": by.count("eye"),
         "an exception": by.count("an exception"),
@@ -160,36 +160,41 @@ def table(found: list[Caught]) -> dict[str, Any]:
     }
 
 
+def row_of(one: Caught) -> dict[str, Any]:
+    """What is kept of one."""
+    return {
+        "name": one.fault.name,
+        "source": one.fault.source,
+        "verdict": one.certificate.verdict,
+        "named": one.named,
+        "also": one.by,
+    }
+
+
 def main() -> None:
-    """Try them all."""
+    """Try them, and put them beside those that were tried before."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="*", help="names to try")
+    parser.add_argument("--program", default="*", help="programs of which faults are tried")
     parser.add_argument("--json", action="store_true", help="write the result")
     options = parser.parse_args()
-    found = []
+    path = RESULTS / slug() / "faults.json"
+    before = json.loads(path.read_text())["faults"] if options.json and path.exists() else []
+    rows = {one["name"]: one for one in before}
     for fault in faults(options.only):
+        if not fnmatch.fnmatch(fault.program, options.program):
+            continue
         one = try_fault(fault)
-        found.append(one)
-        first = one.certificate.first_difference
-        print(
-            f"{one.certificate.verdict:10} {'named' if one.named else '-----'} {fault.name}: {one.by}"
-        )
+        rows[fault.name] = row_of(one)
+        print(f"{one.certificate.verdict:10} {one.named} {fault.name}: {one.by}", flush=True)
         if not one.named or one.certificate.verdict != "NOT EQUAL":
+            first = one.certificate.first_difference
             print(f"    {one.certificate.reason} {first} {changed(fault)}", flush=True)
-    figures = table(found)
+    ordered = {one.name: rows[one.name] for one in faults() if one.name in rows}
+    figures = table(ordered)
     print("\n".join(f"{name:32} {count}" for name, count in figures.items()))
     if options.json:
-        rows = [
-            {
-                "name": one.fault.name,
-                "source": one.fault.source,
-                "verdict": one.certificate.verdict,
-                "named": one.named,
-                "also": one.by,
-            }
-            for one in found
-        ]
-        print(save("faults", {"figures": figures, "faults": rows}))
+        print(save("faults", {"figures": figures, "faults": [*ordered.values()]}))
 
 
 if __name__ == "__main__":

@@ -106,6 +106,20 @@ def prove(
     return proof
 
 
+def writings(
+    fix: Fix, code: str, make: Make, *, structures: int, suggested: bool = False, seed: str = "0"
+) -> Iterator[tuple[Rewrite, str, Inputs]]:
+    """What is written by the evidence of each structure, the code with it, and that evidence."""
+    for number in range(structures):
+        evidence = next(make(random.Random(f"{seed}/{number}")))
+        try:
+            rewrite = fixed(fix, code, evidence)
+        except Refused:
+            continue
+        if rewrite.safe or suggested:
+            yield rewrite, patch(rewrite.match.source, [rewrite]).text, evidence
+
+
 def _foreign_that_agree(
     code: str, written: list[tuple[Rewrite, str, Inputs]], structures: int
 ) -> int:
@@ -124,7 +138,7 @@ def _foreign_that_agree(
 def foreign(rng: random.Random, inputs: Inputs) -> Inputs:
     """The inputs with other ranks, all alike, and other types, all alike or one alone."""
     changed = dict(inputs)
-    for _ in range(rng.randint(1, 3)):
+    for _ in range(rng.randint(1, 4)):
         change = rng.choice(_CHANGES)
         alone = rng.random() < 0.5
         names = [rng.choice(list(changed))] if alone else list(changed)
@@ -172,13 +186,12 @@ def _none(value: torch.Tensor, _: float) -> torch.Tensor:
 
 def _cast(value: torch.Tensor, seed: float) -> torch.Tensor:
     """Another type of its kind; now and then of another kind."""
-    kinds = {"float": _FLOATS, "integer": _INTEGERS, "bool": (torch.bool, torch.uint8)}
-    own = (
-        "float" if value.is_floating_point() else "bool" if value.dtype == torch.bool else "integer"
-    )
-    choices = kinds[own] if seed < 0.8 else (*_FLOATS, *_INTEGERS)
-    small = value.nan_to_num().clamp(-99, 99) if own == "float" else value
-    return small.to(choices[int(seed * 1000) % len(choices)])
+    kinds = (_FLOATS, _INTEGERS, (torch.bool, torch.uint8), _COMPLEX)
+    own = next(kind for kind in kinds if value.dtype in kind)
+    choices = own if seed < 0.75 else (*_FLOATS, *_INTEGERS, torch.bool, *_COMPLEX)
+    small = value.nan_to_num().clamp(-99, 99) if own is _FLOATS else value
+    changed = small.to(choices[int(seed * 1000) % len(choices)])
+    return changed + 0.5j if changed.is_complex() else changed
 
 
 def _same(value: torch.Tensor, seed: float) -> torch.Tensor:
@@ -201,6 +214,7 @@ def _odd(value: torch.Tensor, seed: float) -> torch.Tensor:
 _CHANGES = (_more_rows, _more_columns, _one_of, _first, _none, _cast, _same, _odd)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+_COMPLEX = (torch.complex64, torch.complex128)
 
 
 def agree_if_accepted(
@@ -211,6 +225,10 @@ def agree_if_accepted(
     What is trained stays as it was seen: a fix may rest on whether a gradient is wanted.
     """
     case = {name: _trained_as(evidence[name], value) for name, value in stranger.items()}
+    if rewrite.match.fix.name in _REAL and any(
+        one.is_complex() for one in leaves([*case.values()])
+    ):
+        return False
     if any(one is _OTHER for one in case.values()) or raises(code, case):
         return False
     agree(rewrite, code, after, case)
@@ -218,6 +236,7 @@ def agree_if_accepted(
 
 
 _OTHER = object()
+_REAL = ("appended_read", "coalesced_reads")  # they say that they take what is read to be real
 
 
 def _trained_as(seen: Any, value: Any) -> Any:
@@ -374,7 +393,7 @@ def same(one: Any, other: Any, *, exact: bool, terms: float = 0.0) -> bool:
             and len(one) == len(other)
             and all(same(a, b, exact=exact, terms=terms) for a, b in zip(one, other, strict=True))
         )
-    if isinstance(one, dict):
+    if isinstance(one, dict) and isinstance(other, dict):
         return list(one) == list(other) and same(
             list(one.values()), list(other.values()), exact=exact, terms=terms
         )
@@ -388,6 +407,9 @@ def same(one: Any, other: Any, *, exact: bool, terms: float = 0.0) -> bool:
 def _same_tensor(one: torch.Tensor, other: torch.Tensor, *, exact: bool, terms: float) -> bool:
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
+    if one.is_complex():
+        parts = (torch.view_as_real(part.resolve_conj()) for part in (one, other))
+        return _same_tensor(*parts, exact=exact, terms=terms)
     if exact or not one.is_floating_point():
         return torch.equal(torch.nan_to_num(one, nan=77.0), torch.nan_to_num(other, nan=77.0)) and (
             torch.equal(one.isnan(), other.isnan())

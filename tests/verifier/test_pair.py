@@ -16,8 +16,15 @@ import torchtrim
 from torchtrim.errors import UnreadableInput, UsageError
 from torchtrim.loops.check import judged
 from torchtrim.loops.verify import check_certificate, verify_pair
-from torchtrim.records.kept_certificate import load_certificate, save_certificate
+from torchtrim.records.certificate import Certificate
+from torchtrim.records.kept_certificate import (
+    KeptCertificate,
+    Program,
+    load_certificate,
+    save_certificate,
+)
 from torchtrim.records.trial import Request
+from torchtrim.run.script import Script
 
 
 class Net(nn.Module):
@@ -159,7 +166,8 @@ def test_a_certificate_is_kept_and_repeated(tmp_path: Path) -> None:
     holds, again = check_certificate(path)
     assert not holds
     notes = again.report.notes
-    assert notes[0] == "the certificate no longer holds: BITWISE then, NOT EQUAL now"
+    day = result.certificate.made
+    assert notes[0] == f"the certificate no longer holds: BITWISE on {day}, NOT EQUAL now"
     assert f"changed since: the text of {other}" in notes
     assert any(one.startswith("changed since: torch, 1.0 then") for one in notes)
     assert not any("what the original computes" in one for one in notes)
@@ -168,8 +176,102 @@ def test_a_certificate_is_kept_and_repeated(tmp_path: Path) -> None:
     assert (first.other_path, first.other_line) == (str(other), 8)
     assert judged(result.certificate, result.certificate) == (
         True,
-        ("the certificate holds: BITWISE then, BITWISE now",),
+        (f"the certificate holds: BITWISE on {day}, BITWISE now",),
     )
+
+
+KEPT = KeptCertificate(
+    certificate=Certificate(
+        verdict="BITWISE",
+        compared=("1 loss x 4 steps",),
+        largest_difference=0.0,
+        first_difference=None,
+        noise=0.0,
+        seeds="script",
+        steps=5,
+    ),
+    original=Program(target="train.py", sha256="a"),
+    other=Program(target="other.py", sha256="b"),
+    torchtrim="1.0",
+    torch="2.13.0",
+    python="3.11.7",
+    machine="Linux, x86_64, 2 cores, 1 torch threads",
+    made="2026-11-20",
+    results="2:aa",
+)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"made": "2026-11-23"}, ""),
+        ({"torchtrim": "1.1"}, "changed since: torchtrim, 1.0 then, 1.1 now"),
+        ({"torch": "2.14.0"}, "changed since: torch, 2.13.0 then, 2.14.0 now"),
+        (
+            {"machine": "Linux, x86_64, 2 cores, 2 torch threads"},
+            "changed since: machine, Linux, x86_64, 2 cores, 1 torch threads then, "
+            "Linux, x86_64, 2 cores, 2 torch threads now",
+        ),
+        ({"results": "2:bb"}, "changed since: what the original computes, in some bit"),
+    ],
+)
+def test_what_has_changed_is_said_and_the_certificate_holds(
+    changed: dict[str, str], said: str
+) -> None:
+    holds, notes = judged(KEPT, msgspec.structs.replace(KEPT, **changed))
+    assert holds
+    assert notes[0] == "the certificate holds: BITWISE on 2026-11-20, BITWISE now"
+    assert notes[1:] == ((said,) if said else ())
+
+
+def test_an_older_certificate_is_read_and_its_results_are_not_compared(tmp_path: Path) -> None:
+    path = tmp_path / "certificate.json"
+    save_certificate(msgspec.structs.replace(KEPT, results="0f" * 16, made=""), path)
+    kept = msgspec.json.decode(path.read_bytes())
+    del kept["made"]
+    path.write_bytes(msgspec.json.encode(kept))
+    holds, notes = judged(load_certificate(path), KEPT)
+    assert holds
+    assert notes[0] == "the certificate holds: BITWISE then, BITWISE now"
+    assert "an older one" in notes[1]
+    assert len(notes) == 2
+
+
+THREADED = """import sys
+import torch
+torch.set_num_threads(int(sys.argv[1]))
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(5):
+    model(torch.randn(32, 64)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_another_number_of_threads_another_version_and_another_day(tmp_path: Path) -> None:
+    script, path = tmp_path / "threads.py", tmp_path / "certificate.json"
+    script.write_text(THREADED)
+    scripts = [Script(str(script), ("1",), device="cpu", timeout=120.0) for _ in range(2)]
+    result = verify_pair(scripts[0], scripts[1], Request(steps=1))
+    assert result.certificate is not None
+    kept = msgspec.structs.replace(
+        result.certificate,
+        original=msgspec.structs.replace(result.certificate.original, args=("2",)),
+        other=msgspec.structs.replace(result.certificate.original, args=("2",)),
+        torchtrim="0.0.1",
+        torch="2.0.0",
+        made="2020-02-02",
+        machine="another machine with another number of threads",
+    )
+    save_certificate(kept, path)
+    holds, again = check_certificate(path, timeout=120.0)
+    notes = again.report.notes
+    assert holds
+    assert notes[0] == "the certificate holds: BITWISE on 2020-02-02, BITWISE now"
+    for what in ("torchtrim, 0.0.1 then", "torch, 2.0.0 then", "machine, another machine"):
+        assert any(one.startswith(f"changed since: {what}") for one in notes)
 
 
 def test_what_is_no_certificate_is_said(tmp_path: Path) -> None:

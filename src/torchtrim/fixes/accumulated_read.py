@@ -105,7 +105,7 @@ def _edits(
     test, _, nodes = names_tested(match, facts, [f"L{n}" for n in range(len(computed.reads))])
     check_bound(match, nodes, node)
     read = f"{name}.item() if {torch}.is_tensor({name}) else {name}"
-    plain = starts == {float} or (integral and not test)
+    plain = not test and (integral or starts == {float})
     if plain:
         read = f"{'int' if integral else 'float'}({name})"
     if plain and not test:

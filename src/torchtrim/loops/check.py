@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +23,9 @@ from torchtrim.run.machine import machine
 from torchtrim.run.script import Script
 from torchtrim.run.trials import Workload
 from torchtrim.techniques.fingerprint import sha256_of
+from torchtrim.verifier.certify import KEPT_BY_PYTHON
 
+_RESULTS = "2:"
 _ORDER: tuple[Verdict, ...] = (
     *("BITWISE", "ROUNDING", "AS ASKED"),
     *("UNDECIDED", "NOT EQUAL"),
@@ -56,6 +59,7 @@ def kept(result: Result, compared: Compared, trial: Trial) -> Result:
         torch=str(torch.__version__),
         python=platform.python_version(),
         machine=machine(trial.device),
+        made=datetime.now(UTC).date().isoformat(),
         results=results_of(trial),
         before=result.report.original,
         after=result.report.planned,
@@ -76,12 +80,16 @@ def _program(script: Script) -> Program:
 
 
 def results_of(trial: Trial) -> str:
-    """A digest of all that a trial computed."""
-    digest = hashlib.blake2b(digest_size=16)
+    """A digest of all that a trial computed, after the way in which it was made.
+
+    What Python keeps is not in it, since a time among it would change it in every run.
+    """
+    digest = hashlib.sha256()
     for step in (step for one in trial.ranks or (trial,) for step in one.steps):
         for name, value in step.digests.items():
-            digest.update(f"{name}={value};".encode())
-    return digest.hexdigest()
+            if not name.startswith(KEPT_BY_PYTHON):
+                digest.update(f"{name}={value};".encode())
+    return f"{_RESULTS}{digest.hexdigest()[:32]}"
 
 
 def script_of(program: Program, folder: Path, device: str | None, timeout: float) -> Script:
@@ -103,7 +111,8 @@ def judged(old: KeptCertificate, new: KeptCertificate) -> tuple[bool, tuple[str,
     then, now = old.certificate.verdict, new.certificate.verdict
     holds = _ORDER.index(now) <= _ORDER.index(then)
     said = "the certificate holds" if holds else "the certificate no longer holds"
-    return holds, (f"{said}: {then} then, {now} now", *_changes(old, new))
+    day = f"on {old.made}" if old.made else "then"
+    return holds, (f"{said}: {then} {day}, {now} now", *_changes(old, new))
 
 
 def _changes(old: KeptCertificate, new: KeptCertificate) -> Iterator[str]:
@@ -117,7 +126,9 @@ def _changes(old: KeptCertificate, new: KeptCertificate) -> Iterator[str]:
         before, after = getattr(old, name), getattr(new, name)
         if before != after:
             yield f"changed since: {name}, {before or 'unknown'} then, {after} now"
-    if old.results != new.results:
+    if not old.results.startswith(_RESULTS):
+        yield "not known: whether the original computes the same bits, since its certificate is an older one"
+    elif old.results != new.results:
         yield "changed since: what the original computes, in some bit"
     if old.certificate.coverage != new.certificate.coverage:
         yield "changed since: the shapes, types, modes or steps that were compared"

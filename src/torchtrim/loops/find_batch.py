@@ -163,7 +163,9 @@ class Search:
         with working_folder() as folder:
             trial = run_trial(workload, chosen, folder, self._progress)
         kind: MemoryKind = "reserved" if self._estimate.reserved_bytes else "allocated"
-        given = self._estimate.given_bytes(trial.profile, workload) if trial.profile is not None else 0
+        given = (
+            self._estimate.given_bytes(trial.profile, workload) if trial.profile is not None else 0
+        )
         return measured(trial, kind) - given
 
     def _answer(self, predicted: Growth) -> Growth:

@@ -22,16 +22,14 @@ def runs() -> bool:
 
 def waits_to_start() -> bool:
     """Whether a profiler is prepared and does not run yet. Looks through all objects, which takes a while."""
-    waits = torch.profiler.ProfilerAction.WARMUP
-    return any(
-        isinstance(thing, torch.profiler.profile) and thing.current_action is waits
-        for thing in gc.get_referrers(torch.profiler.profile)
-    ) or any(
-        isinstance(thing, autograd_profiler.profile)
-        and thing.entered
-        and thing.kineto_results is None
-        for thing in gc.get_referrers(autograd_profiler.profile)
-    )
+    kinds = (torch.profiler.profile, autograd_profiler.profile)
+    return any(isinstance(thing, kinds) and _waits(thing) for thing in gc.get_referrers(*kinds))
+
+
+def _waits(thing: torch.profiler.profile | autograd_profiler.profile) -> bool:
+    if isinstance(thing, torch.profiler.profile):
+        return thing.current_action is torch.profiler.ProfilerAction.WARMUP
+    return bool(thing.entered) and thing.kineto_results is None
 
 
 def open_ranges() -> list[record_function]:

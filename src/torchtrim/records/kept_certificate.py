@@ -33,7 +33,8 @@ class KeptCertificate(Struct, frozen=True, kw_only=True):
     """A certificate with all that repeating it needs.
 
     `other` is the second program, or `plan` what the first was run with. `results` is a digest of all that
-    the original computed. `machine` names the system, the cores and the threads of torch.
+    the original computed, after the number of the way in which it is made. `machine` names the system, the
+    cores and the threads of torch, `made` the day.
     """
 
     schema_version: Literal[1] = 1
@@ -48,6 +49,7 @@ class KeptCertificate(Struct, frozen=True, kw_only=True):
     torch: str = ""
     python: str = ""
     machine: str = ""
+    made: str = ""
     results: str = ""
     before: Figures | None = None
     after: Figures | None = None

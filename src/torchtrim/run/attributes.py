@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,6 +16,9 @@ _OWN = frozenset(vars(nn.Module())) - {"training"} | _WHERE
 _PLAIN = (bool, int, str, bytes, complex, type(None))
 _MOST = 1000
 _DEEPEST = 4
+_MOST_PARTS = 20_000
+_LARGEST_ARRAY = 1 << 26
+Opened = Callable[[Any], dict[str, Any] | None]
 
 
 def attributes(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Any]]:
@@ -30,48 +33,81 @@ def attributes(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, 
                 yield from _values(f"{path}.{name}", value)
 
 
+class Described(NamedTuple):
+    """A value: a digest of all but tensors and floats, of which it has the places, and those themselves.
+
+    `is_plain`: there is nothing else in it than containers, tensors, numbers and texts.
+    """
+
+    digest: str
+    tensors: list[torch.Tensor]
+    is_plain: bool
+
+
+def described(value: Any, opened: Opened = lambda _: None) -> Described:
+    """Describe a value. `opened` gives what is in an object; None for one that only its type stands for."""
+    writing = _Description(opened)
+    text = writing.of(value, _DEEPEST)
+    return Described(
+        hashlib.blake2b(text.encode(), digest_size=12).hexdigest(),
+        writing.tensors,
+        writing.is_plain,
+    )
+
+
 def _values(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    tensors: list[torch.Tensor] = []
-    text = _described(value, tensors, _DEEPEST)
-    yield name, hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+    digest, tensors, _ = described(value)
+    yield name, digest
     for number, tensor in enumerate(tensors):
         yield f"{name}.{number}", tensor
 
 
-def _described(value: Any, tensors: list[torch.Tensor], deep: int) -> str:
-    """A text of the value in which tensors and floats have only their place; those are in the list."""
-    if isinstance(value, _PLAIN):
-        return f"{type(value).__name__} {value!r}"
-    if isinstance(value, float):
-        tensors.append(torch.tensor(value, dtype=torch.float64))
-        return "float"
-    if isinstance(value, torch.Tensor):
-        tensors.append(value)
-        return "tensor"
-    if isinstance(value, dict) and deep:
-        parts = (
-            f"{_key(key)}: {_described(one, tensors, deep - 1)}"
-            for key, one in _some(value.items())
-        )
-        return f"dict {len(value)} {{{', '.join(parts)}}}"
-    if isinstance(value, list | tuple | deque) and deep:
-        parts = (_described(one, tensors, deep - 1) for one in _some(value))
-        return f"{type(value).__name__} {len(value)} [{', '.join(parts)}]"
-    if isinstance(value, set | frozenset):
-        return f"set {len(value)} {sorted(repr(one) for one in value if isinstance(one, _PLAIN))}"
-    return _generator(value)
+class _Description:
+    """Writes a text of a value in which tensors and floats have only their place; those are in a list."""
+
+    def __init__(self, opened: Opened) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.is_plain = True
+        self._opened = opened
+        self._left = _MOST_PARTS
+
+    def of(self, value: Any, deep: int) -> str:
+        self._left -= 1
+        if isinstance(value, _PLAIN):
+            return f"{type(value).__name__} {value!r}"
+        if isinstance(value, float):
+            self.tensors.append(torch.tensor(value, dtype=torch.float64))
+            return "float"
+        if isinstance(value, torch.Tensor):
+            self.tensors.append(value)
+            return "tensor"
+        if isinstance(value, dict) and deep:
+            return f"dict {len(value)} {{{self._pairs(value, deep)}}}"
+        if isinstance(value, list | tuple | deque) and deep:
+            parts = (self.of(one, deep - 1) for one in self._some(value))
+            return f"{type(value).__name__} {len(value)} [{', '.join(parts)}]"
+        if isinstance(value, set | frozenset):
+            plain = sorted(repr(one) for one in value if isinstance(one, _PLAIN))
+            return f"set {len(value)} {plain}"
+        self.is_plain = False
+        if deep and (inside := self._opened(value)) is not None:
+            return f"{type(value).__qualname__} {{{self._pairs(inside, deep)}}}"
+        return _generator(value)
+
+    def _pairs(self, value: dict[Any, Any], deep: int) -> str:
+        pairs = self._some(list(value.items()))
+        return ", ".join(f"{_key(key)}: {self.of(one, deep - 1)}" for key, one in pairs)
+
+    def _some(self, values: Iterable[Any]) -> Iterator[Any]:
+        for number, value in enumerate(values):
+            if number == _MOST or self._left <= 0:
+                return
+            yield value
 
 
 def _key(key: Any) -> str:
     """A key by its value; by its type where that might be an address."""
     return f"{key!r:.80}" if isinstance(key, (*_PLAIN, float)) else type(key).__qualname__
-
-
-def _some(values: Iterable[Any]) -> Iterator[Any]:
-    for number, value in enumerate(values):
-        if number == _MOST:
-            return
-        yield value
 
 
 def _generator(value: Any) -> str:
@@ -82,7 +118,9 @@ def _generator(value: Any) -> str:
     if isinstance(value, random.Random):
         return f"{kind} {value.getstate()}"
     if kind == "numpy.ndarray":
-        return f"{kind} {value.dtype} {value.shape} {value.tobytes().hex() if value.dtype != object else ''}"
+        is_read = value.dtype != object and value.nbytes <= _LARGEST_ARRAY
+        data = hashlib.sha256(value.tobytes()).hexdigest() if is_read else ""
+        return f"{kind} {value.dtype} {value.shape} {data}"
     if kind.startswith("numpy.random") and hasattr(value, "bit_generator"):
         return f"{kind} {value.bit_generator.state}"
     return kind

@@ -28,6 +28,7 @@ from torchtrim.observe.watch import Listener
 from torchtrim.records.files import write_atomically
 from torchtrim.records.trial import Call, Step
 from torchtrim.run.attributes import attributes
+from torchtrim.run.script_state import ScriptState
 
 QUANTITIES = (
     "initial state",
@@ -41,12 +42,14 @@ QUANTITIES = (
     "buffer",
     "input gradient",
     "attribute",
+    "script state",
     "random state",
     "call",
     "exception",
 )
 
 _PLAIN = "plain "
+_DIGITS = 24
 _HOW = frozenset(("foreach", "fused", "capturable", "differentiable"))
 
 
@@ -54,7 +57,7 @@ class Evidence(Listener):
     """Collects the evidence of a step. `keep` is called with the name and value of each tensor.
 
     `graded`: outputs count only where gradients are on, since a step that trains may look at others.
-    `looks`: inputs of roots are wanted too.
+    `looks`: inputs of roots are wanted too. `script`: what the script keeps elsewhere is compared too.
     """
 
     def __init__(
@@ -64,12 +67,14 @@ class Evidence(Listener):
         *,
         graded: bool = True,
         looks: bool = False,
+        script: ScriptState | None = None,
     ) -> None:
         self.step = Step()
         self._modules = modules
         self._keep = keep
         self._graded = graded
         self._looks = looks
+        self._script = script
         self._counts: dict[str, int] = {}
         self._known_names: dict[int, str] | None = None
         self._inputs: dict[str, weakref.ref[torch.Tensor]] = {}
@@ -172,10 +177,19 @@ class Evidence(Listener):
                 self._see(f"attribute:{name}", value)
             else:
                 self.step.digests[f"attribute:{name}"] = f"{_PLAIN}{value}"
+        if self._script is not None:
+            self._state_of_script(self._script)
         for name, value in random_states():
             self.step.digests[f"random state:{name}"] = value
         for number, counts in self._called.items():
             self.step.digests[f"call:{self._modules.records[number].path}"] = repr(counts)
+
+    def _state_of_script(self, script: ScriptState) -> None:
+        for name, value in script.changes(sys._getframe(1)):
+            if isinstance(value, torch.Tensor):
+                self._see(f"script state:{name}", value)
+            else:
+                self.step.digests[f"script state:{name}"] = f"{_PLAIN}{value}"
 
     def round_trip(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Load what models and optimizers would save into them again, and add it."""
@@ -263,10 +277,13 @@ def has_bits(tensor: torch.Tensor) -> bool:
 
 
 def digest_of(tensor: torch.Tensor) -> str:
-    """Hash of shape, type and every bit. A dense tensor on CPU is read in place."""
-    digest = hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), digest_size=12)
+    """Hash of shape, type and every bit. A dense tensor on CPU is read in place.
+
+    SHA-256 is the quickest of Python's where the processor has instructions for it, as most have.
+    """
+    digest = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), usedforsecurity=False)
     digest.update(bytes_of(tensor))
-    return digest.hexdigest()
+    return digest.hexdigest()[:_DIGITS]
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes | memoryview:
@@ -304,4 +321,4 @@ def random_states() -> Iterator[tuple[str, str]]:
 
 
 def _hash(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=12).hexdigest()
+    return hashlib.sha256(data, usedforsecurity=False).hexdigest()[:_DIGITS]

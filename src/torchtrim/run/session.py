@@ -35,6 +35,7 @@ from torchtrim.run.emptied import note_on
 from torchtrim.run.evidence import Evidence, digest_of, has_bits, keep_value, kind_of
 from torchtrim.run.exported import apply_exported
 from torchtrim.run.input_phase import InputPhase
+from torchtrim.run.script_state import ScriptState
 from torchtrim.run.seeming import reduce_in_place
 from torchtrim.run.sharded import Sharder
 from torchtrim.techniques.apply import apply_plan
@@ -85,15 +86,14 @@ class Session(Listener):
         self._folder = folder
         keep = self._keep if request.keep else None
         looks = request.traced >= 0
-        self._evidence = Evidence(self.modules, keep, graded=trains, looks=looks)
+        script = ScriptState(self._places, self.modules.number) if setting.script else None
+        self._evidence = Evidence(self.modules, keep, graded=trains, looks=looks, script=script)
         self._recording: Recording | None = None
         self._watching: Allocator = allocator_for(setting.device)
         self._fallback: Profile | None = None
         self._alive = 0
         self._applied: list[Handle] = []
-        self._began = 0.0
-        self._own = 0.0
-        self._seconds = 0.0
+        self._began = self._own = self._seconds = 0.0
         self._watched: Watched | None = None
         self._idled = False
         self._over = False

@@ -32,6 +32,7 @@ _CALLS_NAMES = """
 """
 _LEFT = "memory:left behind"
 _CALLS_AS_BEFORE = frozenset(_CALLS_NAMES.split())
+KEPT_BY_PYTHON = ("attribute:", "script state:")
 _COUNTED = ("random state:", "step:", "hyperparameter:", "call:", "exception:", "memory:")
 
 
@@ -73,8 +74,7 @@ def certify(contest: Contest, original: Trial, planned: Trial, progress: Progres
     figures = Figures(0.0, 0.0)
     reason = "every bit of two runs agrees"
     if found:
-        noise, figures = _measure(contest, original, found, progress)
-        found, alone = _without_own(found, noise)
+        found, noise, alone, figures = _measure(contest, original, found, progress)
         if found:
             verdict, reason = _judge(contest, found, noise, figures, progress)
         reason += (
@@ -128,11 +128,12 @@ def _raised(trace: str) -> Difference:
     return Difference(module="", op="error raised", other_path=path, other_line=int(line))
 
 
-def _without_own(found: list[str], noise: list[str]) -> tuple[list[str], str]:
-    """What differs without attributes that no two runs of the original share, such as times; the first."""
-    own = {_name(one) for one in noise if _name(one).startswith("attribute:")}
-    left = [one for one in found if _name(one) not in own]
-    return left, next((_name(one) for one in found if _name(one) in own), "")
+def _without_own(found: list[str], noise: list[str]) -> tuple[list[str], list[str], str]:
+    """What differs, and what of the original does, without attributes and variables that no two runs of the
+    original share, such as times; and the first of those."""
+    own = {_name(one) for one in noise if _name(one).startswith(KEPT_BY_PYTHON)}
+    left, noise = ([one for one in names if _name(one) not in own] for names in (found, noise))
+    return left, noise, next((_name(one) for one in found if _name(one) in own), "")
 
 
 def _cause(found: list[str]) -> str:
@@ -212,23 +213,28 @@ def _judge(
 
 def _measure(
     contest: Contest, original: Trial, found: list[str], progress: Progress
-) -> tuple[list[str], Figures]:
-    """Run again and keep what differs: what of the original does not repeat itself, and by how much."""
+) -> tuple[list[str], list[str], str, Figures]:
+    """Run again and keep what differs: `(what differs, what of the original does not repeat itself, the first
+    that is left out of both, by how much)`."""
     names = sample_of(found)
     with _folders(3) as (one, two, three):
         again = _attempt(contest, False, _keeping(contest.request, names), one, progress)
-        noise = differences(original, again)
-        if noise:
-            names = tuple(dict.fromkeys((*names, *sample_of(noise))))
-            kept = _keeping(contest.request, names)
+        found, noise, alone = _without_own(found, differences(original, again))
+        if not found:
+            return found, noise, alone, Figures(0.0, 0.0)
+        all_names = tuple(dict.fromkeys((*sample_of(found), *sample_of(noise))))
+        kept = _keeping(contest.request, all_names)
+        if all_names != names:
             _attempt(contest, False, kept, one, progress)
+        if noise:
             _attempt(contest, False, kept, three, progress, again="three")
-        _attempt(contest, True, _keeping(contest.planned_request, names), two, progress)
-        noise_level = largest_difference(one, three, names) if noise else 0.0
-        early = tuple(before_update(names))
-        return noise, Figures(
-            largest_difference(one, two, names), noise_level, largest_difference(one, two, early)
+        _attempt(contest, True, _keeping(contest.planned_request, all_names), two, progress)
+        figures = Figures(
+            largest_difference(one, two, all_names),
+            largest_difference(one, three, all_names) if noise else 0.0,
+            largest_difference(one, two, tuple(before_update(all_names))),
         )
+        return found, noise, alone, figures
 
 
 def _in_double(contest: Contest, found: list[str], progress: Progress) -> float | None:
@@ -258,7 +264,7 @@ def sample_of(names: list[str]) -> tuple[str, ...]:
 
 def _has_values(name: str) -> bool:
     """Whether it is of tensors: the states of random generators, settings and the count of steps are not."""
-    if _name(name).startswith("attribute:"):
+    if _name(name).startswith(KEPT_BY_PYTHON):
         return name.rpartition(".")[2].isdigit()
     return not _name(name).startswith(_COUNTED)
 

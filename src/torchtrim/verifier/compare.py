@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from torchtrim.records.trial import Trial
+from torchtrim.records.trial import Step, Trial
 from torchtrim.run.evidence import QUANTITIES
 
 _PLURAL = {
@@ -31,10 +31,16 @@ def differences(one: Trial, other: Trial) -> list[str]:
     found = []
     for number, (a, b) in enumerate(zip(one.steps, other.steps, strict=False)):
         names = [*a.digests, *(name for name in b.digests if name not in a.digests)]
+        names = [name for name in names if _is_on_both(name, a, b)]
         found += [f"{number}/{n}" for n in names if a.digests.get(n) != b.digests.get(n)]
     if len(one.steps) != len(other.steps):
         found.append(f"{min(len(one.steps), len(other.steps))}/step:count")
     return found
+
+
+def _is_on_both(name: str, one: Step, other: Step) -> bool:
+    """Another program may name its own variables as it likes."""
+    return not name.startswith("script state:") or (name in one.digests and name in other.digests)
 
 
 def left_behind(one: Trial, other: Trial) -> list[str]:
