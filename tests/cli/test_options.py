@@ -33,7 +33,11 @@ OPTIONS = {
     "explain": ("--json",),
     "export": ("--perfetto", "--no-source"),
     "lint": ("--fix", "--unsafe-fixes", "--diff", "--select", "--format", "--no-cache"),
-    "optimize": (*RUNS, *PLANS, "--out", "--no-source", "--mode", "--fix", "--unsafe-fixes"),
+    "optimize": (
+        *RUNS,
+        *PLANS,
+        *("--out", "--no-source", "--mode", "--candidates", "--fix", "--unsafe-fixes"),
+    ),
     "pack": ("--capacity", "--out", "--svg", "--alignment", "--seconds", "--json"),
     "plan": (
         *RUNS,

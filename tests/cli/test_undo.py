@@ -16,7 +16,7 @@ import pytest
 
 from torchtrim.cli.main import main
 from torchtrim.errors import ScriptFailed
-from torchtrim.loops import fixed, optimize
+from torchtrim.loops import fitted, fixed
 from torchtrim.loops.fix import Fixed
 from torchtrim.records.trial import Request, Trial
 
@@ -72,7 +72,7 @@ def ends_with(error: BaseException):
 def test_what_was_written_is_said_whatever_comes_afterwards(
     run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int | None
 ) -> None:
-    monkeypatch.setattr(optimize, "optimize_report", ends_with(error))
+    monkeypatch.setattr(fitted, "optimize_report", ends_with(error))
     words = ("optimize", "train.py", "--fix", "--memory", "60%")
     if code is None:
         with pytest.raises(RuntimeError):
