@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
@@ -101,6 +102,44 @@ def test_chunks_are_the_same_to_the_bit(kind: str, most: int) -> None:
     trained(net, original, 2, 6)
     trained(other, planned, 2, 6)
     assert_same(net, other, original, planned)
+
+
+class Run:
+    """A loop that accumulates, clips and schedules, whose state can be saved and loaded."""
+
+    def __init__(self, kind: str, most: int | None) -> None:
+        self.net = network()
+        self.optimizer = optimizer_of(self.net, kind)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 50)
+        if most is not None:
+            applied(self.optimizer, style="chunks", chunk_bytes=most)
+
+    def train(self, first: int, last: int) -> None:
+        for number in range(first, last):
+            for part in range(2):
+                torch.manual_seed(10 * number + part)
+                squared(self.net, torch.randn(8, 37)).backward()
+            nn.utils.clip_grad_norm_(self.net.parameters(), 0.1)
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+
+    def taken_over_by(self, other: Run) -> None:
+        """The other goes on from here."""
+        parts, theirs = ((one.net, one.optimizer, one.scheduler) for one in (self, other))
+        for part, their in zip(parts, theirs, strict=True):
+            their.load_state_dict(copy.deepcopy(part.state_dict()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["SGD", "momentum", "Adam", "AdamW", "RMSprop", "Adagrad"])
+def test_chunks_are_the_same_over_a_thousand_steps(kind: str) -> None:
+    original, planned, loaded = Run(kind, None), Run(kind, 10_000), Run(kind, 10_000)
+    original.train(0, 1000)
+    planned.train(0, 500)
+    planned.taken_over_by(loaded)
+    loaded.train(500, 1000)
+    assert_same(original.net, loaded.net, original.optimizer, loaded.optimizer)
 
 
 def test_a_fused_step_is_equal_up_to_rounding_and_leaves_no_trace() -> None:
