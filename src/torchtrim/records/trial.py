@@ -27,7 +27,8 @@ class Request(Struct, frozen=True, kw_only=True):
 
     `times`: of how many more the times of operators are recorded, if the workload goes on by itself.
     `keep`: evidence whose values are wanted, as `"step/quantity:name"`, saved in a folder.
-    `double`: run in float64. `dry`: nothing is computed, and what it would need is modelled.
+    `double`: run in float64. `nudged`: parameters begin one rounding away from what they are.
+    `dry`: nothing is computed, and what it would need is modelled.
     `batch_size`: what a script's loaders are to give, if not what they would.
     `infers`: the script only runs its models; a step is a call of the first of them.
     `texts`: what files, by absolute path, are run as instead. `probes`: expressions to look at.
@@ -46,6 +47,7 @@ class Request(Struct, frozen=True, kw_only=True):
     warmup: int = 1
     keep: tuple[str, ...] = ()
     double: bool = False
+    nudged: bool = False
     dry: bool = False
     infers: bool = False
     batch_size: int | None = None

@@ -38,6 +38,7 @@ from torchtrim.run.input_phase import InputPhase
 from torchtrim.run.script_state import ScriptState
 from torchtrim.run.seeming import reduce_in_place
 from torchtrim.run.sharded import Sharder
+from torchtrim.run.wide import prepare
 from torchtrim.techniques.apply import apply_plan
 from torchtrim.techniques.base import Handle
 from torchtrim.techniques.fingerprint import fingerprint_of
@@ -109,8 +110,7 @@ class Session(Listener):
         self._sharder = Sharder(request.sharding) if request.sharding is not None else None
 
     def root_appears(self, root: nn.Module) -> None:
-        if self.trial.request.double:
-            root.double()
+        prepare(root, self.trial.request)
         name = self.modules.add_root(root)
         self.trial.fingerprint[name] = fingerprint_of(root)
         self.trial.notes += note_on(root)

@@ -1,11 +1,14 @@
-"""Has a program that runs in float64 keep to it where it asks for float32 by name."""
+"""Has a program run in float64, and keep to it where it asks for float32 by name."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
+
+from torchtrim.records.trial import Request
 
 _OLD_TYPES = (torch, "FloatTensor", "DoubleTensor"), (torch.cuda, "FloatTensor", "DoubleTensor")
 _NAMES = {
@@ -17,6 +20,24 @@ def widen_old_types() -> None:
     """`torch.FloatTensor(2, 3)`, which no mode sees, makes float64 in this process from now on."""
     for module, narrow, wide in _OLD_TYPES:
         setattr(module, narrow, getattr(module, wide))
+
+
+def prepare(root: nn.Module, request: Request) -> None:
+    """Widen and nudge its parameters, as is requested."""
+    if request.double:
+        root.double()
+    if request.nudged:
+        with torch.no_grad():
+            for parameter in root.parameters():
+                if parameter.is_floating_point() and parameter.layout is torch.strided:
+                    _nudge(parameter)
+
+
+def _nudge(parameter: torch.Tensor) -> None:
+    """Move each number by one rounding, up and down by turns."""
+    signs = torch.ones(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
+    signs[1::2] = -1
+    parameter.mul_(1 + torch.finfo(parameter.dtype).eps * signs.view(parameter.shape))
 
 
 class Wide(TorchFunctionMode):

@@ -25,6 +25,8 @@ from torchtrim.verifier.locate import Parting, parting, said_of
 NOISE_FACTOR = 2.0
 ROUNDING_LIMIT = 1e-2
 SHRINKS_BY = 1e4
+_SURE = 1e-8
+"""No difference above it is one of float64's rounding."""
 _MOST_KEPT = 48
 _CALLS_NAMES = """
     recompute replay overwrite plain_optimizer offload_activations offload_optimizer optimizer_in_backward
@@ -205,6 +207,12 @@ def _judge(
             f"the difference shrinks from {figures.difference:.1e} to {shrunk:.1e} in float64, as "
             "rounding does"
         )
+    own = _own_rounding(contest, found, progress) if shrunk <= _SURE else 0.0
+    if shrunk <= NOISE_FACTOR * own and own <= _SURE:
+        return "ROUNDING", (
+            f"the difference, {shrunk:.1e} in float64, is within what the original itself changes by when "
+            f"its parameters are one rounding away ({own:.1e})"
+        )
     return "NOT EQUAL", (
         f"the difference stays at {shrunk:.1e} in float64 ({figures.difference:.1e} before), which "
         "rounding does not"
@@ -249,6 +257,21 @@ def _in_double(contest: Contest, found: list[str], progress: Progress) -> float 
             _attempt(contest, True, doubled[1], two, progress)
         except (ApplyFailed, ScriptFailed, RuntimeError):
             return None
+        return largest_difference(one, two, names)
+
+
+def _own_rounding(contest: Contest, found: list[str], progress: Progress) -> float:
+    """By how much the original changes in float64 when its parameters do by one rounding; 0 if it cannot
+    run so. A loss that hardly depends on the parameters, as behind a norm, enlarges rounding."""
+    names = sample_of(found)
+    with _folders(2) as (one, two):
+        plain = _keeping(contest.request, names, double=True)
+        nudged = msgspec.structs.replace(plain, nudged=True)
+        try:
+            _attempt(contest, False, plain, one, progress)
+            _attempt(contest, False, nudged, two, progress, again="nudged")
+        except (ApplyFailed, ScriptFailed, RuntimeError):
+            return 0.0
         return largest_difference(one, two, names)
 
 
