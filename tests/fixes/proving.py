@@ -189,7 +189,7 @@ def _cast(value: torch.Tensor, seed: float) -> torch.Tensor:
     kinds = (_FLOATS, _INTEGERS, (torch.bool, torch.uint8), _COMPLEX)
     own = next(kind for kind in kinds if value.dtype in kind)
     choices = own if seed < 0.75 else (*_FLOATS, *_INTEGERS, torch.bool, *_COMPLEX)
-    small = value.nan_to_num().clamp(-99, 99) if own is _FLOATS else value
+    small = value.nan_to_num().clamp(-99, 99) if own is _FLOATS else value.real
     changed = small.to(choices[int(seed * 1000) % len(choices)])
     return changed + 0.5j if changed.is_complex() else changed
 
