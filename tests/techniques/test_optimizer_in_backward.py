@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -11,7 +10,12 @@ from torch import nn
 
 import torchtrim
 from steps import squared
-from techniques.test_plain_optimizer import KINDS, assert_same, network, optimizer_of, wide_step
+from techniques.test_plain_optimizer import (
+    KINDS,
+    Loop,
+    assert_same,
+    wide_step,
+)
 from torchtrim.errors import ApplyFailed
 from torchtrim.loops.optimize import Fitting
 from torchtrim.observe.spent import Spent
@@ -33,32 +37,12 @@ def applied(optimizer: torch.optim.Optimizer, backwards: int = 1) -> Any:
     return TECHNIQUE.apply({name: optimizer}, plan)
 
 
-class Run:
-    """A loop with a scheduler and accumulation, whose state can be saved and loaded."""
+class Run(Loop):
+    """A loop, with the technique or without."""
 
     def __init__(self, kind: str, backwards: int = 1, early: bool = False) -> None:
-        self.net = network()
-        self.optimizer = optimizer_of(self.net, kind)
-        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 50)
-        self.backwards = backwards
+        super().__init__(kind, backwards)
         self.handle = applied(self.optimizer, backwards) if early else None
-
-    def train(self, first: int, last: int) -> None:
-        for number in range(first, last):
-            for part in range(self.backwards):
-                torch.manual_seed(10 * number + part)
-                squared(self.net, torch.randn(8, 37)).backward()
-            self.optimizer.step()
-            self.scheduler.step()
-            self.optimizer.zero_grad()
-
-    def saved(self) -> dict[str, Any]:
-        parts = self.net, self.optimizer, self.scheduler
-        return copy.deepcopy({str(n): part.state_dict() for n, part in enumerate(parts)})
-
-    def load(self, state: dict[str, Any]) -> None:
-        for number, part in enumerate((self.net, self.optimizer, self.scheduler)):
-            part.load_state_dict(state[str(number)])
 
 
 def same(one: Run, other: Run) -> None:

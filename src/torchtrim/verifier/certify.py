@@ -247,31 +247,34 @@ def _measure(
 
 def _in_double(contest: Contest, found: list[str], progress: Progress) -> float | None:
     """The largest difference when both run in float64; None if one cannot."""
-    names = sample_of(found)
-    with _folders(2) as (one, two):
-        doubled = [
-            _keeping(r, names, double=True) for r in (contest.request, contest.planned_request)
-        ]
-        try:
-            _attempt(contest, False, doubled[0], one, progress)
-            _attempt(contest, True, doubled[1], two, progress)
-        except (ApplyFailed, ScriptFailed, RuntimeError):
-            return None
-        return largest_difference(one, two, names)
+    return _apart_in_double(contest, found, contest.planned_request, progress, planned=True)
 
 
 def _own_rounding(contest: Contest, found: list[str], progress: Progress) -> float:
     """By how much the original changes in float64 when its parameters do by one rounding; 0 if it cannot
     run so. A loss that hardly depends on the parameters, as behind a norm, enlarges rounding."""
+    nudged = msgspec.structs.replace(contest.request, nudged=True)
+    return _apart_in_double(contest, found, nudged, progress) or 0.0
+
+
+def _apart_in_double(
+    contest: Contest,
+    found: list[str],
+    other: Request,
+    progress: Progress,
+    *,
+    planned: bool = False,
+) -> float | None:
+    """By how much another run differs from the original's, both in float64; None if one cannot run so."""
     names = sample_of(found)
+    plain, other = (_keeping(one, names, double=True) for one in (contest.request, other))
+    again = "nudged" if other.nudged else ""
     with _folders(2) as (one, two):
-        plain = _keeping(contest.request, names, double=True)
-        nudged = msgspec.structs.replace(plain, nudged=True)
         try:
             _attempt(contest, False, plain, one, progress)
-            _attempt(contest, False, nudged, two, progress, again="nudged")
+            _attempt(contest, planned, other, two, progress, again=again)
         except (ApplyFailed, ScriptFailed, RuntimeError):
-            return 0.0
+            return None
         return largest_difference(one, two, names)
 
 
