@@ -27,6 +27,7 @@ from torchtrim.loops.verify import verify_pair
 from torchtrim.observe.workload import TrainStep
 from torchtrim.planner.plans import made_plan
 from torchtrim.records.plan import Plan, Prediction, Technique
+from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
 from torchtrim.run.script import Script
 
@@ -132,7 +133,7 @@ def step_of(name: str, seed: int) -> TrainStep:
 
 def planned(name: str, seed: int) -> Iterator[str]:
     """Verdicts on plans of one step: places drawn at random."""
-    fitting = Fitting(step_of(name, seed), STEPS, lambda _: None, allow="ROUNDING")
+    fitting = Fitting(step_of(name, seed), STEPS, lambda _: None, Terms(allow="ROUNDING"))
     original = fitting.observe()
     rng = random.Random(seed)
     assert original.profile is not None

@@ -43,6 +43,7 @@ from torchtrim.planner.planner import Planner
 from torchtrim.planner.plans import made_plan
 from torchtrim.records.plan import Plan, Prediction, Technique
 from torchtrim.records.profile import Profile
+from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
 from torchtrim.step.from_profile import step_of as step_at
 from torchtrim.techniques.base import names, technique
@@ -117,7 +118,7 @@ def of_model(model: str, seeds: range, only: list[str]) -> dict[str, Any]:
     alarms: list[dict[str, Any]] = []
     began = time.process_time()
     for seed in seeds:
-        fitting = Fitting(step_of(model, seed), STEPS, lambda _: None, allow="ROUNDING")
+        fitting = Fitting(step_of(model, seed), STEPS, lambda _: None, Terms(allow="ROUNDING"))
         for name in only:
             for verdict, equivalence in pairs(fitting, name):
                 rows.setdefault(name, Counter())[verdict] += 1

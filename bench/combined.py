@@ -23,6 +23,7 @@ from bench.machine import RESULTS, save, slug
 from torchtrim import InfeasibleBudget, TrainStep
 from torchtrim.loops.optimize import Fitting
 from torchtrim.records.plan import Plan
+from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
 from torchtrim.techniques.apply import apply_plan, named_roots
 
@@ -79,7 +80,7 @@ def measure(make: zoo.Maker) -> dict[str, Any]:
     sample = make()
     optimizer = torch.optim.AdamW(sample.model.parameters(), 1e-4)
     work = TrainStep(sample.model.train(), sample.loss, optimizer, sample.batch)
-    fitting = Fitting(work, Request(steps=2), lambda _: None, allow="ROUNDING")
+    fitting = Fitting(work, Request(steps=2), lambda _: None, Terms(allow="ROUNDING"))
     peak = fitting.observe().peak_bytes
     try:
         fit = fitting.fit(peak // TIMES)

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     import torch
 
+    from torchtrim.loops.applied import Fitted as Fitted
+    from torchtrim.loops.applied import FittedMemory as FittedMemory
     from torchtrim.loops.diagnose import diagnose_report as diagnose_report
     from torchtrim.loops.estimate import Estimate as Estimate
     from torchtrim.loops.estimate import estimate_report as estimate_report
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from torchtrim.loops.lint import lint_report as lint_report
     from torchtrim.loops.live import run_checked as run_checked
     from torchtrim.loops.made_for import check_script as check_script
-    from torchtrim.loops.network import Optimized
-    from torchtrim.loops.optimize import Fit
     from torchtrim.loops.pipeline import plan_pipeline as plan_pipeline
     from torchtrim.loops.plan import export_report as export_report
     from torchtrim.loops.plan import plan_report as plan_report
@@ -59,13 +57,12 @@ if TYPE_CHECKING:
     from torchtrim.records.memory_table import MemoryTable
     from torchtrim.records.plan import MemoryKind, Plan
     from torchtrim.records.profile import Profile
-    from torchtrim.records.report import Figures
     from torchtrim.records.report import Result as Result
     from torchtrim.records.sharding import Sharding as Sharding
+    from torchtrim.records.terms import Terms as Terms
     from torchtrim.records.trial import Request as Request
     from torchtrim.records.trial import Tunes as Tunes
     from torchtrim.report.changes import compare as compare
-    from torchtrim.report.network_graph import NetworkPicture
     from torchtrim.report.saving import SavingPicture
     from torchtrim.rules.allow import Site as Site
     from torchtrim.rules.allow import hold as hold
@@ -85,6 +82,7 @@ if TYPE_CHECKING:
     from torchtrim.techniques.apply import Applied
 
 _HOMES = {
+    "torchtrim.loops.applied": ("Fitted", "FittedMemory"),
     "torchtrim.loops.diagnose": ("diagnose_report",),
     "torchtrim.loops.estimate": ("Estimate", "estimate_report"),
     "torchtrim.loops.export": ("perfetto_trace",),
@@ -111,6 +109,7 @@ _HOMES = {
     "torchtrim.observe.versions": ("untested_torch",),
     "torchtrim.records.report": ("Result",),
     "torchtrim.records.sharding": ("Sharding",),
+    "torchtrim.records.terms": ("Terms",),
     "torchtrim.records.trial": ("Request", "Tunes"),
     "torchtrim.report.changes": ("compare",),
     "torchtrim.rules.allow": ("Site", "hold", "near", "sites", "updated"),
@@ -140,34 +139,6 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), _THERE.get(name, name))
-
-
-class Fitted:
-    """A live model that was fitted into a budget. As a context manager it is reverted at the end."""
-
-    def __init__(self, fit: Fit, applied: Applied) -> None:
-        from torchtrim.report.assemble import figures_of
-
-        self.original: Figures | None = figures_of(fit.original)
-        self.planned = figures_of(fit.planned) if fit.planned else None
-        self.plan = fit.plan
-        self.certificate = fit.certificate
-        self._applied = applied
-
-    def revert(self) -> None:
-        """Make the model what it was."""
-        self._applied.revert()
-
-    def __enter__(self) -> Fitted:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.revert()
 
 
 def _silent(_: str) -> None: ...
@@ -238,11 +209,11 @@ def plan(
     `pins`: patterns of places by what holds there, as `{"keep": ["*.attn"]}`. Raises `InfeasibleBudget`.
     """
     from torchtrim.loops.plan import plan_report
+    from torchtrim.records.terms import Terms
     from torchtrim.records.trial import Request
 
-    chosen = plan_report(
-        workload, memory, Request(), allow=allow, pins=pins, progress=progress
-    ).plan
+    terms = Terms(allow, pins=pins or {})
+    chosen = plan_report(workload, memory, Request(), terms=terms, progress=progress).plan
     assert chosen is not None
     return chosen
 
@@ -263,12 +234,14 @@ def fit(
     `allow` and `pins` are those of `plan`. `candidates`: how many plans are run, of which the quickest is
     taken. Raises `InfeasibleBudget`, and `ApplyFailed` if the planned step does not equal the original.
     """
+    from torchtrim.loops.applied import Fitted
     from torchtrim.loops.fitted import fit_model
     from torchtrim.loops.optimize import Fitting
+    from torchtrim.records.terms import Terms
     from torchtrim.records.trial import Request
 
-    request = Request(steps=steps)
-    fitting = Fitting(workload, request, progress, allow=allow, pins=pins, candidates=candidates)
+    terms = Terms(allow, pins=pins or {}, candidates=candidates)
+    fitting = Fitting(workload, Request(steps=steps), progress, terms)
     return Fitted(*fit_model(fitting, memory, memory_kind))
 
 
@@ -379,43 +352,6 @@ def fix_source(
     return result.report.fixes
 
 
-class FittedMemory(Fitted):
-    """A live model whose calls, or whose training, go by a plan of their memory.
-
-    `before` and `after`: bytes by what they are for. `notes` say what could not be planned, and why.
-    `original`, `planned`, `certificate` and `slowdown`, the time of a call as a factor of the original's,
-    are None where it was not verified; training has no `slowdown`.
-    """
-
-    def __init__(self, optimized: Optimized) -> None:
-        if optimized.fit is not None:
-            super().__init__(optimized.fit, optimized.applied)
-        else:
-            self.original = self.planned = self.certificate = None
-            self._applied = optimized.applied
-        self.plan = optimized.plan
-        self.before = optimized.before
-        self.after = optimized.after
-        self.notes = optimized.notes
-        self.slowdown = optimized.slowdown
-        self._program = optimized.program
-
-    def graph(self) -> NetworkPicture:
-        """The network's picture: who shares memory with whom. Raises `Unsupported` where there is none."""
-        from torchtrim.errors import Unsupported
-        from torchtrim.report.network_graph import NetworkPicture
-        from torchtrim.techniques.network.picture import graph_record
-
-        if self._program is None and not self.notes:
-            raise Unsupported(
-                "in training no operator's results share memory by a plan: autograd gives it back. Draw "
-                "the network with mode='inference', or the step's memory with torchtrim.record."
-            )
-        if self._program is None:
-            raise Unsupported(f"there is no graph of the whole to draw: {'; '.join(self.notes)}.")
-        return NetworkPicture(graph_record(self.plan.script, self._program))
-
-
 def count_memory(model: torch.nn.Module, inputs: Any, mode: Mode = "inference") -> MemoryTable:
     """Bytes of a model and of one call of it without gradients, each storage once.
 
@@ -461,6 +397,8 @@ def optimize_memory(
     Raises `UsageError`, `InfeasibleBudget`, and `ApplyFailed` where it would not compute the same; the model
     then is as it was.
     """
+    from torchtrim.loops.applied import FittedMemory
+
     if _checked(mode) == "training":
         from torchtrim.loops import training
 

@@ -14,6 +14,7 @@ from steps import encoder, train_step
 from torchtrim.errors import PlannedStepFailed
 from torchtrim.loops.candidates import Target, Timed, others, quickest
 from torchtrim.loops.optimize import Fitting
+from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
 
 
@@ -79,7 +80,7 @@ def test_other_plans_keep_to_the_budget_and_differ() -> None:
 
 
 def test_a_fit_says_which_was_taken_and_is_certified() -> None:
-    fit = Fitting(step_of(), Request(steps=2), lambda _: None, candidates=3).fit("70%")
+    fit = Fitting(step_of(), Request(steps=2), lambda _: None, Terms(candidates=3)).fit("70%")
     assert any("plans were run, at" in note for note in fit.notes)
     assert fit.certificate is not None
     assert fit.certificate.verdict == "BITWISE"

@@ -16,6 +16,7 @@ from torchtrim import InfeasibleBudget, Script, TrainStep
 from torchtrim.api import optimize_report
 from torchtrim.errors import PlannedStepFailed
 from torchtrim.loops.optimize import Fitting
+from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request, Step, Trial
 from torchtrim.run import trials
 
@@ -162,7 +163,7 @@ class Drifts(Block):
 
 def fitted_around(step: TrainStep, *barred: str) -> torchtrim.Fitted:
     left = ("optimizer_in_backward",)
-    found = Fitting(step, Request(steps=1), lambda _: None, exclude=left).nearest("60%")
+    found = Fitting(step, Request(steps=1), lambda _: None, Terms(exclude=left)).nearest("60%")
     assert found.certificate is not None
     assert found.certificate.verdict == "BITWISE"
     places = [where for one in found.plan.techniques for where in one.where]
@@ -204,7 +205,7 @@ def test_a_technique_that_is_refused_everywhere_leaves_the_others() -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     step = TrainStep(model, squared, optimizer, torch.randn(1024, 32))
     left = ("recompute", "split_matmul", "chunked_loss")
-    runs = Fitting(step, Request(steps=1), lambda _: None, allow="ROUNDING", exclude=left)
+    runs = Fitting(step, Request(steps=1), lambda _: None, Terms(allow="ROUNDING", exclude=left))
     found = runs.nearest("25%")
     assert any("mixes samples" in note for note in found.notes)
     assert "every plan that was tried failed" not in found.notes

@@ -15,6 +15,7 @@ from torchtrim.planner.pins import compiled
 from torchtrim.planner.planner import Planner
 from torchtrim.records.plan import Plan
 from torchtrim.records.profile import Profile
+from torchtrim.records.terms import Terms
 from torchtrim.step.from_profile import step_of
 from torchtrim.step.rerun import rerun
 from torchtrim.step.simulate import simulate
@@ -164,7 +165,7 @@ def test_a_live_model_is_fitted_with_what_is_pinned() -> None:
 def test_a_pinned_place_that_fails_is_told() -> None:
     torch.manual_seed(0)
     step = train_step(ConvNet(), images())
-    fitting = Fitting(step, Request(steps=1), quiet, pins={"recompute": ["*.blocks.4"]})
+    fitting = Fitting(step, Request(steps=1), quiet, Terms(pins={"recompute": ["*.blocks.4"]}))
     run = fitting.run_planned
 
     def failing(plan: Plan) -> object:

@@ -15,6 +15,7 @@ from steps import squared, train_step
 from torchtrim.errors import ApplyFailed
 from torchtrim.loops.optimize import Fitting
 from torchtrim.records.plan import Technique
+from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
 from torchtrim.step.from_profile import step_of
 from torchtrim.techniques import narrow_states
@@ -227,9 +228,7 @@ def pinned() -> Fitting:
         wide_step(),
         Request(steps=2),
         lambda _: None,
-        allow="semantic=low_bit_states",
-        exclude=others,
-        pins={"low_bit_states": ["AdamW"]},
+        Terms(allow="semantic=low_bit_states", exclude=others, pins={"low_bit_states": ["AdamW"]}),
     )
 
 

@@ -21,6 +21,7 @@ from torchtrim.loops.optimize import Fitting
 from torchtrim.observe.spent import Spent
 from torchtrim.planner.planner import Planner
 from torchtrim.records.plan import Technique
+from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request, Trial
 from torchtrim.step.from_profile import step_of
 from torchtrim.techniques.base import names
@@ -231,7 +232,7 @@ def test_a_plan_without_its_count_is_refused() -> None:
 @pytest.mark.parametrize("settings", [{"foreach": True}, {"foreach": False}, {"fused": True}])
 def test_it_is_planned_to_the_byte_and_certified(settings: dict[str, bool]) -> None:
     found = Fitting(
-        wide_step(**settings), Request(steps=2), lambda _: None, exclude=("recompute",)
+        wide_step(**settings), Request(steps=2), lambda _: None, Terms(exclude=("recompute",))
     ).smallest()
     (chosen,) = found.plan.techniques
     assert (chosen.name, chosen.options) == (NAME, {"backwards": 1})
@@ -289,7 +290,7 @@ def test_a_missed_budget_says_what_clipping_costs_it() -> None:
     step = wide_step()
     clipping = Clipping(step.model, squared, step.optimizers[0], step.batch)
     others = [name for name in names() if name != NAME]
-    found = Fitting(clipping, Request(steps=1), lambda _: None, exclude=others).nearest("1%")
+    found = Fitting(clipping, Request(steps=1), lambda _: None, Terms(exclude=others)).nearest("1%")
     assert found.missed is not None
     (said,) = (note for note in found.notes if note.startswith(NAME))
     gradients = sum(p.nbytes for p in step.model.parameters())
@@ -343,7 +344,9 @@ class Watching(torchtrim.TrainStep):
 def test_where_a_later_step_reads_a_gradient_another_technique_is_planned() -> None:
     plain = wide_step(foreach=True)
     step = Watching(plain.model, squared, plain.optimizers[0], plain.batch)
-    found = Fitting(step, Request(steps=2), lambda _: None, exclude=("recompute",)).smallest()
+    found = Fitting(
+        step, Request(steps=2), lambda _: None, Terms(exclude=("recompute",))
+    ).smallest()
     assert [one.name for one in found.plan.techniques] == ["plain_optimizer"]
     assert found.certificate is not None
     assert found.certificate.verdict == "BITWISE"
@@ -358,7 +361,7 @@ def test_it_works_on_an_emulated_device() -> None:
         batch = torch.randn(8, 128, device="cuda")
         step = torchtrim.TrainStep(net, squared, optimizer, batch)
         others = "recompute", "offload_optimizer"
-        found = Fitting(step, Request(steps=1), lambda _: None, exclude=others).smallest()
+        found = Fitting(step, Request(steps=1), lambda _: None, Terms(exclude=others)).smallest()
     assert [one.name for one in found.plan.techniques] == [NAME]
     assert found.certificate is not None
     assert found.certificate.verdict == "BITWISE"

@@ -13,6 +13,7 @@ from steps import ConvNet, images, squared, train_step
 from torchtrim.errors import ApplyFailed
 from torchtrim.loops.optimize import Fitting
 from torchtrim.records.plan import Technique
+from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
 from torchtrim.techniques.base import technique
 from torchtrim.techniques.replace_norm import TECHNIQUE, TO
@@ -83,8 +84,7 @@ def test_parts_of_the_batch_are_planned_with_it_and_certified_as_asked() -> None
         step,
         Request(steps=2),
         lambda _: None,
-        exclude=("recompute", "replay", "overwrite"),
-        allow="semantic=replace_norm",
+        Terms(exclude=("recompute", "replay", "overwrite"), allow="semantic=replace_norm"),
     )
     fit = fitting.nearest("50%")
     assert fit.missed is None

@@ -13,6 +13,7 @@ from steps import squared, train_step
 from torchtrim.errors import ApplyFailed
 from torchtrim.loops.optimize import Fitting
 from torchtrim.records.plan import Technique
+from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
 from torchtrim.step.from_profile import step_of
 from torchtrim.step.simulate import simulate
@@ -139,7 +140,7 @@ def test_it_is_chosen_where_rounding_is_allowed_and_a_fault_is_caught(
 ) -> None:
     others = ("recompute", "replay", "micro_batch", "optimizer_in_backward", "plain_optimizer")
     fitting = Fitting(
-        wide_step(), Request(steps=2), lambda _: None, allow="ROUNDING", exclude=others
+        wide_step(), Request(steps=2), lambda _: None, Terms(allow="ROUNDING", exclude=others)
     )
     fit = fitting.nearest("75%")
     assert fit.missed is None

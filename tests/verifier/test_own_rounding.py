@@ -11,6 +11,7 @@ from torchtrim.loops.optimize import Fitting
 from torchtrim.planner.plans import made_plan
 from torchtrim.records.certificate import Certificate
 from torchtrim.records.plan import Prediction, Technique
+from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
 from torchtrim.run.wide import prepare
 from torchtrim.techniques.batch_parts import parted
@@ -22,7 +23,7 @@ def certified() -> Certificate:
     """Of an encoder whose last norm makes its squares nearly a constant, a part of it in micro-batches."""
     torch.manual_seed(0)
     step = train_step(encoder(16, 2), torch.randn(4, 24, 16), "SGD")
-    fitting = Fitting(step, Request(steps=2), lambda _: None, allow="ROUNDING")
+    fitting = Fitting(step, Request(steps=2), lambda _: None, Terms(allow="ROUNDING"))
     where = Technique(name="micro_batch", where=(PLACE,), options={"parts": 4})
     plan = made_plan(
         "",

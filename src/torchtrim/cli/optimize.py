@@ -121,7 +121,7 @@ def _optimized(
 def _trained(
     options: dict[str, Any], folder: Path, plan: Path, tell: Callable[[str], None]
 ) -> Result:
-    from torchtrim.api import fix_report, optimize_report, with_fixes
+    from torchtrim.api import Terms, fix_report, optimize_report, with_fixes
 
     script, request = script_of(options), request_of(options)
     write, unsafe = options["fix"], options["unsafe_fixes"]
@@ -144,10 +144,8 @@ def _trained(
         options["memory"],
         request,
         memory_kind=options["memory_kind"],
-        allow=options["allow"],
-        pins=pins_in(plan),
+        terms=Terms(options["allow"], pins=pins_in(plan), candidates=options["candidates"]),
         fixes=fixed is None and script.processes == 1,
-        candidates=options["candidates"],
         progress=tell,
     )
     if fixed is None or fixed.report.fixes is None:

@@ -118,7 +118,7 @@ def _pipelined(options: dict[str, Any], plan: Path, tell: Callable[[str], None])
 
 
 def _planned(options: dict[str, Any], plan: Path, tell: Callable[[str], None]) -> Result:
-    from torchtrim.api import export_report, plan_report
+    from torchtrim.api import Terms, export_report, plan_report
 
     if options["replicas"] > 1:
         raise UsageError("--replicas is of pipelines: say of how many --stages.")
@@ -130,7 +130,6 @@ def _planned(options: dict[str, Any], plan: Path, tell: Callable[[str], None]) -
         options["memory"],
         request_of(options),
         memory_kind=options["memory_kind"],
-        allow=options["allow"],
-        pins=pins_in(plan),
+        terms=Terms(options["allow"], pins=pins_in(plan)),
         progress=tell,
     )

@@ -9,9 +9,9 @@ from torchtrim.loops.findings import ranks_of, report_of
 from torchtrim.loops.fix import Fixing
 from torchtrim.loops.fixed import fixes_of, with_fixes
 from torchtrim.loops.optimize import Fit, Fitting
-from torchtrim.planner.pins import Patterns
 from torchtrim.records.plan import MemoryKind
 from torchtrim.records.report import Result
+from torchtrim.records.terms import BITWISE, Terms
 from torchtrim.records.trial import Request
 from torchtrim.report.assemble import with_missed_budget, with_plan, with_planned, with_ranks
 from torchtrim.run.script import Script
@@ -25,18 +25,15 @@ def optimize_report(
     request: Request,
     *,
     memory_kind: MemoryKind = "allocated",
-    allow: str = "BITWISE",
-    pins: Patterns | None = None,
+    terms: Terms = BITWISE,
     fixes: bool = False,
-    candidates: int = 1,
     progress: Progress = lambda _: None,
 ) -> Result:
     """The whole loop. Where nothing fits, it gives the plan with the smallest peak, and what would help.
 
-    `pins`: what holds in every plan. `candidates`: how many plans are run, of which the quickest is taken.
     With `fixes`, a script's host-device syncs are fixed too, as a diff beside the plan.
     """
-    fitting = Fitting(workload, request, progress, allow=allow, pins=pins, candidates=candidates)
+    fitting = Fitting(workload, request, progress, terms)
     fixing = Fixing(workload, request, progress) if fixes and isinstance(workload, Script) else None
     found = fitting.nearest(memory, memory_kind)
     result = fitted(workload, found, memory_kind)

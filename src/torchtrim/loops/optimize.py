@@ -31,7 +31,7 @@ from torchtrim.loops.surviving import (
     of_techniques,
     without_places,
 )
-from torchtrim.planner.pins import KEEP, Patterns
+from torchtrim.planner.pins import KEEP
 from torchtrim.planner.planner import Planner
 from torchtrim.planner.several import Planners, Variant
 from torchtrim.records.allowance import allowance
@@ -39,6 +39,7 @@ from torchtrim.records.certificate import Certificate
 from torchtrim.records.finding import EQUIVALENCES
 from torchtrim.records.lever import Lever
 from torchtrim.records.plan import MemoryKind, Plan
+from torchtrim.records.terms import BITWISE, Terms
 from torchtrim.records.trial import Request, Trial
 from torchtrim.run.script import Script, working_folder
 from torchtrim.run.trials import Progress, Workload, run_trial
@@ -93,9 +94,7 @@ class Fitting:
     """Fits one workload. Every method runs it, and leaves nothing behind.
 
     The original is run once, however many budgets are tried; where its steps differ in length, once more to
-    record the longest. `exclude`: techniques not to be used. `allow`: what a plan may change. `pins`: what
-    holds in every plan (`planner.pins`). `exports`: only what can be exported is planned, and run exported.
-    `candidates`: how many plans for a budget are run, of which the quickest is taken.
+    record the longest. Every plan keeps to the terms.
     """
 
     def __init__(
@@ -103,20 +102,15 @@ class Fitting:
         workload: Workload,
         request: Request,
         progress: Progress,
-        exclude: Collection[str] = (),
-        allow: str = "BITWISE",
-        pins: Patterns | None = None,
-        exports: bool = False,
-        candidates: int = 1,
+        terms: Terms = BITWISE,
     ) -> None:
         self.workload = workload
-        self._candidates = candidates
-        self._allowed = allowance(allow)
+        self._terms = terms
+        self._allowed = allowance(terms.allow)
         check_named(self._allowed)
-        self._pins, self._semantic_pins = split_pins(pins or {})
-        self._exports = exports
-        unwritable = {*names()} - {*exportable(), *self._pins} if exports else set()
-        self._exclude = (*exclude, *sorted(unwritable))
+        self._pins, self._semantic_pins = split_pins(terms.pins)
+        unwritable = {*names()} - {*exportable(), *self._pins} if terms.exports else set()
+        self._exclude = (*terms.exclude, *sorted(unwritable))
         self._request = request
         self._progress = progress
         self.original: Trial | None = None
@@ -284,7 +278,7 @@ class Fitting:
     @contextmanager
     def _requested(self, plan: Plan) -> Iterator[Request]:
         """The request for a planned run."""
-        if not self._exports:
+        if not self._terms.exports:
             yield msgspec.structs.replace(self._request, plan=plan)
             return
         with self._folder() as folder:
@@ -355,7 +349,7 @@ class Fitting:
         fitting = [one for one in tried if one.used <= budget]
         if fitting:
             best = max(fitting, key=lambda one: one.used)
-            if self._candidates > 1:
+            if self._terms.candidates > 1:
                 best = self._quickest(original, best, Target(budget, bias, kind))
             found = self._verified(original, budget, best)
         else:
@@ -372,7 +366,7 @@ class Fitting:
             return trial if measured(trial, target.kind) <= target.budget else None
 
         planner_of = partial(self.planner, original)
-        plans = others(planner_of, first.plan, target, self._candidates - 1)
+        plans = others(planner_of, first.plan, target, self._terms.candidates - 1)
         best, note = quickest(Timed(first.plan, first.trial), plans, run)
         self._note(note)
         return Tried(best.plan, best.trial, measured(best.trial, target.kind))

@@ -9,9 +9,9 @@ from torchtrim.errors import ExportFailed
 from torchtrim.loops.findings import report_of
 from torchtrim.loops.fitted import fitted
 from torchtrim.loops.optimize import Fit, Fitting, measured
-from torchtrim.planner.pins import Patterns
 from torchtrim.records.plan import MemoryKind
 from torchtrim.records.report import FrontierPoint, Result
+from torchtrim.records.terms import BITWISE, Terms
 from torchtrim.records.trial import Request
 from torchtrim.report.assemble import with_plan
 from torchtrim.run.trials import Progress, Workload
@@ -25,16 +25,12 @@ def plan_report(
     request: Request,
     *,
     memory_kind: MemoryKind = "allocated",
-    allow: str = "BITWISE",
-    pins: Patterns | None = None,
+    terms: Terms = BITWISE,
     frontier: bool = False,
     progress: Progress = lambda _: None,
 ) -> Result:
-    """A plan with its figures and, if asked, what other budgets would cost. Raises `InfeasibleBudget`.
-
-    `pins`: what holds in the plan (`planner.pins`).
-    """
-    fitting = Fitting(workload, request, progress, allow=allow, pins=pins)
+    """A plan with its figures and, if asked, what other budgets would cost. Raises `InfeasibleBudget`."""
+    fitting = Fitting(workload, request, progress, terms)
     trial = fitting.observe_longest()
     planner = fitting.planner(trial)
     whole = measured(trial, memory_kind)
@@ -55,12 +51,11 @@ def export_report(
     request: Request,
     *,
     memory_kind: MemoryKind = "allocated",
-    allow: str = "BITWISE",
-    pins: Patterns | None = None,
+    terms: Terms = BITWISE,
     progress: Progress = lambda _: None,
 ) -> Result:
     """A plan as plain PyTorch, run and verified as that. Raises `InfeasibleBudget` and `ExportFailed`."""
-    fitting = Fitting(workload, request, progress, allow=allow, pins=pins, exports=True)
+    fitting = Fitting(workload, request, progress, terms._replace(exports=True))
     found = fitting.fit(memory, memory_kind)
     if found.certificate is not None and found.certificate.verdict == "NOT EQUAL":
         raise ExportFailed(

@@ -23,6 +23,7 @@ from torchtrim.planner.planner import Planner
 from torchtrim.records.memory_table import MemoryTable
 from torchtrim.records.plan import Plan
 from torchtrim.records.profile import Profile
+from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
 from torchtrim.run.trials import Progress
 from torchtrim.techniques.apply import Applied, apply_plan
@@ -67,7 +68,7 @@ def optimize_step(
     )
     if not verify:
         return _planned_dry(step, memory, left, progress)
-    fitting = Fitting(step, Request(steps=2), progress, exclude=left)
+    fitting = Fitting(step, Request(steps=2), progress, Terms(exclude=left))
     fit = fitting.smallest() if memory is None else fitting.fit(memory)
     if fit.certificate is not None and fit.certificate.verdict == "NOT EQUAL":
         raise ApplyFailed(
