@@ -11,9 +11,8 @@ _LOWEST = 0x0101010101010101
 
 
 def packed(noise: torch.Tensor) -> torch.Tensor:
-    """Which elements are not zero, in the order of memory. The noise is dense, of a multiple of eight."""
-    truth = torch.as_strided(noise, (noise.numel(),), (1,), 0).ne(0)
-    words = truth.view(torch.int64)
+    """Zeros and ones as bits, in the order of memory. The noise is dense, of a multiple of eight."""
+    words = torch.as_strided(noise, (noise.numel(),), (1,), 0).to(torch.uint8).view(torch.int64)
     return words.mul_(_NINTHS).bitwise_right_shift_(56).to(torch.uint8)
 
 
@@ -21,4 +20,4 @@ def unpacked(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Ones and zeros, in one dimension."""
     words = bits.to(torch.int64)
     words.mul_(_NINTHS).bitwise_right_shift_(7).bitwise_and_(_LOWEST)
-    return words.view(torch.bool).to(dtype)
+    return words.view(torch.uint8).to(dtype)
