@@ -40,10 +40,12 @@ def _codes(fix: Fix) -> str:
     return ", ".join(fix.codes)
 
 
-def main() -> None:
-    """Write the page to the path given."""
-    write_atomically(Path(sys.argv[1]), page().encode())
+def main(arguments: list[str]) -> None:
+    """The command: one argument, the file."""
+    if len(arguments) != 1:
+        raise SystemExit("give one file: python -m torchtrim.fixes.pages docs/fixes.md")
+    write_atomically(Path(arguments[0]), page().encode())
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

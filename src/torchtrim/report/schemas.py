@@ -54,5 +54,12 @@ def _dedented(value: Any) -> Any:
     return [_dedented(item) for item in value] if isinstance(value, list) else value
 
 
+def main(arguments: list[str]) -> None:
+    """The command: one argument, the folder."""
+    if len(arguments) != 1:
+        raise SystemExit("give one folder: python -m torchtrim.report.schemas docs/schema")
+    write(Path(arguments[0]))
+
+
 if __name__ == "__main__":
-    write(Path(sys.argv[1]))
+    main(sys.argv[1:])
