@@ -5,7 +5,8 @@
 
 Batches of 1 and 16. Predicted: bytes of outputs and of known workspace, by the plan, before anything has run
 with it. Measured: the peak of a call over what was alive before there was a plan; and its time, ratios of
-rounds in random order. `promised` says that a quarter less was predicted.
+rounds in random order. Seconds are the processor's, in one thread, so that other programs disturb them
+little. `promised` says that a quarter less was predicted.
 """
 
 from __future__ import annotations
@@ -63,9 +64,9 @@ def seconds(first: nn.Module, second: nn.Module, batch: torch.Tensor) -> list[tu
     for _ in range(ROUNDS + 1):
         found = {}
         for model in random.sample([first, second], 2):
-            begin = time.perf_counter()
+            begin = time.process_time()
             _call(model, batch)()
-            found[model] = time.perf_counter() - begin
+            found[model] = time.process_time() - begin
         taken.append((found[first], found[second]))
     return taken[1:]
 
@@ -115,6 +116,7 @@ def summary(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     """The named networks, or all; keeps the results of the others."""
+    torch.set_num_threads(1)
     zoo.import_libraries()
     path = RESULTS / slug() / "inference.json"
     rows = json.loads(path.read_text())["networks"] if path.exists() else {}

@@ -6,7 +6,8 @@
 Budgets keep 70, 50 and 35 % of the bytes of kind activation at the original's peak, and the rest of the
 peak whole. Each plan is run and certified; 15 more budgets are predicted. By hand: each block, or
 every second one, is checkpointed; beside it is our plan for the peak which that reaches. Times are medians of
-rounds in random order, as shares of the original's.
+rounds in random order, as shares of the original's. They are the processor's, in one thread, so that other
+programs disturb them little.
 """
 
 from __future__ import annotations
@@ -138,9 +139,9 @@ def timed(work: TrainStep, plans: dict[str, Plan | None]) -> dict[str, float]:
         for name in random.sample(list(plans), len(plans)):
             plan = plans[name]
             applied = apply_plan(plan, roots) if plan is not None else None
-            begin = time.perf_counter()
+            begin = time.process_time()
             work.step(0)
-            taken[name].append(time.perf_counter() - begin)
+            taken[name].append(time.process_time() - begin)
             if applied is not None:
                 applied.revert()
     return {name: statistics.median(several[1:]) for name, several in taken.items()}
@@ -251,6 +252,7 @@ def summary(models: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     """The named models, or all; keeps the results of the others."""
+    torch.set_num_threads(1)
     zoo.import_libraries()
     path = RESULTS / slug() / "models.json"
     models = json.loads(path.read_text())["models"] if path.exists() else {}

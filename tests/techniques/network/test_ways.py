@@ -43,6 +43,22 @@ CASES = {
     "linear": (F.linear, (tensor(3, 4, 5), tensor(7, 5), tensor(7))),
     "linear without bias": (F.linear, (tensor(3, 4, 5), tensor(7, 5))),
     "linear of a transposed": (lambda x, w: F.linear(x.t(), w), (tensor(5, 4), tensor(7, 5))),
+    "linear of a transposed, bias": (
+        lambda x, w, b: F.linear(x.t(), w, b),
+        (tensor(5, 4), tensor(7, 5), tensor(7)),
+    ),
+    "linear of rows out of order": (
+        lambda x, w, b: F.linear(x.transpose(1, 2), w, b),
+        (tensor(3, 5, 4), tensor(7, 5), tensor(7)),
+    ),
+    "linear of rows out of order, no bias": (
+        lambda x, w: F.linear(x.transpose(1, 2), w),
+        (tensor(3, 5, 4), tensor(7, 5)),
+    ),
+    "linear of rows with gaps": (
+        lambda x, w, b: F.linear(x[..., :5], w, b),
+        (tensor(2, 3, 4, 6), tensor(7, 5), tensor(7)),
+    ),
     "matmul": (torch.matmul, (tensor(2, 3, 4), tensor(2, 4, 5))),
     "softmax": (lambda x: F.softmax(x, 1), (IMAGE,)),
     "log softmax": (lambda x: F.log_softmax(x, -1), (IMAGE,)),
@@ -116,6 +132,31 @@ def test_a_written_place_holds_the_same(name: str, most: int) -> None:
     with torch.no_grad():
         way.write(args, op.kwargs, place)
     assert torch.equal(place.nan_to_num(9), wanted.nan_to_num(9))
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["weights that train", "frozen"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("batch", [1, 16])
+def test_a_product_of_rows_out_of_order(trains: bool, bias: bool, batch: int) -> None:
+    """An MLP-Mixer's: torch picks its kernel by whether the weights train, even without gradients."""
+    torch.manual_seed(0)
+    model = Mixing(nn.Linear(49, 96, bias=bias)).eval().requires_grad_(trains)
+    x = torch.randn(batch, 49, 64)
+    with torch.no_grad():
+        captured, wanted = capture(model, (x,), {}), model(x)
+        program = Program(captured, Switches())
+        (got,) = program.run([x], tensors_of(model, captured))
+        assert torch.equal(got, wanted)
+        assert all(node.writes for node in program.graph.nodes if "linear" in node.name)
+
+
+class Mixing(nn.Module):
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(self.linear(x.transpose(1, 2)))
 
 
 def test_which_operators_of_a_network_cannot_write_to_a_place() -> None:

@@ -131,21 +131,45 @@ def _relu(op: Op, values: tuple[Value, ...], _most: int) -> Way | None:
 
 
 def _linear(op: Op, values: tuple[Value, ...], _most: int) -> Way | None:
-    """As one matrix product, which is what it is where the input is contiguous."""
+    """As torch computes it: one product with the bias in it, or a product of rows and then the bias.
+
+    The rows of an input that does not lie in order are copied first. By itself torch makes such a result
+    twice where a mode looks on, a recorder's for one.
+    """
     x, weight, out = _argument(op, values, 0), _argument(op, values, 1), values[op.outputs[0]]
-    flat = x is not None and len(x.shape) >= 2 and _contiguous(x) and _contiguous(out)
-    if not flat or weight is None or len(weight.shape) != 2 or not math.prod(out.shape):
+    if x is None or weight is None or len(x.shape) < 2 or len(weight.shape) != 2:
         return None
+    if not _contiguous(out) or not math.prod(out.shape):
+        return None
+    at_once = len(x.shape) == 2 or _contiguous(x)
 
     def write(args: tuple[Any, ...], _kwargs: dict[str, Any], place: Tensor) -> None:
-        rows = args[0].view(-1, args[0].shape[-1])
+        given, turned = args[0], args[1].t()
+        bias = args[2] if len(args) > 2 else None
         to = place.view(-1, place.shape[-1])
-        if len(args) > 2 and args[2] is not None:
-            torch.addmm(args[2], rows, args[1].t(), out=to)
+        if not at_once and not _by_rows(given, args[1]):
+            torch.matmul(given, turned, out=place)
+        elif bias is None or not at_once:
+            torch.mm(given.reshape(-1, given.shape[-1]), turned, out=to)
         else:
-            torch.mm(rows, args[1].t(), out=to)
+            torch.addmm(bias, given.reshape(-1, given.shape[-1]), turned, out=to)
+            return
+        if bias is not None:
+            place.add_(bias)
 
-    return Way(write)
+    if at_once:
+        return Way(write)
+    return Way(write, workspace=x.bytes, own=x.bytes + out.bytes, always=True)
+
+
+def _by_rows(x: Tensor, weight: Tensor) -> bool:
+    """Whether torch's `matmul` makes one product of all rows; else it makes one of each matrix of the batch.
+
+    Source: `should_fold` in ATen/native/LinearAlgebra.cpp.
+    """
+    sizes, strides = x.shape, x.stride()
+    whole = all(strides[d] == strides[d + 1] * sizes[d + 1] for d in range(x.dim() - 2))
+    return weight.requires_grad or whole
 
 
 def _norm(op: Op, values: tuple[Value, ...], _most: int) -> Way | None:
