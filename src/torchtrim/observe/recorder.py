@@ -72,6 +72,7 @@ class RawCall(NamedTuple):
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     graded: bool
+    held: tuple[int, ...]
 
 
 class RawWait(NamedTuple):

@@ -30,7 +30,13 @@ class _Running(NamedTuple):
     phase: Phase
     first: int
     inputs: tuple[int, ...]
+    held: tuple[int, ...]
     depth: int
+
+
+_DEPTH = 8
+_NOT_COPIED = (nn.Module, type, str, bytes, int, float, complex, type(None), torch.Generator)
+"""What a block that runs again shares (`techniques.arguments`), and how deep it copies the rest."""
 
 
 class Recording(Listener):
@@ -117,9 +123,9 @@ class Recording(Listener):
     def module_starts(self, module: nn.Module, args: Any, kwargs: Any, depth: int) -> None:
         recorder = self.recorder
         number = self._modules.number(module)
-        inputs = self._storages((args, kwargs), "input") if depth >= 0 else ()
+        inputs, held = self._given((args, kwargs)) if depth >= 0 else ((), ())
         self._stack.append(
-            _Running(recorder.module, recorder.phase, len(recorder.operators), inputs, depth)
+            _Running(recorder.module, recorder.phase, len(recorder.operators), inputs, held, depth)
         )
         recorder.module = number if number >= 0 else recorder.module
         recorder.recomputing += depth < 0
@@ -142,9 +148,8 @@ class Recording(Listener):
         if running.depth >= 0 and number >= 0:
             last = len(recorder.operators)
             outputs = self._storages(output, "")
-            recorder.calls.append(
-                RawCall(number, running.first, last, running.depth, running.inputs, outputs, graded)
-            )
+            given, depth = (running.inputs, outputs, graded, running.held), running.depth
+            recorder.calls.append(RawCall(number, running.first, last, depth, *given))
 
     def backward_starts(self, tensors: tuple[torch.Tensor, ...]) -> None:
         self._phase_starts("backward")
@@ -190,6 +195,12 @@ class Recording(Listener):
             if recorder.operators[i].start_ns < start_ns:
                 break
             recorder.operators[i] = recorder.operators[i]._replace(phase="loader")
+
+    def _given(self, values: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Storages of the tensors among arguments, and those known that objects among them have."""
+        inputs, number = self._storages(values, "input"), self.recorder.storages.number
+        behind = dict.fromkeys(number(p) for one in tensors_behind(values) for p in parts_of(one))
+        return inputs, tuple(one for one in behind if one >= 0 and one not in inputs)
 
     def _storages(self, values: Any, kind: str) -> tuple[int, ...]:
         """Storages of the tensors in a value; `kind` is that of those never seen."""
@@ -251,6 +262,28 @@ def _tensors_in(values: Any, seen: dict[int, Any]) -> Iterator[torch.Tensor]:
         seen[id(values)] = values
         for value in inner:
             yield from _tensors_in(value, seen)
+
+
+def tensors_behind(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors in values, in the attributes of their objects too: what a copy of them keeps."""
+    return _tensors_behind(values, set(), _DEPTH)
+
+
+def _tensors_behind(value: Any, seen: set[int], depth: int) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    if isinstance(value, _NOT_COPIED) or callable(value) or id(value) in seen or not depth:
+        return
+    seen.add(id(value))
+    if isinstance(value, Mapping):
+        inner: Iterable[Any] = list(value.values())
+    elif isinstance(value, (list, tuple)):
+        inner = value
+    else:
+        inner = list(getattr(value, "__dict__", {}).values())
+    for one in inner:
+        yield from _tensors_behind(one, seen, depth - 1)
 
 
 def _gradients(

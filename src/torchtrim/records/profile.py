@@ -129,8 +129,8 @@ class Module(Struct, frozen=True, array_like=True, gc=False):
 class Call(Struct, frozen=True, array_like=True, gc=False):
     """One forward call of a module: operators `first <= i < last`; `depth` 0 for a root.
 
-    `inputs` and `outputs` are the storages of the tensors that went in and came out.
-    `graded`: gradients were on.
+    `inputs` and `outputs` are the storages of the tensors that went in and came out, and `held` those that
+    objects among its arguments had then, such as a cache of keys and values. `graded`: gradients were on.
     """
 
     module: Count
@@ -140,6 +140,7 @@ class Call(Struct, frozen=True, array_like=True, gc=False):
     inputs: tuple[Count, ...]
     outputs: tuple[Count, ...]
     graded: bool
+    held: tuple[Count, ...] = ()
 
 
 class Update(Struct, frozen=True, array_like=True, gc=False):
@@ -362,7 +363,7 @@ def check(profile: Profile) -> str | None:
                 f"`calls[{i}]` spans {call.first} to {call.last} of {count['operators']} operators"
             )
         found = wrong(f"calls[{i}].module", call.module, "modules", 0)
-        for index in (*call.inputs, *call.outputs):
+        for index in (*call.inputs, *call.outputs, *call.held):
             found = found or wrong(f"calls[{i}] tensor", index, "storages", 0)
         if found:
             return found

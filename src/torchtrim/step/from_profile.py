@@ -20,7 +20,7 @@ def step_of(profile: Profile, seconds: float | None = None) -> Step:
         tensors=_Tensors(profile).all(),
         modules=tuple(Module(m.path, m.type, m.parent, m.chain, m.hooked) for m in profile.modules),
         calls=tuple(
-            Call(c.module, Span(c.first, c.last), c.inputs, c.outputs, c.graded)
+            Call(c.module, Span(c.first, c.last), c.inputs, c.outputs, c.graded, c.held)
             for c in profile.calls
         ),
         seconds=profile.step_seconds if seconds is None else seconds,

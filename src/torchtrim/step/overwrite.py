@@ -48,7 +48,8 @@ def _task(task: Task, heirs: Mapping[int, int]) -> Task:
 
 
 def _call(call: Call, heirs: Mapping[int, int]) -> Call:
-    return call._replace(inputs=_of(call.inputs, heirs), outputs=_of(call.outputs, heirs))
+    given, held = _of(call.inputs, heirs), _of(call.held, heirs)
+    return call._replace(inputs=given, outputs=_of(call.outputs, heirs), held=held)
 
 
 def _of(numbers: tuple[int, ...], heirs: Mapping[int, int]) -> tuple[int, ...]:

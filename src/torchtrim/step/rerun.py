@@ -94,12 +94,14 @@ def _copies(saved: Iterable[_Saved], ends: int) -> dict[int, int]:
 
 
 def _inputs(step: Step, span: Span) -> list[int]:
-    """What was there before the span and is read in it: the call that is made again holds that."""
+    """What was there before the span, and is read in it or was given to it: the call that is made again
+    holds that, and copies of what was given hold what that had."""
     tasks = step.tasks[span.first : span.last]
-    read = dict.fromkeys(number for task in tasks for number in task.reads)
+    found = dict.fromkeys(number for task in tasks for number in task.reads)
+    found |= dict.fromkeys(step.given.get(span, ()))
     return [
         number
-        for number in read
+        for number in found
         if step.tensors[number].birth < span.first
         and step.tensors[number].kind not in _STATE
         and step.tensors[number].pool == DEVICE

@@ -84,13 +84,17 @@ class Module(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A forward call of module `module`: its tasks, and the tensors that went in and came out."""
+    """A forward call of module `module`: its tasks, and the tensors that went in and came out.
+
+    `held`: those that objects among its arguments had, such as a cache of keys and values.
+    """
 
     module: int
     span: Span
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     graded: bool
+    held: tuple[int, ...] = ()
 
 
 class Overhead(NamedTuple):
@@ -153,6 +157,14 @@ class Step:
             if tensor.birth >= 0:
                 found[tensor.birth].append(number)
         return tuple(map(tuple, found))
+
+    @cached_property
+    def given(self) -> dict[Span, tuple[int, ...]]:
+        """By their tasks, the tensors that calls were given, and that objects among their arguments had."""
+        found: dict[Span, tuple[int, ...]] = {}
+        for call in self.calls:
+            found[call.span] = (*found.get(call.span, ()), *call.inputs, *call.held)
+        return found
 
     @cached_property
     def saved(self) -> tuple[tuple[tuple[int, int], ...], ...]:

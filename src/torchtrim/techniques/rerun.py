@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
+from torchtrim.observe.recording import tensors_in
 from torchtrim.techniques.arguments import as_they_are
 from torchtrim.techniques.chains import Range, Ranges
 from torchtrim.techniques.early_stop import EarlyStop
@@ -116,7 +117,7 @@ def _run(function: Callable[..., Any], buffers: Buffers, *args: Any, **kwargs: A
     twice = _Twice(function, args, kwargs, buffers.told)
     return checkpoint(
         twice,
-        *args,
+        *tensors_in((args, kwargs)),
         use_reentrant=False,
         preserve_rng_state=True,
         context_fn=buffers.contexts,
@@ -127,7 +128,8 @@ def _run(function: Callable[..., Any], buffers: Buffers, *args: Any, **kwargs: A
 class _Twice:
     """A call that is made with its arguments, and then again with what they were at first.
 
-    A block's list may be longer when backward comes, and a block may append to what it is given.
+    A block's list may be longer when backward comes, and a block may append to what it is given. So only the
+    tensors among them are for torch's `checkpoint` to see, which keeps what it is given.
     """
 
     def __init__(

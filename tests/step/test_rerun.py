@@ -1,0 +1,72 @@
+"""What running a part again keeps: its arguments, and what they had."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from steps import Fitting, fitting, quiet, train_step
+from torchtrim.records.plan import Technique
+from torchtrim.records.profile import Profile
+from torchtrim.records.terms import Terms
+from torchtrim.records.trial import Request
+
+
+class Cache:
+    """Keys, as a decoder keeps them for the words to come."""
+
+    def __init__(self) -> None:
+        self.keys: list[torch.Tensor] = []
+
+
+class Block(nn.Module):
+    """Puts its key into the cache, and looks at its own alone; what else it is given it does not read."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.key, self.out = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor, cache: Cache, unread: list[torch.Tensor]) -> torch.Tensor:
+        key = self.key(x).sigmoid()
+        cache.keys.append(key)
+        return x + self.out(key.tanh())
+
+
+class Decoder(nn.Module):
+    def __init__(self, width: int = 32, depth: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        cache = Cache()
+        for block in self.blocks:
+            x = block(x, cache, [x.cos()])
+        return x.sigmoid().exp().cos()
+
+
+def step_of() -> object:
+    torch.manual_seed(0)
+    return train_step(Decoder(), torch.randn(64, 32))
+
+
+def calls_of(profile: Profile) -> list[tuple[int, ...]]:
+    """What each block's arguments had behind them."""
+    named = [(profile.modules[call.module].path, call) for call in profile.calls]
+    return [call.held for path, call in named if path.count(".") == 2]
+
+
+def test_a_call_knows_what_its_arguments_had() -> None:
+    profile = fitting(step_of()).observe().profile
+    assert [len(held) for held in calls_of(profile)] == [0, 1, 2, 3]
+    keys = {number for held in calls_of(profile) for number in held}
+    assert {profile.storages[number].bytes for number in keys} == {64 * 4 * 32 * 4}
+
+
+def test_what_arguments_had_is_kept_until_the_block_has_run_again() -> None:
+    """Predicted is what is measured, to the byte: each block's copy of the cache has the keys before it."""
+    where = tuple(f"Decoder.blocks.{number}" for number in range(4))
+    terms = Terms(pins={"recompute": where}, exclude=["optimizer_in_backward", "replay"])
+    runs = Fitting(step_of(), Request(steps=1), quiet, terms)
+    plan = runs.planner(runs.observe()).floor_plan(0)
+    assert plan.techniques == (Technique(name="recompute", where=where),)
+    assert runs.run_planned(plan).peak_bytes == plan.predicted.peak_bytes
