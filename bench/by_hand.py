@@ -6,9 +6,9 @@
 Each block checkpointed, every second one, each with its products and attention kept (selective
 checkpointing), and the batch in two halves: written here as a person writes it, with torch's own functions.
 Beside each is our plan for the peak that it reaches; for the halves, which round otherwise, what rounds
-otherwise is allowed. With `--compile`, `activation_memory_budget` of a compiled model too. Peaks are measured, by
-hand on a model of its own. Times are the processor's, in one thread, medians of rounds in random order, as
-shares of the original's.
+otherwise is allowed. With `--compile`, `activation_memory_budget` of a compiled model too. Peaks are
+measured, those by hand on a model of its own. Times are the processor's, in one thread, medians of rounds in
+random order, as shares of the original's.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from bench.models import MODELS
 from torchtrim import TrainStep
 from torchtrim.errors import InfeasibleBudget
 from torchtrim.loops.optimize import Fitting
-from torchtrim.planner.by_hand import by_hand
+from torchtrim.planner.by_hand import checkpointed as blocks_among
 from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
 from torchtrim.step.from_profile import step_of
@@ -88,7 +88,7 @@ def checkpointed(blocks: list[nn.Module], *, selective: bool = False) -> Iterato
 def blocks_of(model: nn.Module, profile: Any) -> list[nn.Module]:
     """The model's numbered blocks, in their order."""
     options = technique("recompute").options(step_of(profile, 0.0))
-    found = by_hand(options).get("each block checkpointed", ())
+    found = blocks_among(options).get("each block checkpointed", ())
     return [model.get_submodule(option.where.partition(".")[2]) for option in found]
 
 

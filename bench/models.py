@@ -31,7 +31,7 @@ from torchtrim import TrainStep
 from torchtrim.errors import TorchtrimError
 from torchtrim.loops.optimize import Fitting
 from torchtrim.memory.timeline import by_kind, peak_operator
-from torchtrim.planner.by_hand import by_hand
+from torchtrim.planner.by_hand import checkpointed as blocks_among
 from torchtrim.planner.planner import Planner
 from torchtrim.records.plan import Plan, Technique
 from torchtrim.records.trial import Request, Trial
@@ -119,7 +119,7 @@ MODELS: dict[str, zoo.Maker] = {
 def checkpointed(planner: Planner, peak: int) -> dict[str, Plan]:
     """The model with each block checkpointed, and with every second."""
     plain, options = planner.unchanged(peak), technique("recompute").options
-    made = by_hand(options(step_of(planner.profile, 0.0)))
+    made = blocks_among(options(step_of(planner.profile, 0.0)))
     return {
         name: msgspec.structs.replace(plain, techniques=(_recompute(chosen),))
         for name, chosen in made.items()

@@ -1,21 +1,71 @@
-"""What a person checkpoints by hand: the blocks of a model, all of them or every second, beside plans."""
+"""What a person does by hand to need less memory: checkpointed blocks, and the batch in two halves."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
-from torchtrim.techniques.base import Option
+from torchtrim.step.edits import Edit
+from torchtrim.step.rerun import rerun
+from torchtrim.step.step import Step
+from torchtrim.techniques.base import Option, technique
 
+PRODUCTS = frozenset(
+    (
+        *("mm", "addmm", "bmm", "baddbmm", "convolution"),
+        *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
+        *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
+    )
+)
+"""What selective checkpointing keeps, as torchtitan's policy has it: results that are dear to make again."""
+_EACH, _SECOND = "each block checkpointed", "every second block checkpointed"
+_NEARLY_ALL = 0.9
 _NUMBERED = re.compile(r"(.+)\.(\d+)")
 
 
-def by_hand(options: Iterable[Option]) -> dict[str, tuple[Option, ...]]:
+class ByHand(NamedTuple):
+    """What it is called, where it is done, and what it changes in the step."""
+
+    name: str
+    options: tuple[Option, ...]
+    edits: list[Edit]
+
+
+def by_hand(step: Step) -> Iterator[ByHand]:
+    """Each block checkpointed, with its products kept too; every second one; the batch in two halves.
+
+    A model without blocks in a row has none to checkpoint, and one that mixes samples no halves.
+    """
+    for name, options in checkpointed(technique("recompute").options(step)).items():
+        yield ByHand(name, options, _again(step, options))
+        if name == _EACH:
+            kept = _again(step, options, PRODUCTS)
+            yield ByHand("each block, its products kept", options, kept)
+    yield from _halves(step)
+
+
+def checkpointed(options: Iterable[Option]) -> dict[str, tuple[Option, ...]]:
     """Options of recompute by what a person calls them; empty where a model has no blocks in a row."""
     blocks = _blocks(options)
-    found = {"each block checkpointed": blocks, "every second block checkpointed": blocks[::2]}
-    return found if len(blocks) > 1 else {}
+    return {_EACH: blocks, _SECOND: blocks[::2]} if len(blocks) > 1 else {}
+
+
+def _again(step: Step, options: Iterable[Option], kept: frozenset[str] = frozenset()) -> list[Edit]:
+    return [edit for one in options if (edit := rerun(step, one.spans, kept)) is not None]
+
+
+def _halves(step: Step) -> Iterator[ByHand]:
+    """All of the model, or nearly, in two parts of its batch."""
+    parted = technique("micro_batch")
+    halves = [o for o in parted.options(step) if dict(o.settings) == {"parts": 2}]
+    whole = max((call.span.last - call.span.first for call in step.calls), default=0)
+    widest = max(halves, key=_tasks, default=None)
+    if widest is not None and _tasks(widest) >= _NEARLY_ALL * whole:
+        edit = parted.edits(step, widest)
+        if edit is not None:
+            yield ByHand("the batch in two halves", (widest,), [edit])
 
 
 def _blocks(options: Iterable[Option]) -> tuple[Option, ...]:

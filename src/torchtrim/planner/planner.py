@@ -195,12 +195,10 @@ class Planner:
 
     def _by_hand(self, bias: int) -> Iterator[FrontierPoint]:
         """What a person would do, where it saves anything."""
-        recompute = technique("recompute")
-        for name, options in by_hand(recompute.options(self._priced)).items():
-            edits = [edit for one in options if (edit := recompute.edits(self._priced, one))]
-            outcome = simulate(self._priced, edits)
+        for way in by_hand(self._priced):
+            outcome = simulate(self._priced, way.edits)
             if outcome.peak_bytes < self.simulated_original:
-                yield self._point(outcome, options, bias, outcome.peak_bytes, name)
+                yield self._point(outcome, way.options, bias, outcome.peak_bytes, way.name)
 
     def _point(
         self, outcome: Outcome, options: Iterable[Option], bias: int, budget: int, name: str = ""

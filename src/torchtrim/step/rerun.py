@@ -12,18 +12,19 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from torchtrim.step.edits import Block, Drop, Edit, Insert, Need, joined
-from torchtrim.step.step import DEVICE, Span, Step
+from torchtrim.step.step import DEVICE, Span, Step, Task
 
 _STATE = frozenset(("parameter", "buffer", "optimizer_state", "gradient", "gathered"))
 
 
-def rerun(step: Step, spans: Sequence[Span]) -> Edit | None:
+def rerun(step: Step, spans: Sequence[Span], kept: frozenset[str] = frozenset()) -> Edit | None:
     """The edit for spans that run again, each by itself; None where autograd saved nothing of them.
 
-    A span whose graph never runs backward, as that of an evaluation with gradients on, does not run again:
-    what it saved is not kept.
+    `kept`: operators, such as `mm`, whose results are kept, so that they do not run again: selective
+    checkpointing. A span whose graph never runs backward, as that of an evaluation with gradients on, does
+    not run again: what it saved is not kept.
     """
-    found = [edit for span in spans if (edit := _of_span(step, span)) is not None]
+    found = [edit for span in spans if (edit := _of_span(step, span, kept)) is not None]
     return joined(found) if found else None
 
 
@@ -37,11 +38,14 @@ class _Saved(NamedTuple):
     until: int
 
 
-def _of_span(step: Step, span: Span) -> Edit | None:
+def _of_span(step: Step, span: Span, kept: frozenset[str]) -> Edit | None:
+    stays = {i for i in range(*span) if kept and operator_of(step.tasks[i]) in kept}
+    results = {number for i in stays for number in step.made_by[i]}
     saved = [
         _Saved(tensor, hold, *_moments(step, tensor, hold))
         for task in range(span.first, span.last)
         for tensor, hold in step.saved[task]
+        if tensor not in results
     ]
     asked = [one for one in saved if one.asked >= 0]
     if not saved:
@@ -56,12 +60,15 @@ def _of_span(step: Step, span: Span) -> Edit | None:
     made = {number: until for number, until in copies.items() if number in born}
     blocks = [Block(step.tensors[number].bytes, begins, until) for number, until in made.items()]
     makes = sum(block.bytes for block in blocks)
-    again = range(span.first, last)
+    again = [i for i in range(span.first, last) if i not in stays]
     own, overhead = sum(step.tasks[i].seconds for i in again), step.overhead
     seconds = own + len(again) * overhead.task + overhead.span
     return Edit(
         drops=tuple(Drop(one.tensor, one.hold) for one in saved),
-        needs=tuple(Need(number, ends) for number in _inputs(step, span)),
+        needs=(
+            *(Need(number, ends) for number in _inputs(step, span)),
+            *(Need(number, begins) for number in results),
+        ),
         blocks=(*blocks, Block(_kept_bytes(step, again), span.first, ends)),
         inserts=(Insert(begins, seconds, _rise(step, again, made), makes),),
         claims=(span,),
@@ -78,6 +85,11 @@ def _unused(step: Step, span: Span, saved: Sequence[_Saved]) -> Edit:
         inserts=(Insert(span.first, step.overhead.span, 0),),
         claims=(span,),
     )
+
+
+def operator_of(task: Task) -> str:
+    """The name of a task's operator, without namespace and overload: `mm`."""
+    return task.name.rpartition("::")[2].partition(".")[0]
 
 
 def _moments(step: Step, tensor: int, hold: int) -> tuple[int, int, int]:
@@ -108,7 +120,7 @@ def _inputs(step: Step, span: Span) -> list[int]:
     ]
 
 
-def _kept_bytes(step: Step, span: range) -> int:
+def _kept_bytes(step: Step, span: Iterable[int]) -> int:
     """Of the generator's state, and of the buffers that the span reads: `techniques.rerun` keeps both as
     they were before."""
     read = {number for i in span for number in step.tasks[i].reads}
@@ -116,7 +128,7 @@ def _kept_bytes(step: Step, span: range) -> int:
     return step.overhead.random_state + buffers
 
 
-def _rise(step: Step, again: range, kept: dict[int, int]) -> int:
+def _rise(step: Step, again: Iterable[int], kept: dict[int, int]) -> int:
     """The highest that memory rises while the span runs again; what is kept stays."""
     rise = level = 0
     ends: defaultdict[int, int] = defaultdict(int)
