@@ -1,6 +1,7 @@
 """What the simulator says of a planned step against what is measured, at the first plan.
 
     python -m bench.simulate [examples] [gans] [own] ["held out"] [calibration] [optnet] [--bytes]
+    python -m bench.simulate "held out: opt" "calibration: densenet121" [--bytes]
 
 Each step is recorded once, planned at several shares of its peak without any correction, and run as planned.
 `examples` are the scripts of `bench.budgets`, `own`, `held out` and `calibration` the models of
@@ -209,16 +210,18 @@ def summary(steps: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the named parts, or those that need no other library; keep the results of the others."""
+    """Run the named parts or steps, or those that need no other library; keep the results of the others."""
     timed = "--bytes" not in sys.argv
     result = "simulate" if timed else "simulate-bytes"
     path = RESULTS / slug() / f"{result}.json"
     steps = json.loads(path.read_text())["steps"] if path.exists() else {}
-    parts = [one for one in sys.argv[1:] if one != "--bytes"] or ["gans", "own", "examples"]
-    if {"calibration", "held out"} & set(parts):
+    wanted = [one for one in sys.argv[1:] if one != "--bytes"] or ["gans", "own", "examples"]
+    if any(one.startswith(("calibration", "held out")) for one in wanted):
         zoo.import_libraries()
-    for part in parts:
+    for part, _, only in (one.partition(": ") for one in wanted):
         for name, make in works(part).items():
+            if only not in ("", name):
+                continue
             torch.manual_seed(0)
             try:
                 steps[f"{part}: {name}"] = list(points(make(), timed=timed))
