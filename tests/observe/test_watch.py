@@ -406,3 +406,12 @@ def test_modules_that_a_loader_calls_are_no_roots_and_end_no_step(
     assert watcher.roots == [model]
     assert watcher.forwards == 4
     assert told.events.count("step") == 3
+
+
+def test_a_call_that_is_traced_is_let_alone(told: Told, watcher: Watcher) -> None:
+    with watcher:
+        net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        traced = torch.jit.trace(net, torch.ones(1, 2), check_trace=False)
+        traced(torch.ones(3, 2))
+    assert told.events == []
+    assert watcher.roots == []

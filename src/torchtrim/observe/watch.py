@@ -181,8 +181,8 @@ class Watcher:
 
     def _watched_call(self, original: Any) -> Any:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            unwatched = is_dynamo_compiling() or not self._here() or self._loading
-            if unwatched or isinstance(module, ScriptModule):
+            unwatched = not self._here() or self._loading
+            if unwatched or _is_traced() or isinstance(module, ScriptModule):
                 return original(module, *args, **kwargs)
             with self._running(module, args, kwargs) as done:
                 output = original(module, *args, **kwargs)
@@ -357,6 +357,11 @@ class Watcher:
                 return number
         self.optimizers.append(optimizer)
         return len(self.optimizers) - 1
+
+
+def _is_traced() -> bool:
+    """Whether a call is written down for a graph, as by `torch.jit.trace`: it is no part of a step."""
+    return is_dynamo_compiling() or torch._C._get_tracing_state() is not None
 
 
 def _living_optimizers() -> int:
