@@ -99,13 +99,24 @@ def write_page(rows: list[dict[str, Any]], trained: list[dict[str, Any]]) -> Non
     """Write the page."""
     missed = [row for row in rows if _is_lean(row) and not _met(row)]
     PAGE.write_text(
-        f"{_HEAD}{_summary(rows)}\n\n"
+        f"{_HEAD}{_machines(rows)}\n{_summary(rows)}\n\n"
         + _table(_COLUMNS, [_cells(row) for row in rows])
         + _MISSED
         + _table(_MISSED_COLUMNS, [_missed_cells(row) for row in missed])
         + _TRAINED
         + _table(_TRAINED_COLUMNS, [_trained_cells(row) for row in trained])
     )
+
+
+def _machines(rows: Sequence[dict[str, Any]]) -> str:
+    """Which programs ran on which machine; those of the most are not named."""
+    on: dict[str, list[str]] = {}
+    for row in rows:
+        on.setdefault(row["machine"], []).append(row["name"])
+    most = max(on, key=lambda one: len(on[one]))
+    lines = [f"On an {most} ran all that are not named here.\n"]
+    lines += [f"On an {one}: {'; '.join(on[one])}.\n" for one in on if one != most]
+    return "".join(lines)
 
 
 def _summary(rows: Sequence[dict[str, Any]]) -> str:
