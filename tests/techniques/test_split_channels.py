@@ -18,6 +18,7 @@ from steps import train_step
 from torchtrim.errors import ApplyFailed
 from torchtrim.loops.optimize import Fitting
 from torchtrim.records.plan import Technique
+from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
 from torchtrim.step.from_profile import step_of
 from torchtrim.step.simulate import simulate
@@ -241,7 +242,7 @@ def test_it_is_chosen_and_a_fault_is_caught(monkeypatch: pytest.MonkeyPatch) -> 
     net = nn.Sequential(*network("pooling"), nn.Conv2d(16, 4, 3))
     step: torchtrim.TrainStep = train_step(net, torch.randn(4, 3, 32, 32), "SGD")
     others = ("recompute", "replay", "overwrite", "optimizer_in_backward", "plain_optimizer")
-    fitting = Fitting(step, Request(steps=2), lambda _: None, exclude=others)
+    fitting = Fitting(step, Request(steps=2), lambda _: None, Terms(exclude=others))
     fit = fitting.nearest("70%")
     assert fit.missed is None
     assert fit.certificate is not None
