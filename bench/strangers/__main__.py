@@ -153,16 +153,18 @@ def main() -> None:
                 print(f"{program.name}: not among the sources")
                 continue
             result = tried(program, place, options.verbs, options.limit)
-            _keep(scratch, result)
+            _keep(place, result)
         if options.save:
             _save(scratch)
 
 
-def _keep(scratch: Path, result: dict[str, Any]) -> None:
-    folder = scratch / "results"
+def _keep(place: Place, result: dict[str, Any]) -> None:
+    folder = place.scratch / "results"
     folder.mkdir(parents=True, exist_ok=True)
     result["load"] = round(os.getloadavg()[0], 1)
-    text = json.dumps(result).replace(f"{scratch.resolve()}/", "")
+    text = json.dumps(result)
+    for mine in filter(None, (str(place.scratch.resolve()), *place.library.split(os.pathsep))):
+        text = text.replace(f"{mine}/", "")
     (folder / f"{result['name']}.json").write_text(text)
 
 

@@ -12,13 +12,15 @@ PAGE = Path(__file__).parents[2] / "docs" / "programs.md"
 LASTING = "parameter", "buffer", "gradient", "optimizer_state"
 _HALF = 0.5
 _MIB = 2**20
-_SET_BY = re.compile(r"set by (aten::\w+ in the \w+(?: of [\w.]+)?|what was alive before the step)")
+_SET_BY = re.compile(
+    r"set by ((?:aten::\w+|\w+ of \S+) in the \w+(?: of [\w.]+)?|what was alive before the step)"
+)
 _MISSED_COLUMNS = "program", "peak MiB", "state", "inputs", "smallest", "set by"
 _TRAINED_COLUMNS = "program", "levers", "backward passes", "equal"
 _HEAD = """# Public programs, as they are
 
 `diagnose` and `optimize --memory 60%` on programs that torchtrim was not written for: unmodified, made small
-by their command lines alone, with generated data, on two cores of a loaded machine. `python -m
+by their command lines alone, with generated data, on two cores of loaded machines. `python -m
 bench.strangers` makes this page; each program, its commit and its arguments are in
 `bench/strangers/programs.toml`, all figures in `bench/results`. Seconds are of one run each.
 
