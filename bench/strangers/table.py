@@ -130,11 +130,13 @@ def _summary(rows: Sequence[dict[str, Any]]) -> str:
     same = [row for row in met if _fitted(row)["code"] == 0]
     left = [row for row in free if _met(row)]
     rounded, both = len(met) - len(same), len(left)
+    undecided = sum(_fitted(row).get("verdict") == "UNDECIDED" for row in lean)
     return (
         f"Of {len(rows)} programs {len(ran)} trained in the process that was watched. State takes less than\n"
         f"half of the peak in {len(lean)}; {len(met)} of these reach 60 %, {len(same)} with identical\n"
-        f"results and {rounded} with `--allow rounding`. State and inputs together take less than half in\n"
-        f"{len(free)}, of which {both} reach it."
+        f"results and {rounded} with `--allow rounding`; {undecided} more with a certificate UNDECIDED, since two runs of\n"
+        f"the script itself differ. State and inputs together take less than half in {len(free)}, of which {both}\n"
+        "reach it."
     )
 
 
@@ -155,7 +157,10 @@ def _is_lean(row: dict[str, Any]) -> bool:
 
 def _met(row: dict[str, Any]) -> bool:
     verbs = (row["verbs"].get(name, {}) for name in ("optimize", "optimize, rounding"))
-    return any(verb.get("code") == 0 and verb.get("peak_bytes") for verb in verbs)
+    return any(
+        verb.get("code") == 0 and verb.get("peak_bytes") and verb.get("verdict") != "UNDECIDED"
+        for verb in verbs
+    )
 
 
 def _missed_cells(row: dict[str, Any]) -> list[str]:
