@@ -134,9 +134,9 @@ def _summary(rows: Sequence[dict[str, Any]]) -> str:
     return (
         f"Of {len(rows)} programs {len(ran)} trained in the process that was watched. State takes less than\n"
         f"half of the peak in {len(lean)}; {len(met)} of these reach 60 %, {len(same)} with identical\n"
-        f"results and {rounded} with `--allow rounding`; {undecided} more with a certificate UNDECIDED, since two runs of\n"
-        f"the script itself differ. State and inputs together take less than half in {len(free)}, of which {both}\n"
-        "reach it."
+        f"results and {rounded} with `--allow rounding`. In {undecided} more the peak is reached and the\n"
+        "verdict is UNDECIDED, since two runs of the script itself differ. State and inputs together\n"
+        f"take less than half in {len(free)}, of which {both} reach it."
     )
 
 
@@ -164,7 +164,8 @@ def _met(row: dict[str, Any]) -> bool:
 
 
 def _missed_cells(row: dict[str, Any]) -> list[str]:
-    last = row["verbs"].get("optimize, rounding") or _fitted(row)
+    rounding = row["verbs"].get("optimize, rounding", {})
+    last = rounding if rounding.get("peak_bytes") else _fitted(row)
     notes = " ".join((*last.get("notes", ()), *_fitted(row).get("notes", ())))
     found = _SET_BY.search(notes)
     return [
