@@ -47,6 +47,12 @@ def saved(name: str) -> dict[str, Any]:
     return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
+def saved_elsewhere(name: str) -> list[dict[str, Any]]:
+    """What was saved by that name on other machines."""
+    files = sorted(RESULTS.glob(f"*/{name}.json"))
+    return [json.loads(path.read_text()) for path in files if path.parent.name != slug()]
+
+
 def with_spread(values: list[float]) -> dict[str, float]:
     """The median and half of what the middle half of the values spans."""
     low, middle, high = statistics.quantiles(values, n=4)

@@ -153,35 +153,56 @@ def main() -> None:
                 print(f"{program.name}: not among the sources")
                 continue
             result = tried(program, place, options.verbs, options.limit)
-            _keep(scratch, result)
+            _keep(place, result)
         if options.save:
             _save(scratch)
 
 
-def _keep(scratch: Path, result: dict[str, Any]) -> None:
-    folder = scratch / "results"
+def _keep(place: Place, result: dict[str, Any]) -> None:
+    folder = place.scratch / "results"
     folder.mkdir(parents=True, exist_ok=True)
     result["load"] = round(os.getloadavg()[0], 1)
-    text = json.dumps(result).replace(f"{scratch.resolve()}/", "")
+    text = json.dumps(result)
+    for mine in filter(None, (str(place.scratch.resolve()), *place.library.split(os.pathsep))):
+        text = text.replace(f"{mine}/", "")
     (folder / f"{result['name']}.json").write_text(text)
 
 
 def _save(scratch: Path) -> None:
-    found = {}
+    """Write what ran here, beside what ran here before, and the pages with what ran on other machines too."""
+    found = {row["name"]: row for row in _saved_here()}
     for file in (scratch / "results").glob("*.json"):
         result = json.loads(_PLACES.sub("", file.read_text()))
-        found[result["name"]] = result
-    rows = [found[one.name] for one in programs() if one.name in found]
-    trained = machine.RESULTS / machine.slug() / "trained.json"
-    beside = json.loads(trained.read_text())["programs"] if trained.exists() else []
-    several = [row for row in rows if row.get("processes", 1) > 1]
-    alone = [row for row in rows if row not in several]
-    if alone:
-        machine.save("strangers", {"programs": alone})
-        write_page(alone, beside)
-    if several:
-        machine.save("strangers-ranks", {"programs": several})
-        write_ranks_page(several)
+        found[result["name"]] = {**result, "machine": machine.facts()["processor"]}
+    for name, several in (("strangers", False), ("strangers-ranks", True)):
+        rows = _in_order(found)
+        own = [row for row in rows if (row.get("processes", 1) > 1) == several]
+        if own:
+            machine.save(name, {"programs": own})
+            _write(name, own)
+
+
+def _saved_here() -> list[dict[str, Any]]:
+    saved = [machine.saved(name) for name in ("strangers", "strangers-ranks")]
+    return [row for one in saved for row in one.get("programs", ())]
+
+
+def _in_order(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    return [found[one.name] for one in programs() if one.name in found]
+
+
+def _write(name: str, own: list[dict[str, Any]]) -> None:
+    found = {
+        row["name"]: {**row, "machine": saved["machine"]["processor"]}
+        for saved in machine.saved_elsewhere(name)
+        for row in saved["programs"]
+    }
+    rows = _in_order({**found, **{row["name"]: row for row in own}})
+    if name == "strangers":
+        trained = [machine.saved("trained"), *machine.saved_elsewhere("trained")]
+        write_page(rows, [row for one in trained for row in one.get("programs", ())])
+    else:
+        write_ranks_page(rows)
 
 
 if __name__ == "__main__":

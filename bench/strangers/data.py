@@ -184,6 +184,141 @@ def sines(file: Path, rows: int = 20, length: int = 200) -> None:
     torch.save(numpy.sin((numpy.arange(length) + phases) / 20.0), file)
 
 
+def cifar10(folder: Path) -> None:
+    """Five files of training pictures and one of others, as `torchvision.datasets.CIFAR10` reads them."""
+    named = folder / "cifar-10-batches-py"
+    names = [f"class {number}" for number in range(10)]
+    for part in ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5"):
+        _small_pictures(named / part, "labels", 512, len(names))
+    _small_pictures(named / "test_batch", "labels", 256, len(names))
+    (named / "batches.meta").write_bytes(pickle.dumps({"label_names": names}))
+
+
+def cifar100(folder: Path) -> None:
+    """As `torchvision.datasets.CIFAR100` reads them."""
+    named = folder / "cifar-100-python"
+    names = [f"class {number}" for number in range(100)]
+    _small_pictures(named / "train", "fine_labels", 1024, len(names))
+    _small_pictures(named / "test", "fine_labels", 256, len(names))
+    (named / "meta").write_bytes(pickle.dumps({"fine_label_names": names}))
+
+
+def _small_pictures(file: Path, labels: str, count: int, classes: int) -> None:
+    """Pictures of 32 by 32 pixels and their classes, pickled."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draw = numpy.random.default_rng(0)
+    values = draw.integers(0, 256, (count, 3 * 32 * 32), dtype=numpy.uint8)
+    chosen = [int(one) for one in draw.integers(0, classes, count)]
+    file.write_bytes(pickle.dumps({"data": values, labels: chosen}))
+
+
+def bsds(folder: Path) -> None:
+    """Pictures in `train` and `test`, large enough to cut 256 pixels out."""
+    for part in ("train", "test"):
+        pictures(folder / part, 48, 272)
+
+
+def pets(folder: Path) -> None:
+    """JPEG files whose names say what is on them."""
+    from PIL import Image
+
+    folder.mkdir(parents=True)
+    draw = numpy.random.default_rng(0)
+    for number in range(256):
+        values = draw.integers(0, 256, (64, 64, 3), dtype=numpy.uint8)
+        name = ("cat", "dog")[number % 2]
+        Image.fromarray(values).save(folder / f"{name}_{number}.jpg")
+
+
+def mnist_tensors(folder: Path, count: int = 2048) -> None:
+    """Normalized pictures and their classes as `torch.save` writes tensors, for training and for tests."""
+    import torch
+
+    folder.mkdir(parents=True)
+    draw = torch.Generator().manual_seed(0)
+    for part, size in (("train", count), ("test", count // 2)):
+        torch.save(torch.randn(size, 1, 28, 28, generator=draw), folder / f"{part}_data.pt")
+        chosen = torch.randint(0, 10, (size,), generator=draw)
+        torch.save(chosen, folder / f"{part}_labels.pt")
+
+
+def several_texts(folder: Path) -> None:
+    """Text files of sentences."""
+    for number in range(4):
+        text(folder / f"{number}.txt", 800)
+
+
+def preferences(file: Path, count: int = 512) -> None:
+    """JSON lines of a question, a better answer and a worse one."""
+    answers = [" ".join(sentences(3, number)) for number in range(count + 1)]
+    rows = [
+        {
+            "prompt": sentences(1, number)[0],
+            "chosen": answers[number],
+            "rejected": answers[number + 1],
+        }
+        for number in range(count)
+    ]
+    _lines(file, [dict(row) for row in rows])
+
+
+def small_gpt2(folder: Path) -> None:
+    """A GPT-2 of four layers with random weights, and a tokenizer of words."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+    names = ["<eos>", "<unk>", *WORDS, *string.ascii_letters, *" .,;:!?'-\n"]
+    known = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    made = Tokenizer(models.WordLevel(known, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation()]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        eos_token="<eos>",
+        pad_token="<eos>",
+        unk_token="<unk>",
+        bos_token="<eos>",
+    )
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=len(known),
+        n_positions=128,
+        n_embd=64,
+        n_layer=4,
+        n_head=4,
+        eos_token_id=0,
+        bos_token_id=0,
+    )
+    GPT2LMHeadModel(config).save_pretrained(folder)
+
+
+def small_pythia(file: Path) -> None:
+    """The configuration of a GPT-NeoX of four layers."""
+    file.write_text(
+        "name: small\nblock_size: 64\nvocab_size: 128\npadded_vocab_size: 128\n"
+        "n_layer: 4\nn_head: 4\nn_embd: 64\n"
+    )
+
+
+def small_unet(folder: Path) -> None:
+    """The configuration of a U-Net of two levels, as diffusers reads it."""
+    folder.mkdir(parents=True)
+    settings: dict[str, object] = {
+        "_class_name": "UNet2DModel",
+        "sample_size": 32,
+        "in_channels": 3,
+        "out_channels": 3,
+        "layers_per_block": 1,
+        "block_out_channels": [32, 64],
+        "down_block_types": ["DownBlock2D", "AttnDownBlock2D"],
+        "up_block_types": ["AttnUpBlock2D", "UpBlock2D"],
+    }
+    (folder / "config.json").write_text(json.dumps(settings))
+
+
 GENERATORS: dict[str, Callable[[Path], None]] = {
     "mnist": mnist,
     "whole_mnist": whole_mnist,
@@ -200,4 +335,14 @@ GENERATORS: dict[str, Callable[[Path], None]] = {
     "conversations": conversations,
     "cora": cora,
     "sines": sines,
+    "cifar10": cifar10,
+    "cifar100": cifar100,
+    "bsds": bsds,
+    "pets": pets,
+    "mnist_tensors": mnist_tensors,
+    "several_texts": several_texts,
+    "preferences": preferences,
+    "small_gpt2": small_gpt2,
+    "small_pythia": small_pythia,
+    "small_unet": small_unet,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -32,7 +33,8 @@ _OFFLINE = {
 class Program(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One program: where it is, how it is made small, and what it reads.
 
-    `processes`: as how many ranks it runs, `device` where.
+    `driver`: the text of its script; `notebook`: the file whose cells are. `processes`: as how many ranks it
+    runs, `device` where.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     inside: str = "."
     path: str = ""
     driver: str = ""
+    notebook: str = ""
     data: dict[str, str] = {}
     no_data_yet: list[str] = []
     processes: int = 1
@@ -93,9 +96,19 @@ def prepared(program: Program, place: Place, name: str) -> Path:
         shutil.rmtree(folder / empty, ignore_errors=True)
     for generator, where in program.data.items():
         GENERATORS[generator](folder / where)
-    if program.driver:
-        (folder / program.inside / program.script).write_text(program.driver)
+    written = program.driver or (program.notebook and _cells(source / program.notebook))
+    if written:
+        (folder / program.inside / program.script).write_text(written)
     return folder / program.inside
+
+
+def _cells(notebook: Path) -> str:
+    """The code of a notebook, without what only a notebook runs: lines that begin with % or !."""
+    cells = json.loads(notebook.read_text())["cells"]
+    lines = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    return "".join(
+        f"{line}\n" for line in "\n".join(lines).splitlines() if not line.startswith(("%", "!"))
+    )
 
 
 def run(command: list[str], folder: Path, paths: list[str], limit: float) -> Ended:

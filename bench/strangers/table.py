@@ -12,13 +12,15 @@ PAGE = Path(__file__).parents[2] / "docs" / "programs.md"
 LASTING = "parameter", "buffer", "gradient", "optimizer_state"
 _HALF = 0.5
 _MIB = 2**20
-_SET_BY = re.compile(r"set by (aten::\w+ in the \w+(?: of [\w.]+)?|what was alive before the step)")
+_SET_BY = re.compile(
+    r"set by ((?:aten::\w+|\w+ of \S+) in the \w+(?: of [\w.]+)?|what was alive before the step)"
+)
 _MISSED_COLUMNS = "program", "peak MiB", "state", "inputs", "smallest", "set by"
 _TRAINED_COLUMNS = "program", "levers", "backward passes", "equal"
 _HEAD = """# Public programs, as they are
 
 `diagnose` and `optimize --memory 60%` on programs that torchtrim was not written for: unmodified, made small
-by their command lines alone, with generated data, on two cores of a loaded machine. `python -m
+by their command lines alone, with generated data, on two cores of loaded machines. `python -m
 bench.strangers` makes this page; each program, its commit and its arguments are in
 `bench/strangers/programs.toml`, all figures in `bench/results`. Seconds are of one run each.
 
@@ -99,13 +101,24 @@ def write_page(rows: list[dict[str, Any]], trained: list[dict[str, Any]]) -> Non
     """Write the page."""
     missed = [row for row in rows if _is_lean(row) and not _met(row)]
     PAGE.write_text(
-        f"{_HEAD}{_summary(rows)}\n\n"
+        f"{_HEAD}{_machines(rows)}\n{_summary(rows)}\n\n"
         + _table(_COLUMNS, [_cells(row) for row in rows])
         + _MISSED
         + _table(_MISSED_COLUMNS, [_missed_cells(row) for row in missed])
         + _TRAINED
         + _table(_TRAINED_COLUMNS, [_trained_cells(row) for row in trained])
     )
+
+
+def _machines(rows: Sequence[dict[str, Any]]) -> str:
+    """Which programs ran on which machine; those of the most are not named."""
+    on: dict[str, list[str]] = {}
+    for row in rows:
+        on.setdefault(row["machine"], []).append(row["name"])
+    most = max(on, key=lambda one: len(on[one]))
+    lines = [f"On an {most} ran all that are not named here.\n"]
+    lines += [f"On an {one}: {'; '.join(on[one])}.\n" for one in on if one != most]
+    return "".join(lines)
 
 
 def _summary(rows: Sequence[dict[str, Any]]) -> str:
@@ -117,11 +130,13 @@ def _summary(rows: Sequence[dict[str, Any]]) -> str:
     same = [row for row in met if _fitted(row)["code"] == 0]
     left = [row for row in free if _met(row)]
     rounded, both = len(met) - len(same), len(left)
+    undecided = sum(_fitted(row).get("verdict") == "UNDECIDED" for row in lean)
     return (
         f"Of {len(rows)} programs {len(ran)} trained in the process that was watched. State takes less than\n"
         f"half of the peak in {len(lean)}; {len(met)} of these reach 60 %, {len(same)} with identical\n"
-        f"results and {rounded} with `--allow rounding`. State and inputs together take less than half in\n"
-        f"{len(free)}, of which {both} reach it."
+        f"results and {rounded} with `--allow rounding`. In {undecided} more the peak is reached and the\n"
+        "verdict is UNDECIDED, since two runs of the script itself differ. State and inputs together\n"
+        f"take less than half in {len(free)}, of which {both} reach it."
     )
 
 
@@ -142,11 +157,15 @@ def _is_lean(row: dict[str, Any]) -> bool:
 
 def _met(row: dict[str, Any]) -> bool:
     verbs = (row["verbs"].get(name, {}) for name in ("optimize", "optimize, rounding"))
-    return any(verb.get("code") == 0 and verb.get("peak_bytes") for verb in verbs)
+    return any(
+        verb.get("code") == 0 and verb.get("peak_bytes") and verb.get("verdict") != "UNDECIDED"
+        for verb in verbs
+    )
 
 
 def _missed_cells(row: dict[str, Any]) -> list[str]:
-    last = row["verbs"].get("optimize, rounding") or _fitted(row)
+    rounding = row["verbs"].get("optimize, rounding", {})
+    last = rounding if rounding.get("peak_bytes") else _fitted(row)
     notes = " ".join((*last.get("notes", ()), *_fitted(row).get("notes", ())))
     found = _SET_BY.search(notes)
     return [

@@ -406,3 +406,21 @@ def test_modules_that_a_loader_calls_are_no_roots_and_end_no_step(
     assert watcher.roots == [model]
     assert watcher.forwards == 4
     assert told.events.count("step") == 3
+
+
+def test_a_call_that_is_traced_is_let_alone(told: Told, watcher: Watcher) -> None:
+    with watcher:
+        net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        traced = torch.jit.trace(net, torch.ones(1, 2), check_trace=False)
+        traced(torch.ones(3, 2))
+    assert told.events == []
+    assert watcher.roots == []
+
+
+def test_a_model_without_values_is_let_alone(told: Told, watcher: Watcher) -> None:
+    with watcher:
+        net = nn.Sequential(nn.Linear(2, 2), nn.ReLU()).to("meta")
+        net(torch.ones(3, 2, device="meta")).sum().backward()
+        assert told.events == []
+        nn.Linear(2, 2)(torch.ones(3, 2))
+    assert told.events[0] == "root Linear"

@@ -77,7 +77,7 @@ def test_what_is_excluded_is_not_in_a_plan() -> None:
     without = planner_of(profile, exclude=recompute.where[:1]).floor_plan(0)
     places = [where for one in without.techniques for where in one.where]
     assert recompute.where[0] not in places
-    every = "recompute", "overwrite", "optimizer_in_backward"
+    every = "recompute", "overwrite", "optimizer_in_backward", "split_channels"
     assert planner_of(profile, exclude=every).floor_plan(0).techniques == ()
 
 

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
-from torchtrim.run.wide import Wide, widen_old_types
+from torchtrim.run.wide import Wide, keep_wide_in_backward, load_as_written, widen_old_types
 
 NARROW = torch.ones(2)
+PICTURE = torch.ones(1, 1, 4, 4)
 
 
 def test_what_is_made_by_an_old_type_is_float64(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,3 +28,34 @@ def test_a_cast_by_name_is_to_float64(name: str) -> None:
         assert NARROW.double().type(name).dtype is torch.float64
         assert NARROW.float().dtype is torch.float64
         assert NARROW.type("torch.IntTensor").dtype is torch.int32
+
+
+def test_data_of_float32_goes_with_weights_of_float64() -> None:
+    layer = torch.nn.Conv2d(1, 2, 3).double()
+    with Wide():
+        assert torch.equal(layer(PICTURE), layer(PICTURE.double()))
+        with pytest.raises(RuntimeError, match="Kernel size"):
+            layer(PICTURE[:, :, :2])
+
+
+def test_what_is_loaded_has_the_type_that_it_was_written_in(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch._utils, "_rebuild_tensor", torch._utils._rebuild_tensor)
+    load_as_written()
+    torch.save({"data": PICTURE}, tmp_path / "data.pt")
+    with Wide():
+        assert torch.equal(torch.load(tmp_path / "data.pt")["data"], PICTURE)
+
+
+def test_what_runs_again_in_backward_is_wide_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    for owner in (torch.autograd, torch.autograd.graph):
+        original = torch.autograd.graph._engine_run_backward
+        monkeypatch.setattr(owner, "_engine_run_backward", original)
+    keep_wide_in_backward()
+    layer = torch.nn.Conv2d(1, 2, 3).double()
+    with Wide():
+        made = checkpoint(lambda: layer(PICTURE).float(), use_reentrant=False)
+        made.sum().backward()
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.dtype is torch.float64

@@ -14,6 +14,7 @@ from torchtrim.errors import ApplyFailed, UsageError
 from torchtrim.loops.optimize import Fit, Fitting
 from torchtrim.records.plan import Technique
 from torchtrim.records.trial import Request
+from torchtrim.step import from_profile
 from torchtrim.techniques import lowered
 from torchtrim.techniques.precision import TECHNIQUE
 
@@ -163,3 +164,19 @@ def test_a_name_of_none_is_refused() -> None:
         planned(step_of(1), "50%", allow="semantic=recompute")
     with pytest.raises(UsageError, match="give --allow semantic=precision too"):
         planned(step_of(1), "50%", pins={"precision": ["*"]})
+
+
+def test_a_loss_that_is_called_by_itself_is_no_place() -> None:
+    net, criterion = nn.Linear(64, 256), nn.MSELoss()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = criterion(model(batch), torch.zeros(64, 256))
+        return found
+
+    step = torchtrim.TrainStep(net, loss, optimizer, torch.randn(64, 64))
+    trial = Fitting(step, Request(steps=1), lambda _: None).observe()
+    assert trial.profile is not None
+    assert "MSELoss" in {module.path for module in trial.profile.modules}
+    options = TECHNIQUE.options(from_profile.step_of(trial.profile, 1.0))
+    assert {one.where for one in options} == {"Linear"}

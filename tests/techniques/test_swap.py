@@ -88,3 +88,13 @@ def test_what_a_scheduler_has_wrapped_stays_and_only_calls_on() -> None:
     optimizer.step()
     assert said == []
     assert optimizer.step == wrapped
+
+
+def test_a_call_that_is_traced_runs_as_it_is() -> None:
+    said: list[str] = []
+    module = nn.Linear(2, 2)
+    swapped = Swapped(module, saying(said, "a"))
+    traced = torch.jit.trace(module, torch.ones(1, 2), check_trace=False)
+    assert torch.equal(traced(torch.ones(1, 2)), module(torch.ones(1, 2)))
+    assert said == ["a"]
+    swapped.revert()

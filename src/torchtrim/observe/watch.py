@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -110,6 +110,7 @@ class Watcher:
         self._watches = False
         self._depth = 0
         self._loading = False
+        self._is_aside = False
         self._evaluations = 0
         self._by_hand = ByHand()
         self._pid = os.getpid()
@@ -177,19 +178,32 @@ class Watcher:
         self._undo.callback(restore)
 
     def _here(self) -> bool:
-        return self._watches and threading.get_ident() == self._thread and os.getpid() == self._pid
+        watches = self._watches and not self._is_aside
+        return watches and threading.get_ident() == self._thread and os.getpid() == self._pid
 
     def _watched_call(self, original: Any) -> Any:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            unwatched = is_dynamo_compiling() or not self._here() or self._loading
-            if unwatched or isinstance(module, ScriptModule):
+            unwatched = not self._here() or self._loading
+            if unwatched or _is_traced() or isinstance(module, ScriptModule):
                 return original(module, *args, **kwargs)
+            if self._depth == 0 and _is_without_values(module.parameters()):
+                with self._aside():
+                    return original(module, *args, **kwargs)
             with self._running(module, args, kwargs) as done:
                 output = original(module, *args, **kwargs)
                 done(output)
             return output
 
         return call
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Nothing is watched meanwhile."""
+        self._is_aside = True
+        try:
+            yield
+        finally:
+            self._is_aside = False
 
     @contextlib.contextmanager
     def _running(
@@ -233,6 +247,8 @@ class Watcher:
                 return original(tensors, *args, **kwargs)
             one = isinstance(tensors, (torch.Tensor, GradientEdge))
             several = (tensors,) if one else tuple(tensors)
+            if _is_without_values(each for each in several if isinstance(each, torch.Tensor)):
+                return original(several, *args, **kwargs)
             self.backwards += 1
             self._listener.backward_starts(
                 tuple(each for each in several if isinstance(each, torch.Tensor))
@@ -357,6 +373,17 @@ class Watcher:
                 return number
         self.optimizers.append(optimizer)
         return len(self.optimizers) - 1
+
+
+def _is_without_values(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether the first is on the meta device, as where the operations of a model are only counted."""
+    first = next(iter(tensors), None)
+    return first is not None and first.device.type == "meta"
+
+
+def _is_traced() -> bool:
+    """Whether a call is written down for a graph, as by `torch.jit.trace`: it is no part of a step."""
+    return is_dynamo_compiling() or torch._C._get_tracing_state() is not None
 
 
 def _living_optimizers() -> int:

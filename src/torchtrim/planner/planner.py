@@ -29,7 +29,7 @@ from torchtrim.step.from_profile import step_of
 from torchtrim.step.host import host_peak
 from torchtrim.step.links import added_seconds, traffic
 from torchtrim.step.overwrite import overwritten
-from torchtrim.step.simulate import Outcome, simulate
+from torchtrim.step.simulate import Outcome, level, simulate
 from torchtrim.step.step import Step
 from torchtrim.techniques.base import Option, Settings, Settles, names, technique
 from torchtrim.units import format_bytes
@@ -212,19 +212,30 @@ class Planner:
         )
 
     def set_by(self, choice: Choice) -> str:
-        """The operator during which memory is highest, in words."""
+        """The operator during which memory is highest, or what the choice does before it, in words."""
         index = choice.outcome.task
         if index < 0:
             return "what was alive before the step"
         op = self.profile.operators[index]
         place = self.profile.place_of(index)
         module = self.profile.module_of(index)
-        parts = [f"{op.name.rpartition('.')[0]} in the {op.phase}"]
+        what = self._inserted(choice) or op.name.rpartition(".")[0]
+        parts = [f"{what} in the {op.phase}"]
         if module:
             parts.append(f"of {module}")
         if place:
             parts.append(f"({place.path}:{place.line})")
         return " ".join(parts)
+
+    def _inserted(self, choice: Choice) -> str:
+        """What the choice does just before the task at which memory is highest, where that takes more."""
+        step, index = self._overwriting[0], choice.outcome.task
+        for option in choice.options:
+            edit = technique(option.technique).edits(step, option)
+            levels = [level(one) for one in edit.inserts if one.at == index] if edit else []
+            if max(levels, default=0) > step.tasks[index].transient:
+                return f"{option.technique} of {option.where}"
+        return ""
 
     @cached_property
     def _free(self) -> tuple[Option, ...]:

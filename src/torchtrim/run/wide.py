@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -20,6 +21,31 @@ def widen_old_types() -> None:
     """`torch.FloatTensor(2, 3)`, which no mode sees, makes float64 in this process from now on."""
     for module, narrow, wide in _OLD_TYPES:
         setattr(module, narrow, getattr(module, wide))
+
+
+def load_as_written() -> None:
+    """What is read from a file, or sent by a loader's worker, has the type that it was written in."""
+    rebuild = torch._utils._rebuild_tensor
+
+    @functools.wraps(rebuild)
+    def as_written(*args: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return rebuild(*args)  # type: ignore[no-untyped-call]
+
+    torch._utils._rebuild_tensor = as_written
+
+
+def keep_wide_in_backward() -> None:
+    """What runs again in backward does so under `Wide`, as at first: torch turns modes off there."""
+    run_backward = torch.autograd.graph._engine_run_backward
+
+    @functools.wraps(run_backward)
+    def wide(*args: Any, **kwargs: Any) -> Any:
+        with Wide():
+            return run_backward(*args, **kwargs)
+
+    for owner in (torch.autograd, torch.autograd.graph):
+        owner._engine_run_backward = wide  # type: ignore[attr-defined]
 
 
 def prepare(root: nn.Module, request: Request) -> None:
@@ -42,7 +68,8 @@ def _nudge(parameter: torch.Tensor) -> None:
 
 class Wide(TorchFunctionMode):
     """What is cast to or made in float32 is in float64: `x.float()`, `softmax(x, -1, dtype=torch.float32)`,
-    `x.type("torch.FloatTensor")`.
+    `x.type("torch.FloatTensor")`. So is data that came in float32 and meets float64 where torch wants one
+    type.
 
     Else the program rounds to float32 itself, and by how much less two runs differ says nothing.
     """
@@ -53,7 +80,26 @@ class Wide(TorchFunctionMode):
         if func is torch.Tensor.float:
             func = torch.Tensor.double
         named = {name: _wide(value) for name, value in (kwargs or {}).items()}
-        return func(*map(_wide, args), **named)
+        args = tuple(map(_wide, args))
+        try:
+            return func(*args, **named)
+        except RuntimeError:
+            if not _are_mixed((*args, *named.values())):
+                raise
+        named = {name: _widened(value) for name, value in named.items()}
+        return func(*map(_widened, args), **named)
+
+
+def _are_mixed(values: tuple[Any, ...]) -> bool:
+    """Whether there are tensors of float32 and of float64."""
+    types = {value.dtype for value in values if isinstance(value, torch.Tensor)}
+    return {torch.float32, torch.float64} <= types
+
+
+def _widened(value: Any) -> Any:
+    """A tensor of float32 in float64; anything else as it is."""
+    is_narrow = isinstance(value, torch.Tensor) and value.dtype is torch.float32
+    return value.double() if is_narrow else value
 
 
 def _wide(value: Any) -> Any:

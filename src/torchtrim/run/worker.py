@@ -43,7 +43,7 @@ from torchtrim.run.script import OUTCOME, STATUS, TASK
 from torchtrim.run.seeming import seeming_ranks
 from torchtrim.run.session import Session
 from torchtrim.run.stacks import tells_where
-from torchtrim.run.wide import Wide, widen_old_types
+from torchtrim.run.wide import Wide, keep_wide_in_backward, load_as_written, widen_old_types
 from torchtrim.techniques.failing import place_of
 
 SEED = 1_927_031
@@ -105,6 +105,8 @@ class Runner:
         if self._task.request.double:
             torch.set_default_dtype(torch.float64)
             widen_old_types()
+            load_as_written()
+            keep_wide_in_backward()
         request = self._task.request
         with self._dry(), seeming_ranks(request.ranks, sharded=request.sharding is not None):
             self._emulate()

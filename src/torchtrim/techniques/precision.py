@@ -31,7 +31,7 @@ from torchtrim.records.finding import Equivalence
 from torchtrim.records.plan import Technique
 from torchtrim.step.step import Span, Step
 from torchtrim.techniques.base import Handle, Option, all_or_none
-from torchtrim.techniques.places import module_at
+from torchtrim.techniques.places import module_at, root_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -113,13 +113,22 @@ def _of(technique: Technique) -> str:
 
 
 def _roots(step: Step) -> dict[str, tuple[Span, ...]]:
-    """The roots that are called with gradients and compute in float32, with the spans of their calls."""
+    """The roots with parameters that are called with gradients and compute in float32, with the spans of
+    their calls. A loss that is called by itself has none."""
     found: dict[str, tuple[Span, ...]] = {}
+    owning = _owning(step)
     for call in step.calls:
         module = step.modules[call.module]
-        if module.parent < 0 and call.graded and _is_wide(step, call.span):
+        is_root = module.parent < 0 and module.path in owning
+        if is_root and call.graded and _is_wide(step, call.span):
             found[module.path] = (*found.get(module.path, ()), call.span)
     return found
+
+
+def _owning(step: Step) -> set[str]:
+    """The roots in which there are parameters."""
+    modules = step.profile.modules if step.profile is not None else ()
+    return {root_of(module.path) for module in modules if module.parameter_bytes}
 
 
 def _is_wide(step: Step, span: Span) -> bool:

@@ -51,9 +51,13 @@ class Swapped:
 
 
 class _Switch:
-    """Whether a change is on."""
+    """Whether a change is on, and whether it is to be used: a call that is traced runs as it is."""
 
     is_on = True
+
+    def is_used(self) -> bool:
+        """Whether a call that comes now is changed."""
+        return self.is_on and torch._C._get_tracing_state() is None
 
 
 def _over(own: Forward, wrap: Callable[[Forward], Forward], switch: _Switch) -> Forward:
@@ -62,7 +66,7 @@ def _over(own: Forward, wrap: Callable[[Forward], Forward], switch: _Switch) -> 
 
     @functools.wraps(own)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return (ours if switch.is_on else own)(*args, **kwargs)
+        return (ours if switch.is_used() else own)(*args, **kwargs)
 
     setattr(forward, _SWAPPED, (forward, switch, own))
     return forward
@@ -91,7 +95,7 @@ def _subclass(
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         run: Forward = functools.partial(original.forward, self)
-        return (wrap(run) if switch.is_on else run)(*args, **kwargs)
+        return (wrap(run) if switch.is_used() else run)(*args, **kwargs)
 
     def reduce_ex(self: nn.Module, protocol: Any) -> Any:
         reduced = original.__reduce_ex__(self, protocol)

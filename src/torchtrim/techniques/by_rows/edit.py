@@ -1,4 +1,4 @@
-"""What a step is with a call run in parts of its rows."""
+"""What a step is with a call run in parts: of its rows, or of its channels."""
 
 from __future__ import annotations
 
@@ -11,17 +11,23 @@ _PART_SECONDS = 2e-4
 """Of one part, forward and backward: the call of the module and of autograd's engine."""
 
 
-def edit_of(step: Step, span: Span, parts: int) -> Edit | None:
-    """The parts in place of the whole call; None where backward does not come by."""
-    change = _Change(step, span, parts)
+def edit_of(
+    step: Step, span: Span, parts: int, *, copies: bool = False, over: bool = False
+) -> Edit | None:
+    """The parts in place of the whole call; None where backward does not come by.
+
+    `copies`: a part is copied out of what goes in. `over`: the gradient of that is written over it.
+    """
+    change = _Change(step, span, parts, copies=copies, over=over)
     return change.edit() if change.later else None
 
 
 class _Change:
     """The parts of the edit. `later`: the tasks of backward that are of the call."""
 
-    def __init__(self, step: Step, span: Span, parts: int) -> None:
+    def __init__(self, step: Step, span: Span, parts: int, *, copies: bool, over: bool) -> None:
         self._step, self._span, self._parts = step, span, parts
+        self._copies, self._over = copies, over
         self._now = range(*span)
         self.later = sorted(n for task in self._now for n in step.backward.get(task, ()))
         tasks = {*self._now, *self.later}
@@ -38,13 +44,13 @@ class _Change:
         step, span = self._step, self._span
         begin = self.later[0]
         blocks = tuple(
-            Block(step.tensors[n].bytes, begin, step.tensors[n].birth + 1) for n in self._gradients
+            Block(step.tensors[n].bytes, begin, step.tensors[n].birth + 1) for n in self._whole
         )
         seconds = sum(step.tasks[task].seconds for task in self._now)
         seconds += self._parts * _PART_SECONDS
         return Edit(
             drops=(*self._all_of(self._gone), *self._saved()),
-            needs=tuple(Need(number, begin + 1) for number in self._inputs()),
+            needs=tuple(Need(number, self._read_until()) for number in self._inputs()),
             blocks=blocks,
             inserts=(
                 Insert(span.first, 0.0, self._forward()),
@@ -56,6 +62,17 @@ class _Change:
             ),
             claims=(span,),
         )
+
+    @property
+    def _whole(self) -> list[int]:
+        """The gradients that are made whole, where the first part begins."""
+        tensors = self._step.tensors
+        return [n for n in self._gradients if not self._over or tensors[n].kind == "gradient"]
+
+    def _read_until(self) -> int:
+        """Until when there is what goes in: where its gradient is written over it, until that was made."""
+        made = (self._step.tensors[n].birth for n in self._gradients if n not in self._whole)
+        return max(made, default=self.later[0]) + 1
 
     def _all_of(self, numbers: Iterable[int]) -> list[Drop]:
         tensors = self._step.tensors
@@ -80,7 +97,7 @@ class _Change:
 
     def _forward(self) -> int:
         """The result, and what a part makes besides."""
-        return self._bytes(self._results) + self._again(saves=False)
+        return self._bytes(self._results) + self._again(saves=False) + self._copied()
 
     def _backward(self) -> int:
         """The gradients, of which those of parameters are added up; and a part that runs again, or its own
@@ -96,7 +113,8 @@ class _Change:
             within = self._level(task, others, saves=True) + step.tasks[task].transient - made
             highest = max(highest, level + made + max(within, 0) // self._parts)
             level += made
-        return self._bytes(self._gradients) + highest
+        comes = self._bytes(self._results) // self._parts if self._copies else 0
+        return self._bytes(self._whole) + highest + comes + self._copied()
 
     def _again(self, *, saves: bool) -> int:
         """The highest that memory rises in the forward of a part."""
@@ -105,6 +123,10 @@ class _Change:
             for task in self._now
         )
         return max(rises) // self._parts
+
+    def _copied(self) -> int:
+        """What a part of the input takes."""
+        return self._bytes(self._inputs()) // self._parts if self._copies else 0
 
     def _level(self, at: int, others: Iterable[tuple[int, int, int]], *, saves: bool) -> int:
         """The bytes of what is gone that would be there before a task, were it all made at once."""

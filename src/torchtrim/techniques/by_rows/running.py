@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any
@@ -14,6 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from torchtrim.errors import ApplyFailed
+from torchtrim.techniques.casting import casting
 from torchtrim.techniques.failing import note
 from torchtrim.techniques.swap import Swapped
 
@@ -64,7 +64,7 @@ class _Parts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, forward: Forward, parts: int, given: Tensor, *owned: Tensor) -> Tensor:
-        ctx.again, ctx.cast = forward, _casting(given.device.type)
+        ctx.again, ctx.cast = forward, casting(given.device.type)
         ctx.spans = list(_spans(prod(given.shape[:-1]), parts))
         ctx.save_for_backward(given, *owned)
         rows, whole = _rows(given), None
@@ -87,7 +87,7 @@ class _Parts(torch.autograd.Function):
         sums: list[Tensor | None] = [None] * len(owned)
         for first, last in ctx.spans:
             part = rows[..., first:last, :].requires_grad_(wanted)
-            with torch.enable_grad(), _cast(ctx.cast):
+            with torch.enable_grad(), ctx.cast.again():
                 made = ctx.again(part)
             edge, comes_here = get_gradient_edge(made), comes[first:last].view(made.shape)
             del made
@@ -138,13 +138,3 @@ def _spans(rows: int, parts: int) -> Iterator[tuple[int, int]]:
     size = -(-rows // parts)
     for first in range(0, rows, size):
         yield first, min(first + size, rows)
-
-
-def _casting(device: str) -> tuple[str, torch.dtype, bool]:
-    return device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-
-
-def _cast(casting: tuple[str, torch.dtype, bool]) -> contextlib.AbstractContextManager[Any]:
-    """Autocast as it was in forward."""
-    device, dtype, enabled = casting
-    return torch.autocast(device, dtype=dtype, enabled=enabled)

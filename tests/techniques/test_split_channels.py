@@ -1,0 +1,265 @@
+"""BatchNorm and what follows it, run in parts of the channels: planned to the byte, equal bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import draws
+import torchtrim
+from steps import train_step
+from torchtrim.errors import ApplyFailed
+from torchtrim.loops.optimize import Fitting
+from torchtrim.records.plan import Technique
+from torchtrim.records.terms import Terms
+from torchtrim.records.trial import Request
+from torchtrim.step.from_profile import step_of
+from torchtrim.step.simulate import simulate
+from torchtrim.step.step import Step
+from torchtrim.techniques.by_channels import running
+from torchtrim.techniques.split_channels import TECHNIQUE
+
+FOLLOWING: dict[str, tuple[nn.Module, ...]] = {
+    "nothing": (),
+    "relu": (nn.ReLU(),),
+    "relu in place": (nn.ReLU(inplace=True),),
+    "pooling": (nn.LeakyReLU(0.2), nn.MaxPool2d(2)),
+    "upsampling": (nn.LeakyReLU(0.2, inplace=True), nn.Upsample(scale_factor=2)),
+    "average": (nn.ReLU6(), nn.AvgPool2d(2)),
+}
+
+
+def part_of(*where: str, parts: Any = 4, overwrites: Any = True) -> Technique:
+    options = {"overwrites": overwrites, "parts": parts}
+    return Technique(name="split_channels", where=where, options=options, equivalence="BITWISE")
+
+
+def network(following: str = "pooling", channels: int = 16, **norm: Any) -> nn.Sequential:
+    """A convolution and a norm, and what follows."""
+    torch.manual_seed(0)
+    last = copy.deepcopy(FOLLOWING[following])
+    first = nn.Conv2d(3, channels, 3, padding=1, bias=False)
+    return nn.Sequential(first, nn.BatchNorm2d(channels, **norm), *last)
+
+
+def place_in(net: nn.Sequential) -> str:
+    return "Sequential.1" if len(net) == 2 else f"Sequential[1:{len(net)}]"
+
+
+class Block(nn.Module):
+    """Two norms that are called by name; what the first is given is looked at again, if asked for."""
+
+    def __init__(self, again: str = "") -> None:
+        super().__init__()
+        self.a, self.b = (nn.Conv2d(8, 8, 3, padding=1) for _ in range(2))
+        self.norm, self.other = nn.BatchNorm2d(8), nn.BatchNorm2d(8)
+        self.again, self.kept = again, torch.empty(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.a(x)
+        if self.again == "result":
+            made = torch.relu(made)
+        normed = torch.relu(self.norm(made))
+        if self.again == "name":
+            self.kept = made
+        if self.again == "saved":
+            normed = normed * made
+        if self.again == "added":
+            normed = normed + made
+        if self.again == "twice":
+            normed = normed + torch.relu(self.norm(made))
+        return torch.relu(self.other(self.b(normed)))
+
+
+def results(net: nn.Module, batch: torch.Tensor, *, spread: bool) -> list[torch.Tensor]:
+    """Output, all gradients, all buffers. `spread`: the gradient of the output is one number, expanded."""
+    net.zero_grad()
+    given = batch.clone(memory_format=torch.preserve_format).requires_grad_()
+    made = net(given)
+    scale = torch.linspace(-1, 1, made.numel(), dtype=torch.float64).view(made.shape)
+    (made.sum() if spread else (made * scale.to(made.dtype)).sum()).backward()
+    assert given.grad is not None
+    of_weights = [one.grad for one in net.parameters() if one.grad is not None]
+    return [made.detach(), given.grad, *of_weights, *(one.clone() for one in net.buffers())]
+
+
+def assert_same(net: nn.Module, other: nn.Module, batch: torch.Tensor, *, spread: bool) -> None:
+    for _ in range(2):
+        pairs = zip(
+            results(net, batch, spread=spread), results(other, batch, spread=spread), strict=True
+        )
+        for one, two in pairs:
+            assert torch.equal(one, two)
+            assert one.stride() == two.stride()
+
+
+CASES = list(
+    itertools.product(
+        (torch.float32, torch.bfloat16, torch.float64),
+        (torch.contiguous_format, torch.channels_last),
+        (5, 16, 40, 96),
+        ({}, {"affine": False}, {"momentum": None}, {"track_running_stats": False}),
+        (2, 3, 8),
+        (1, 4),
+        FOLLOWING,
+        (False, True),
+    )
+)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+def test_every_bit_is_the_same() -> None:
+    chosen = random.Random(draws.seed()).sample(CASES, draws.count(960))
+    for dtype, layout, channels, norm, parts, count, following, spread in chosen:
+        torch.set_num_threads(count)
+        net = network(following, channels, **norm).to(dtype).to(memory_format=layout)
+        other = copy.deepcopy(net)
+        TECHNIQUE.apply({"Sequential": other}, part_of(place_in(other), parts=parts))
+        batch = torch.randn(3, 3, 13, 10).to(dtype).contiguous(memory_format=layout)
+        assert_same(net, other, batch, spread=spread)
+
+
+@pytest.mark.parametrize("dimensions", [1, 3])
+def test_one_and_three_dimensions_are_the_same(dimensions: int) -> None:
+    convolution, norm = (
+        (nn.Conv1d, nn.BatchNorm1d) if dimensions == 1 else (nn.Conv3d, nn.BatchNorm3d)
+    )
+    net = nn.Sequential(convolution(2, 6, 3), norm(6), nn.ReLU())
+    other = copy.deepcopy(net)
+    TECHNIQUE.apply({"Sequential": other}, part_of("Sequential[1:3]"))
+    assert_same(net, other, torch.randn(4, 2, *(7,) * dimensions), spread=False)
+
+
+def test_frozen_weights_and_autocast_are_the_same() -> None:
+    net = network("upsampling")
+    net[1].weight.requires_grad_(False)
+    other = copy.deepcopy(net)
+    TECHNIQUE.apply({"Sequential": other}, part_of(place_in(other)))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_same(net, other, torch.randn(2, 3, 8, 8), spread=False)
+
+
+def test_evaluation_and_calls_without_gradients_run_as_they_are() -> None:
+    net = network("relu")
+    other = copy.deepcopy(net)
+    TECHNIQUE.apply({"Sequential": other}, part_of(place_in(other)))
+    batch = torch.randn(2, 3, 8, 8)
+    with torch.no_grad():
+        assert torch.equal(net(batch), other(batch))
+    assert_same(net.eval(), other.eval(), batch, spread=False)
+
+
+def test_it_is_reverted() -> None:
+    net = network("pooling")
+    before = [type(one) for one in net.modules()], list(net.state_dict())
+    for where in ("Sequential.1", "Sequential[1:4]"):
+        TECHNIQUE.apply({"Sequential": net}, part_of(where)).revert()
+        assert ([type(one) for one in net.modules()], list(net.state_dict())) == before
+    assert_same(net, copy.deepcopy(net), torch.randn(2, 3, 8, 8), spread=False)
+
+
+def recorded(step: torchtrim.TrainStep) -> tuple[Step, int]:
+    trial = Fitting(step, Request(steps=1), lambda _: None).observe()
+    assert trial.profile is not None
+    return step_of(trial.profile, trial.seconds), trial.peak_bytes
+
+
+NETWORKS = {
+    "range": lambda: nn.Sequential(*network("pooling"), nn.Conv2d(16, 4, 3)),
+    "upsampling": lambda: nn.Sequential(*network("upsampling"), nn.Conv2d(16, 4, 3)),
+    "alone": lambda: nn.Sequential(*network("nothing"), nn.AdaptiveAvgPool2d(1)),
+}
+
+
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_the_peak_falls_to_what_was_said(kind: str) -> None:
+    net = NETWORKS[kind]()
+    step = train_step(net, torch.randn(4, 3, 32, 32), "SGD")
+    whole, before = recorded(step)
+    largest: dict[int, Any] = {}
+    for one in TECHNIQUE.options(whole):
+        known = largest.get(one.spans[0].first)
+        if known is None or one.spans[0].last > known.spans[0].last:
+            largest[one.spans[0].first] = one
+    edits = [edit for one in largest.values() if (edit := TECHNIQUE.edits(whole, one)) is not None]
+    saved = simulate(whole).peak_bytes - simulate(whole, edits).peak_bytes
+    assert saved > 0.05 * before
+    where = [one.where for one in largest.values()]
+    TECHNIQUE.apply({"Sequential": net}, part_of(*where, parts=8))
+    _, after = recorded(step)
+    assert after == pytest.approx(before - saved, rel=0.01)
+
+
+@pytest.mark.parametrize("again", ["", "name", "saved", "added", "result", "twice"])
+def test_only_an_input_that_nobody_looks_at_again_is_overwritten(again: str) -> None:
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), Block(again))
+    step, _ = recorded(train_step(net, torch.randn(4, 3, 16, 16), "SGD"))
+    found = {one.where: dict(one.settings)["overwrites"] for one in TECHNIQUE.options(step)}
+    expected = {"Sequential.1.other": True}
+    if again in ("", "saved", "added"):
+        expected["Sequential.1.norm"] = True
+    assert found == expected
+
+
+def test_what_was_saved_for_another_backward_is_not_overwritten_in_silence() -> None:
+    net = Block("result")
+    TECHNIQUE.apply({"Block": net}, part_of("Block.norm"))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        net(torch.randn(2, 8, 8, 8)).sum().backward()
+    net = Block()
+    TECHNIQUE.apply({"Block": net}, part_of("Block.norm"))
+    loss = net(torch.randn(2, 8, 8, 8)).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_modules_with_hooks_and_others_of_all_channels_are_left_out() -> None:
+    hooked = network("relu")
+    hooked[2].register_forward_hook(lambda *_: None)
+    step, _ = recorded(train_step(hooked, torch.randn(2, 3, 16, 16), "SGD"))
+    assert [one.where for one in TECHNIQUE.options(step)] == ["Sequential.1"]
+    mixing = nn.Sequential(*network("relu"), nn.Softmax(1), nn.Flatten())
+    step, _ = recorded(train_step(mixing, torch.randn(2, 3, 16, 16), "SGD"))
+    assert {one.where for one in TECHNIQUE.options(step)} == {"Sequential.1", "Sequential[1:3]"}
+
+
+def test_it_is_chosen_and_a_fault_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = nn.Sequential(*network("pooling"), nn.Conv2d(16, 4, 3))
+    step: torchtrim.TrainStep = train_step(net, torch.randn(4, 3, 32, 32), "SGD")
+    others = ("recompute", "replay", "overwrite", "optimizer_in_backward", "plain_optimizer")
+    fitting = Fitting(step, Request(steps=2), lambda _: None, Terms(exclude=others))
+    fit = fitting.nearest("70%")
+    assert fit.missed is None
+    assert fit.certificate is not None
+    assert {one.name for one in fit.plan.techniques} == {"split_channels"}
+    assert fit.certificate.verdict == "BITWISE", fit.certificate.reason
+    monkeypatch.setattr(running, "_counted", lambda norm: ((None, None), 0.0))
+    assert fitting.verify(fit.original, fit.plan).verdict == "NOT EQUAL"
+
+
+def test_what_cannot_run_in_parts_is_refused() -> None:
+    for options in ({"parts": 1}, {"parts": True}, {"overwrites": 1}):
+        with pytest.raises(ApplyFailed, match="`parts`, 2 or more"):
+            TECHNIQUE.apply({}, part_of("Sequential", **options))
+    net = nn.Sequential(nn.ReLU(), nn.BatchNorm2d(4))
+    for where in ("Sequential.0", "Sequential[0:2]"):
+        with pytest.raises(ApplyFailed, match="does not begin with a BatchNorm"):
+            TECHNIQUE.apply({"Sequential": net}, part_of(where))
+    net[1].register_forward_hook(lambda *_: None)
+    with pytest.raises(ApplyFailed, match="has hooks"):
+        TECHNIQUE.apply({"Sequential": net}, part_of("Sequential.1"))
