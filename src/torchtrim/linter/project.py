@@ -7,7 +7,7 @@ import re
 from functools import cache, lru_cache
 from pathlib import Path, PurePath
 
-from torchtrim.linter.kinds import UNKNOWN, Kind
+from torchtrim.linter.kinds import UNKNOWN, Kind, is_open
 from torchtrim.linter.scope import FileFacts, Outside
 from torchtrim.linter.static_syncs import facts_of, outline_of
 
@@ -56,7 +56,7 @@ def _returned(full: str, path: str, depth: int) -> tuple[Kind, tuple[str, ...]]:
         return UNKNOWN, (file,)
     outline = _outline(file, stamp)
     known = outline.returns.get(name)
-    if known == UNKNOWN:
+    if known is not None and is_open(known):
         known = _facts(file, stamp).returns.get(name)
     if known in (None, UNKNOWN) and depth and name in outline.imports:
         known, files = _returned(outline.imports[name], file, depth - 1)

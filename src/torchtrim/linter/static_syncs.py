@@ -16,7 +16,7 @@ from typing import NamedTuple
 from torchtrim.linter.annotations import annotated
 from torchtrim.linter.guards import guard
 from torchtrim.linter.infer import Inference, computed
-from torchtrim.linter.kinds import PLAIN, UNKNOWN, Kind, joined, sequence
+from torchtrim.linter.kinds import PLAIN, UNKNOWN, Kind, is_open, joined, sequence
 from torchtrim.linter.scope import ClassFacts, Environment, FileFacts, Outside
 
 _ONCE = re.compile(
@@ -282,11 +282,14 @@ class _Walk:
         """Note what a function returns by its `return`s, where no annotation says more."""
         returns = self._facts.returns if this is None else this.returns
         decorators = {_called(one) for one in node.decorator_list}
-        if returns.get(node.name) != UNKNOWN or not kinds or not decorators <= _TRANSPARENT:
+        said = returns.get(node.name)
+        if said is None or not is_open(said) or not kinds or not decorators <= _TRANSPARENT:
             return
         kind = reduce(joined, kinds)
         is_property = "property" in decorators
         if isinstance(node, ast.AsyncFunctionDef) or (kind == UNKNOWN and not is_property):
+            return
+        if said != UNKNOWN and not (kind.what == "tensor" and kind.sure):
             return
         if any(map(_yields, ast.walk(node))):
             return

@@ -251,7 +251,7 @@ def _made(last: str, call: Call) -> Kind:
     made = _placed(last, call, "host")
     if last == "arange" and all(kind.dtype == "int" for kind in call.args):
         return replace(made, dtype="int")
-    return made
+    return singled(made) if last == "scalar_tensor" else made
 
 
 def _placed(last: str, call: Call, otherwise: On) -> Kind:
