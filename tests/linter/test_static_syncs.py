@@ -372,6 +372,7 @@ UNKNOWN_BUT_TOLD = [
     ("float(x)\n    dist.all_reduce(x)\n    float(x)", [6]),
     ("self.total += x.loss.item() + metrics['train_loss'].item()", [4, 4]),
     ("x.rate.item()", []),
+    ("assert x.rate.isnan().sum() == 0", [4]),
     ("y = get_accelerator().FloatTensor([x])", [4]),
 ]
 

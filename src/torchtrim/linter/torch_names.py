@@ -90,6 +90,9 @@ _ONLY_TENSORS = """
     new_tensor new_zeros normal_ numel nelement permute repeat_interleave requires_grad_ scatter
     scatter_ scatter_add scatter_add_ softmax sub_ unbind unsqueeze unsqueeze_ uniform_ view_as
     type_as zero_ matmul index_add triu tril argsort_ bfloat16_ sigmoid tanh relu cumsum_ nonzero_static
+    isnan isinf isfinite isneginf isposinf logical_and logical_or logical_not logical_xor bitwise_and
+    bitwise_or bitwise_not bitwise_xor nan_to_num nansum nanmean count_nonzero rsqrt scatter_reduce
+    take_along_dim index_fill index_copy long mm mv baddbmm addcmul addcdiv
 """
 _METHODS = """
     adjoint bernoulli bitwise_left_shift bitwise_right_shift broadcast_to clamp_max cholesky_inverse
