@@ -104,4 +104,7 @@ def test_nodes_are_those_of_a_walk_but_for_operators_and_each_gives_those_of_a_t
     walked = [one for one in ast.walk(source.tree) if not isinstance(one, operators)]
     assert list(source.nodes) == walked
     assert list(source.each(ast.Name)) == [one for one in walked if isinstance(one, ast.Name)]
+    sites = [(ast.Name, ""), (ast.arg, ""), (ast.Name, "")]
+    both = [one for one in walked if isinstance(one, ast.Name | ast.arg)]
+    assert list(source.at(sites)) == both
     assert all(child in children(outer) for child, outer in source.parents.items())

@@ -113,7 +113,7 @@ class Source:
 
     def at(self, sites: Iterable[Site]) -> Iterator[ast.AST]:
         """The nodes at some sites, in the order of the tree."""
-        found = [one for site in sites for one in self._sites.get(site, ())]
+        found = [one for site in set(sites) for one in self._sites.get(site, ())]
         return (node for _, node in sorted(found, key=lambda one: one[0]))
 
     @cached_property
