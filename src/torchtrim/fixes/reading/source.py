@@ -7,7 +7,7 @@ import io
 import re
 import tokenize
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -55,6 +55,7 @@ class Source:
             raise UnreadableInput(f"{path}{line} is no Python that can be read: {error}.") from None
         self._lines = lines or [0, *(found.end() for found in _LINE.finditer(text))]
         self._bound: dict[ast.AST, frozenset[str]] = {}
+        self._has: dict[str, bool] = {}
         self.memo: dict[str, tuple[Any, ...]] = {}
         self.fallback: dict[ast.AST, bool] = {}
         self.behind: dict[ast.AST, bool] = {}
@@ -101,6 +102,13 @@ class Source:
         return Source(
             self.path, self.text, ast.Module(kept[::-1], self.tree.type_ignores), self._lines
         )
+
+    def has(self, words: Collection[str]) -> bool:
+        """Whether each of the words is somewhere in the text, alone or in another."""
+        for word in words:
+            if word not in self._has:
+                self._has[word] = word in self.text
+        return all(map(self._has.__getitem__, words))
 
     @cached_property
     def words(self) -> frozenset[str]:
