@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 import sys
 import tempfile
@@ -24,6 +25,7 @@ import msgspec
 from bench.machine import save
 from bench.strangers.running import HERE, Place, Program, prepared, programs, run
 
+_INSIDE = re.compile(r"([\w.]+\.py:\d+) in ")
 LABELS = HERE / "capturable.toml"
 
 
@@ -63,7 +65,7 @@ def tried(labelled: Labelled, program: Program, place: Place, limit: float) -> d
     if not report.exists():
         return {"name": labelled.name, "said": ended.output[-600:], "right": False}
     findings = json.loads(report.read_text())["findings"]
-    named = {_place(one) for one in findings if one["code"] == "TT402"}
+    named = {place for one in findings if one["code"] == "TT402" for place in _places(one)}
     wanted = {f"{one.file}:{one.line}" for one in labelled.lines}
     return {
         "name": labelled.name,
@@ -76,8 +78,10 @@ def tried(labelled: Labelled, program: Program, place: Place, limit: float) -> d
     }
 
 
-def _place(finding: dict[str, Any]) -> str:
-    return f"{Path(finding['path']).name}:{finding['line']}"
+def _places(finding: dict[str, Any]) -> list[str]:
+    """The lines of libraries that the finding names, else its own."""
+    own = f"{Path(finding['path']).name}:{finding['line']}"
+    return _INSIDE.findall(finding["message"]) or [own]
 
 
 def main() -> None:

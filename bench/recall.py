@@ -42,39 +42,54 @@ _SMALL = {
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), 64),
 }
 _LOW = {"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3, "decoder_start_token_id": 2}
+_MOST = 20_000_000
 Line = tuple[str, int]
 
 
-def names(count: int, seed: int) -> list[tuple[str, str]]:
-    """Model classes of language tasks with their configurations, at random."""
+def names(count: int, seed: int) -> list[str]:
+    """Model classes of language tasks, at random."""
     from transformers.models.auto import modeling_auto as auto
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     found = {
-        (CONFIG_MAPPING_NAMES[kind], name)
+        name
         for mapping in (
             auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
             auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
             auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
         )
-        for kind, name in mapping.items()
-        if isinstance(name, str) and kind in CONFIG_MAPPING_NAMES
+        for name in mapping.values()
+        if isinstance(name, str)
     }
     ordered = sorted(found)
     return random.Random(seed).sample(ordered, min(count, len(ordered)))
 
 
-def small(config_name: str, model_name: str) -> Any:
-    """A small model of a class. Raises whatever its constructor does."""
+def small(model_name: str) -> Any:
+    """A small model of a class. Raises whatever its constructor does, `ValueError` where it stays large."""
     import transformers
 
-    kind = getattr(transformers, config_name)
+    kind = getattr(transformers, model_name)
+    config = _small_config(kind.config_class)
+    with torch.device("meta"):
+        size = sum(one.numel() for one in kind(config).parameters())
+    if size > _MOST:
+        raise ValueError(f"{size:,} parameters")
+    torch.manual_seed(0)
+    return kind(config)
+
+
+def _small_config(kind: Any) -> Any:
+    """A configuration with all that makes it large made small, in those within it too."""
     default = kind()
     words = {name: value for name, value in (_SMALL | _LOW).items() if hasattr(default, name)}
     if getattr(default, "layer_types", None):
         words["layer_types"] = list(default.layer_types)[:2]
-    torch.manual_seed(0)
-    return getattr(transformers, model_name)(kind(**words))
+    inner = {name: _small_config(one) for name, one in kind.sub_configs.items() if _is_kind(one)}
+    return kind(**words, **inner)
+
+
+def _is_kind(one: Any) -> bool:
+    return isinstance(getattr(one, "sub_configs", None), dict) and one.__name__ != "AutoConfig"
 
 
 def waited(model: Any, project: Path) -> set[Line]:
@@ -115,9 +130,9 @@ def measure(count: int, seed: int) -> tuple[dict[str, Any], list[str]]:
     folder = folder_of("transformers")
     lines: dict[Line, str] = {}
     ran = 0
-    for config_name, model_name in names(count, seed):
+    for model_name in names(count, seed):
         try:
-            seen = waited(small(config_name, model_name), folder)
+            seen = waited(small(model_name), folder)
         except Exception as error:  # whatever a model may lack
             print(f"{model_name}: {type(error).__name__} {str(error)[:80]}", flush=True)
             continue

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from bench.machine import save
+from bench.machine import save, saved
 from torchtrim.stream import bound_session
 from torchtrim.stream.state_bytes import state_bytes
 
@@ -103,7 +103,9 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=1000)
     parser.add_argument("--full", type=int, default=0, metavar="FRAMES")
     parser.add_argument(
-        "--json", action="store_true", help="write bench/results/MACHINE/trackers.json"
+        "--json",
+        action="store_true",
+        help="write bench/results/MACHINE/trackers.json, and keep the rest",
     )
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -116,7 +118,9 @@ def main() -> None:
         result["full size"] = full_size(options.full)
         print(result["full size"])
     if options.json:
-        print(save("trackers", result))
+        before = saved("trackers")
+        before.pop("machine", None)
+        print(save("trackers", before | result))
 
 
 if __name__ == "__main__":

@@ -55,6 +55,8 @@ def value(text: str) -> Kind:
         ("x.max(1).values", DEVICE),
         ("x.max()", singled(DEVICE)),
         ("torch.max(x, x)", DEVICE),
+        ("torch.max(x, other)", DEVICE),
+        ("torch.max(x, self.dim)", sequence(DEVICE)),
         ("x.shape[0]", PLAIN),
         ("x.size(0)", PLAIN),
         ("x.tolist()", NUMBERS),

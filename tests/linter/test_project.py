@@ -24,6 +24,10 @@ def decorated(x):
     return torch.relu(x)
 def steps(x):
     yield torch.relu(x)
+def every(x) -> torch.BoolTensor:
+    return x.sum() == x.numel()
+class Output:
+    pass
 """
 
 
@@ -41,7 +45,15 @@ def use(function: str, module: str = "losses") -> str:
 
 @pytest.mark.parametrize(
     ("function", "waits"),
-    [("masked", True), ("count", False), ("maybe", True), ("decorated", False), ("steps", False)],
+    [
+        ("masked", True),
+        ("count", False),
+        ("maybe", True),
+        ("decorated", False),
+        ("steps", False),
+        ("every", True),
+        ("Output", False),
+    ],
 )
 def test_what_a_function_of_another_file_returns(
     tmp_path: Path, function: str, waits: bool
@@ -85,3 +97,14 @@ def test_unit_tests_that_name_no_device_are_of_the_host(tmp_path: Path) -> None:
     ]
     assert is_cpu_test("a/model_test.py", UNIT)
     assert not is_cpu_test("a/testing.py", UNIT)
+
+
+def test_the_truth_of_what_is_computed_and_annotated(tmp_path: Path) -> None:
+    (tmp_path / "losses.py").write_text(LOSSES + "def said(x) -> torch.Tensor:\n    return x\n")
+    for function, found in (("every", [4]), ("said", []), ("Output", [])):
+        text = (
+            use(function)
+            .replace("return float(", "return 1 if (")
+            .replace("(x, m))", "(x)) else 0")
+        )
+        assert lines(tmp_path, text) == found, function

@@ -72,6 +72,11 @@ WAIT = [
     "[t.item() for t in x.sum(0)]",
     "for value in x.sum(0): float(value)",
     "torch.linalg.eigh(x @ x.T)",
+    "x.masked_fill(mask[:, None], torch.scalar_tensor(0.0, device=device))",
+    "if torch.bernoulli(x).sum() > 0: pass",
+    "int(torch.multinomial(x[0], 1))",
+    "float(torch.broadcast_to(x.sum(), (1,)))",
+    "float(F.max_pool3d(x[None, None, None], 1).sum())",
 ]
 WAIT_NOT = [
     "x[mask] = 0.0",
@@ -275,6 +280,8 @@ def test_any_python_is_walked() -> None:
 
 
 KEPT = [
+    ("self.config = x", "torch.as_tensor(self.config.size - 1, device=self.device)", True),
+    ("self.other = x", "torch.as_tensor(self.other.size - 1, device=self.device)", False),
     ("self.total = torch.zeros(1, device='cuda')", "self.total.item()", True),
     ("self.total = None\n        self.total = torch.relu(x)", "self.total.item()", True),
     ("self.total = torch.zeros(1)", "self.total.item()", False),
@@ -359,3 +366,25 @@ def test_a_main_that_trains_runs_more_than_once(name: str) -> None:
     loop = "for x in parts:\n        loss = model(x)\n        loss.backward()\n        print(loss.item())"
     assert bool(lines(f"import torch\ndef {name}(parts):\n    {loop}\n")) is (name == "main")
     assert not lines(f"import torch\ndef {name}(x: torch.Tensor):\n    print(x.sum().item())\n")
+
+
+UNKNOWN_BUT_TOLD = [
+    ("float(x)\n    dist.all_reduce(x)\n    float(x)", [6]),
+    ("self.total += x.loss.item() + metrics['train_loss'].item()", [4, 4]),
+    ("x.rate.item()", []),
+    ("assert x.rate.isnan().sum() == 0", [4]),
+    ("y = get_accelerator().FloatTensor([x])", [4]),
+]
+
+
+@pytest.mark.parametrize(("code", "found"), UNKNOWN_BUT_TOLD)
+def test_what_ranks_exchange_and_losses_are_tensors(code: str, found: list[int]) -> None:
+    head = "import numpy, torch\nfrom engine import comm as dist\ndef f(self, x, config, metrics, other):\n"
+    assert lines(f"{head}    {code}\n") == found
+
+
+def test_an_annotated_function_gives_what_it_computes() -> None:
+    every = "def every(x) -> torch.BoolTensor:\n    return {}\n"
+    code = f"import torch\n{every}def f(x):\n    if every(x): pass\n"
+    assert lines(code.format("x.sum() == x.numel()")) == [5]
+    assert lines(code.format("x")) == []

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 import torchtrim
-from profiles import Step
+from profiles import SCRIPT, Step
 from torchtrim.records.finding import Finding
 from torchtrim.records.profile import Profile
 from torchtrim.rules.registry import diagnose
@@ -150,6 +151,20 @@ def test_collectives_and_the_unknown_are_named() -> None:
     assert set(found) == {3, 4}
     assert "NCCL" in found[3]
     assert "was not read" in found[4]
+
+
+def test_lines_of_a_library_stand_beside_the_users_own() -> None:
+    step = Step("cuda:0")
+    value, own = step.alive("activation", 4), step._place(SCRIPT, 3)
+    read = step.op("aten::_local_scalar_dense", value, line=12, path="/lib/a/model.py")
+    step.op("c10d::allreduce_", value, line=89, path="/lib/a/loop.py")
+    step.operators[:] = [replace(one, caller=own) for one in step.operators]
+    step.sync("item", read)
+    messages = [one.message for one in check(step.profile()) if one.line == 3]
+    assert [one.partition("inside ")[2].partition(" in ")[0] for one in messages] == [
+        "a/model.py:12",
+        "a/loop.py:89",
+    ]
 
 
 def test_it_is_looked_for_only_where_it_is_asked_for() -> None:

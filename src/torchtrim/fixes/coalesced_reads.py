@@ -49,12 +49,12 @@ def find(source: Source) -> Iterator[Match]:
 
 
 def _find(source: Source) -> Iterator[Match]:
-    if not source.words & {"item", "float", "int"}:
-        return
-    for node in source.nodes:
+    sites = {(ast.Call, name) for name in ("item", "float", "int")}
+    reading = {source.statement(one) for one in source.at(sites)}
+    for node in source.nodes if reading else ():
         for name in ("body", "orelse", "finalbody"):
             block = getattr(node, name, None)
-            if isinstance(block, list) and block and isinstance(block[0], ast.stmt):
+            if isinstance(block, list) and not reading.isdisjoint(block):
                 yield from _runs(source, block)
 
 

@@ -24,8 +24,8 @@ def find(source: Source) -> Iterator[Match]:
         for match in padding_mask.FIX.places(source)
         for part in ast.walk(match.begin or match.node)
     }
-    for node in ast.walk(source.tree):
-        if not isinstance(node, ast.Subscript) or id(node) in fixed:
+    for node in source.each(ast.Subscript):
+        if id(node) in fixed:
             continue
         bounds = [one for one in _bounds(node.slice) if _may_be_a_tensor(one)]
         if bounds:

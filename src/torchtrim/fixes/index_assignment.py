@@ -31,8 +31,8 @@ def find(source: Source) -> Iterator[Match]:
     """The assignments by an index that is computed; none where torch uploads no number."""
     if is_from("2.15"):
         return
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Assign) and len(node.targets) == 1:
+    for node in source.each(ast.Assign):
+        if len(node.targets) == 1:
             target = node.targets[0]
             indices = _indices(target)
             if isinstance(target, ast.Subscript) and indices and not _is_made(node.value):

@@ -68,7 +68,7 @@ class _Assignment(NamedTuple):
 
 def find(source: Source) -> Iterator[Match]:
     """The assignments by what may be a mask."""
-    for node in ast.walk(source.tree):
+    for node in source.at({(ast.Assign, ""), (ast.AugAssign, "")}):
         found = _read(node, source)
         if found is not None:
             parts = {**found.tree.parts(), "V": found.value}

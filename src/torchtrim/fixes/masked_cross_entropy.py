@@ -47,8 +47,8 @@ class _Loss(NamedTuple):
 
 def find(source: Source) -> Iterator[Match]:
     """The losses of selected scores and labels."""
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Call) and (found := _read(node, source)) is not None:
+    for node in source.each(ast.Call):
+        if (found := _read(node, source)) is not None:
             parts = {"X": found.scores.tensor, "Y": found.labels.tensor, "M": found.scores.mask}
             begin = min(found.assigned, key=source.start, default=None)
             yield Match(fix=FIX, source=source, node=node, parts=parts, begin=begin)

@@ -53,8 +53,8 @@ class _Reduction(NamedTuple):
 
 def find(source: Source) -> Iterator[Match]:
     """The reductions of selections."""
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Call) and (found := _read(node, source)) is not None:
+    for node in source.each(ast.Call):
+        if (found := _read(node, source)) is not None:
             parts = {**found.tree.parts(), "R": found.inner}
             begin = min(found.named, key=source.start, default=None)
             yield Match(fix=FIX, source=source, node=node, parts=parts, begin=begin)

@@ -54,8 +54,9 @@ def find(source: Source) -> Iterator[Match]:
         for node in (match.node, match.begin or match.node)
         for part in ast.walk(node)
     }
-    for node in ast.walk(source.tree):
-        if not isinstance(node, ast.expr) or id(node) in fixed:
+    for node in source.at({(ast.Call, ""), (ast.Subscript, "")}):
+        assert isinstance(node, ast.expr)
+        if id(node) in fixed:
             continue
         for form in _LISTS:
             if (bound := match_form(form, node, source)) is not None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from itertools import islice
 
 from torchtrim.fixes import distinct_count, masked_count, masked_fill
 from torchtrim.fixes.base import Fix, Match, Writing
 from torchtrim.fixes.reading.facts import Facts, Refused
-from torchtrim.fixes.reading.forms import match_form
+from torchtrim.fixes.reading.forms import match_form, root
 from torchtrim.fixes.reading.selections import selection
 from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.reading.uses import loads
@@ -60,10 +61,10 @@ def find(source: Source) -> Iterator[Match]:
         for match in other.FIX.places(source)
         for part in ast.walk(match.node)
     }
-    for node in ast.walk(source.tree):
-        if not isinstance(node, ast.Call) or id(node) in fixed:
+    for node in source.at(map(root, _FORMS)):
+        if id(node) in fixed:
             continue
-        if any(selection(outer, source) for outer in list(source.around(node))[:2]):
+        if any(selection(outer, source) for outer in islice(source.around(node), 2)):
             continue
         for form in _FORMS:
             if (bound := match_form(form, node, source)) is not None:

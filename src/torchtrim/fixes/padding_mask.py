@@ -51,8 +51,8 @@ class _Loop(NamedTuple):
 
 def find(source: Source) -> Iterator[Match]:
     """The loops that fill rows up to, or from, a length."""
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.For) and (found := _read(node, source)) is not None:
+    for node in source.each(ast.For):
+        if (found := _read(node, source)) is not None:
             parts = {"X": found.mask, "L": found.lengths, "V": found.value}
             yield Match(fix=FIX, source=source, node=node.body[0], parts=parts, begin=node)
 

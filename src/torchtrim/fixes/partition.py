@@ -31,8 +31,8 @@ _NAMES = ("torch.cat", "torch.concat", "torch.concatenate")
 
 def find(source: Source) -> Iterator[Match]:
     """The concatenations of what masks and their inverses select."""
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Call) and (found := _read(node, source)) is not None:
+    for node in source.each(ast.Call):
+        if (found := _read(node, source)) is not None:
             parts = {tensor_part(n): one.tensor for n, one in enumerate(found)}
             parts |= {f"M{n}" if n else "M": one.mask for n, one in enumerate(found)}
             yield Match(fix=FIX, source=source, node=node, parts=parts)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from torchtrim.fixes.base import Fix, Match, Writing
 from torchtrim.fixes.reading.facts import Facts, Refused, is_number, is_tensor
-from torchtrim.fixes.reading.forms import match_form
+from torchtrim.fixes.reading.forms import match_form, root
 from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.writing.replace import replace
 from torchtrim.records.seen import Seen
@@ -26,7 +26,7 @@ _ROW = "[A] * N + [B] * (S - N)"
 def find(source: Source) -> Iterator[Match]:
     """The lists of two values, of which the host must know how many there are of each."""
     inside: set[int] = set()
-    for node in ast.walk(source.tree):
+    for node in source.at({root(_ROWS), root(_ROW)}):
         bound = match_form(_ROWS, node, source)
         if bound is not None and _is_plain(bound.keywords["REST"], source):
             inside |= {id(part) for part in ast.walk(node)}

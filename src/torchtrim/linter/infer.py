@@ -26,11 +26,12 @@ from torchtrim.linter.kinds import (
     together,
     valued,
 )
-from torchtrim.linter.plain_calls import called_name, called_on, own_method
+from torchtrim.linter.plain_calls import called_name, called_on, communicated, own_method
 from torchtrim.linter.scope import Scope
 from torchtrim.linter.torch_calls import Call, called_function
 
 _SETTINGS = frozenset(("config", "cfg", "args", "hparams", "opt", "kwargs", "logger"))
+_CONFIGURATIONS = frozenset(("config", "cfg", "hparams"))
 _TENSORS = frozenset(("logits", "last_hidden_state"))
 _COMPUTED = (ast.BitAnd, ast.BitOr, ast.BitXor)
 _KNOWN_MODULES = ("torch.", "numpy.", "math.", "time.", "os.", "scipy.", "PIL.", "cv2.")
@@ -133,7 +134,9 @@ class Inference(Scope):
     def _of_self(self, name: str) -> Kind:
         assert self.this is not None
         known = self.this.attribute(name)
-        return known if known is not None else PLAIN if name == "training" else _named(name)
+        if known is not None:
+            return PLAIN if known == UNKNOWN and name in _CONFIGURATIONS else known
+        return PLAIN if name == "training" else _named(name)
 
     def _subscript(self, node: ast.Subscript) -> Kind:
         base = self.value(node.value)
@@ -330,6 +333,7 @@ class Inference(Scope):
     def _call(self, node: ast.Call) -> Kind:
         function = node.func
         call = self._arguments(node)
+        communicated(self, function, call)
         full = self.dotted(function)
         if full is not None and full.startswith(_KNOWN_MODULES):
             return called_function(full, call)

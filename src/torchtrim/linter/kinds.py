@@ -79,6 +79,11 @@ def device(on: On) -> Kind:
     return Kind("device", on)
 
 
+def is_open(kind: Kind) -> bool:
+    """Whether code may tell more of it: nothing is known, or an annotation alone says a tensor."""
+    return kind == UNKNOWN or (kind.what == "tensor" and not kind.sure)
+
+
 def part_of(kind: Kind) -> Kind:
     """What iterating over it, or one of its places, gives."""
     if kind.what == "sequence":

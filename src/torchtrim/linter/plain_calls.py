@@ -133,8 +133,11 @@ def _of_unknown(scope: Scope, owner: ast.expr, method: str, call: Call) -> Kind:
         if isinstance(owner, ast.Name) and owner.id not in scope.file.imports:
             scope.env[owner.id] = found
         return called_method(found, method, call)
-    if _is_of_a_tensor(scope, method, call):
+    if _is_of_a_tensor(scope, method, call) or (method == "item" and _is_loss(owner)):
         return called_method(tensor(), method, call)
+    if method in names.DEVICE_TENSORS:
+        call.wait("new-tensor", call.node)
+        return tensor("device")
     if method in ("backward", "manual_backward"):
         _differentiated(scope, owner, call)
     if method in ("clip_grad_norm_", "to_local", "full_tensor"):
@@ -154,6 +157,24 @@ def _is_of_a_tensor(scope: Scope, method: str, call: Call) -> bool:
         return method in names.METHODS
     plain = not call.args and not call.words and not scope.file.has_arrays
     return plain and (method in names.REDUCTIONS or method == "item")
+
+
+def _is_loss(node: ast.expr) -> bool:
+    """Whether it is called a loss, as what is differentiated is: by its name, or the key it is kept by."""
+    if isinstance(node, ast.Subscript):
+        node = node.slice if isinstance(node.slice, ast.Constant) else node.value
+    name = getattr(node, "id", getattr(node, "attr", getattr(node, "value", "")))
+    return isinstance(name, str) and (name == "loss" or name.endswith("_loss"))
+
+
+def communicated(scope: Scope, function: ast.expr, call: Call) -> None:
+    """`dist.all_reduce(x)`, of torch or of what wraps it: what ranks exchange is a tensor."""
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    if name not in names.COLLECTIVES:
+        return
+    for one in call.node.args[:2]:
+        if isinstance(one, ast.Name) and scope.env.get(one.id) == UNKNOWN:
+            scope.env[one.id] = tensor()
 
 
 def _differentiated(scope: Scope, owner: ast.expr, call: Call) -> None:

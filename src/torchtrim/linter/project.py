@@ -7,13 +7,15 @@ import re
 from functools import cache, lru_cache
 from pathlib import Path, PurePath
 
-from torchtrim.linter.kinds import UNKNOWN, Kind
+from torchtrim.linter.kinds import UNKNOWN, Kind, is_open
 from torchtrim.linter.scope import FileFacts, Outside
-from torchtrim.linter.static_syncs import facts_of
+from torchtrim.linter.static_syncs import facts_of, outline_of
 
 _DEPTH = 2
 _FILES = 512
+_TREES = 4
 _MOST_BYTES = 2**20
+_CLASS = re.compile(rb"^class ([A-Za-z_]\w*)", re.MULTILINE)
 _TEST = re.compile(r"test_\w+|\w+_test")
 _DEVICES = re.compile(r"cuda|device|gpu|xpu|npu|hpu|accelerat", re.IGNORECASE)
 
@@ -49,12 +51,17 @@ def _returned(full: str, path: str, depth: int) -> tuple[Kind, tuple[str, ...]]:
     file = _file_of(module or ".", path)
     if file is None or file == path:
         return UNKNOWN, ()
-    facts = _facts(file, _stamp(file))
-    known = facts.returns.get(name, UNKNOWN)
-    if known == UNKNOWN and depth and name in facts.imports:
-        known, files = _returned(facts.imports[name], file, depth - 1)
+    stamp = _stamp(file)
+    if name in _classes(file, stamp):
+        return UNKNOWN, (file,)
+    outline = _outline(file, stamp)
+    known = outline.returns.get(name)
+    if known is not None and is_open(known):
+        known = _facts(file, stamp).returns.get(name)
+    if known in (None, UNKNOWN) and depth and name in outline.imports:
+        known, files = _returned(outline.imports[name], file, depth - 1)
         return known, (file, *files)
-    return known, (file,)
+    return known or UNKNOWN, (file,)
 
 
 def _stamp(file: str) -> tuple[int, int]:
@@ -67,15 +74,39 @@ def _stamp(file: str) -> tuple[int, int]:
 
 
 @lru_cache(_FILES)
-def _facts(file: str, stamp: tuple[int, int]) -> FileFacts:
-    """What a file says of itself; nothing where it cannot be read, or is large."""
-    path = Path(file)
+def _classes(file: str, stamp: tuple[int, int]) -> frozenset[str]:
+    """The classes that a file has at its top, told from its text, since most that is imported is one."""
     try:
-        if stamp[0] > _MOST_BYTES:
-            return FileFacts()
-        return facts_of(ast.parse(path.read_bytes()), file, lambda full: UNKNOWN)
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        text = Path(file).read_bytes() if stamp[0] <= _MOST_BYTES else b""
+    except OSError:
+        return frozenset()
+    return frozenset(name.decode() for name in _CLASS.findall(text))
+
+
+@lru_cache(_FILES)
+def _outline(file: str, stamp: tuple[int, int]) -> FileFacts:
+    """What a file imports and declares."""
+    return outline_of(_tree(file, stamp), file)
+
+
+@lru_cache(_FILES)
+def _facts(file: str, stamp: tuple[int, int]) -> FileFacts:
+    """What a file says of itself, for which its code is followed."""
+    try:
+        return facts_of(_tree(file, stamp), file, lambda full: UNKNOWN)
+    except RecursionError:
         return FileFacts()
+
+
+@lru_cache(_TREES)
+def _tree(file: str, stamp: tuple[int, int]) -> ast.Module:
+    """A file's tree; an empty one where it cannot be read, or is large."""
+    try:
+        if stamp[0] <= _MOST_BYTES:
+            return ast.parse(Path(file).read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        pass
+    return ast.Module([], [])
 
 
 def _file_of(module: str, path: str) -> str | None:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from torchtrim.linter.annotations import annotated
 from torchtrim.linter.guards import guard
 from torchtrim.linter.infer import Inference, computed
-from torchtrim.linter.kinds import PLAIN, UNKNOWN, Kind, joined, sequence
+from torchtrim.linter.kinds import PLAIN, UNKNOWN, Kind, is_open, joined, sequence
 from torchtrim.linter.scope import ClassFacts, Environment, FileFacts, Outside
 
 _ONCE = re.compile(
@@ -60,6 +60,13 @@ def static_syncs(
     return sorted(at.values(), key=lambda one: (one.node.lineno, one.node.col_offset))  # type: ignore[attr-defined]
 
 
+def outline_of(tree: ast.Module, path: str) -> FileFacts:
+    """What a file imports, and what its functions return by their annotations: no code is followed."""
+    facts = FileFacts()
+    _Walk(path, facts).outline(tree)
+    return facts
+
+
 def facts_of(tree: ast.Module, path: str, outside: Outside) -> FileFacts:
     """What a file's own functions return, and what its classes keep."""
     facts = FileFacts(outside=outside)
@@ -83,13 +90,17 @@ class _Walk:
 
     def file(self, tree: ast.Module) -> None:
         """Walk a module: its own code first, functions after it, when all their names are known."""
-        self._imports(tree.body)
-        self._declare(tree.body, self._facts.returns)
+        self.outline(tree)
         with self._infer.silent(self._one_shot or self._learns):
             self._block(tree.body)
             self._facts.own = dict(self._infer.env)
             while self._pending:
                 self._pending.pop(0)()
+
+    def outline(self, tree: ast.Module) -> None:
+        """Read what the module imports and declares."""
+        self._imports(tree.body)
+        self._declare(tree.body, self._facts.returns)
 
     def _wait(self, row: str, node: ast.AST) -> None:
         self.found.append(StaticSync(row, node))
@@ -268,15 +279,21 @@ class _Walk:
         self._pending.append(walk)
 
     def _learn(self, node: _Function, this: ClassFacts | None, kinds: list[Kind]) -> None:
-        """Note what a function returns that has no annotation, by its `return`s."""
+        """Note what a function returns by its `return`s, where no annotation says more."""
         returns = self._facts.returns if this is None else this.returns
         decorators = {_called(one) for one in node.decorator_list}
-        if returns.get(node.name) != UNKNOWN or not kinds or not decorators <= _TRANSPARENT:
-            return
-        if isinstance(node, ast.AsyncFunctionDef) or any(map(_yields, ast.walk(node))):
+        said = returns.get(node.name)
+        if said is None or not is_open(said) or not kinds or not decorators <= _TRANSPARENT:
             return
         kind = reduce(joined, kinds)
-        if "property" not in decorators:
+        is_property = "property" in decorators
+        if isinstance(node, ast.AsyncFunctionDef) or (kind == UNKNOWN and not is_property):
+            return
+        if said != UNKNOWN and not (kind.what == "tensor" and kind.sure):
+            return
+        if any(map(_yields, ast.walk(node))):
+            return
+        if not is_property:
             returns[node.name] = kind
         elif this is not None:
             this.set(node.name, kind)

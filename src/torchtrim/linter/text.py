@@ -82,9 +82,9 @@ def lint_source(
 ) -> list[Found]:
     """The syncs of a file, by line, but for those that its comments ignore.
 
-    Fixes are looked for in the `whole` file, else only in the functions and classes with a sync. `used`
-    gets the files whose functions it calls. Raises `UnreadableInput` for code that is nested too deeply to
-    be followed.
+    Fixes are looked for in the `whole` file, else only in the functions and classes with a sync, and what
+    a guard keeps as it was is left out. `used` gets the files whose functions it calls. Raises
+    `UnreadableInput` for code that is nested too deeply to be followed.
     """
     try:
         syncs = static_syncs(source.tree, source.path, outside_of(source.path, used))
@@ -97,10 +97,14 @@ def lint_source(
         Found(code, tuple(group), None) for (_, code), group in groups.items() if selected(code)
     ]
     kept = list(_not_ignored(source.text, found))
+    looked = source
+    if not whole and kept:
+        looked = source.only(one.lines[0] for one in kept)
+        kept = [one for one in kept if not _is_kept(looked, one)]
     if not kept:
         return []
     later = [one._replace(looked=False) for one in kept[_MOST_FIXED:]]
-    return [*_with_candidates(source, kept[:_MOST_FIXED], whole=whole), *later]
+    return [*_with_candidates(looked, kept[:_MOST_FIXED]), *later]
 
 
 def lint_text(
@@ -115,9 +119,7 @@ def lint_text(
         return []
     source = Source(path, text)
     return [
-        finding_of(source, found)
-        for found in lint_source(source, selected, whole=False, used=used)
-        if not all(is_fallback(source, sync.node) for sync in found.syncs)
+        finding_of(source, found) for found in lint_source(source, selected, whole=False, used=used)
     ]
 
 
@@ -205,9 +207,8 @@ def _not_ignored(text: str, found: Iterable[Found]) -> Iterator[Found]:
             yield one
 
 
-def _with_candidates(source: Source, found: list[Found], *, whole: bool) -> list[Found]:
-    looked = source if whole else source.only(one.lines[0] for one in found)
-    every = list(matches(looked, {one.code for one in found}))
+def _with_candidates(source: Source, found: list[Found]) -> list[Found]:
+    every = list(matches(source, {one.code for one in found}))
     spans = [match.lines for match in every]
     tried: dict[int, Candidate] = {}
     chosen = []
@@ -219,6 +220,10 @@ def _with_candidates(source: Source, found: list[Found], *, whole: bool) -> list
         best = min(candidates, key=lambda candidate: _order(candidate, one.code), default=None)
         chosen.append(one._replace(candidate=best))
     return chosen
+
+
+def _is_kept(source: Source, found: Found) -> bool:
+    return all(is_fallback(source, sync.node) for sync in found.syncs)
 
 
 def _fits(match: Match, span: tuple[int, int], found: Found) -> bool:

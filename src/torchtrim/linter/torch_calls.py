@@ -251,7 +251,7 @@ def _made(last: str, call: Call) -> Kind:
     made = _placed(last, call, "host")
     if last == "arange" and all(kind.dtype == "int" for kind in call.args):
         return replace(made, dtype="int")
-    return made
+    return singled(made) if last == "scalar_tensor" else made
 
 
 def _placed(last: str, call: Call, otherwise: On) -> Kind:
@@ -414,5 +414,13 @@ def _gives_two(last: str, operands: tuple[Kind, ...], call: Call, first: int) ->
         return call.true("as_tuple")
     if last not in ("max", "min", "median", "nanmedian"):
         return False
-    by_dim = "dim" in call.words or len(operands) > first
-    return by_dim and not (len(operands) > first and operands[first].what == "tensor")
+    if len(operands) <= first:
+        return "dim" in call.words
+    return operands[first].what != "tensor" and not _is_other(operands[first], call)
+
+
+def _is_other(second: Kind, call: Call) -> bool:
+    """Whether what nothing is known of is another tensor, as it is by any name but that of a dimension."""
+    node = call.node.args[-1] if call.node.args else None
+    name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+    return second.what == "unknown" and bool(name) and "dim" not in name and "axis" not in name

@@ -8,7 +8,7 @@ _FACTORIES = """
     arange as_tensor empty eye from_numpy full hann_window hamming_window linspace logspace ones
     rand randint randn randperm tensor tril_indices triu_indices zeros BoolTensor ByteTensor
     DoubleTensor FloatTensor HalfTensor IntTensor LongTensor Tensor frombuffer normal
-    blackman_window bartlett_window kaiser_window cartesian_prod polar complex
+    blackman_window bartlett_window kaiser_window cartesian_prod polar complex scalar_tensor
 """
 _LIKE = """
     empty_like full_like ones_like rand_like randint_like randn_like zeros_like
@@ -20,7 +20,15 @@ _FUNCTIONS = """
     stack tensordot trapz block_diag chain_matmul dropout layer_norm rms_norm relu relu_ isin
     result bitwise_left_shift bitwise_right_shift vander stft istft erfinv_ empty_strided
     segment_reduce real imag is_nonzero pairwise_distance pdist masked_fill normal batch_norm
-    group_norm instance_norm native_layer_norm rot90 roll logaddexp
+    group_norm instance_norm native_layer_norm rot90 roll logaddexp logaddexp2 multinomial bernoulli
+    poisson binomial atleast_1d atleast_2d atleast_3d broadcast_to adjoint positive float_power fill
+    clamp_min clamp_max pinverse cholesky_inverse cholesky_solve lu_solve polygamma mvlgamma i0 prelu
+    selu celu rrelu threshold hardshrink slice_scatter select_scatter diagonal_scatter
+    as_strided_scatter constant_pad_nd combinations trapezoid nuclear_norm frobenius_norm
+    adaptive_avg_pool1d adaptive_max_pool1d avg_pool1d max_pool1d max_pool2d max_pool3d bilinear
+    conv_transpose1d conv_transpose2d conv_transpose3d convolution pixel_shuffle pixel_unshuffle
+    channel_shuffle alpha_dropout feature_dropout feature_alpha_dropout resolve_conj resolve_neg
+    arccosh arcsinh arctanh conj_physical ger put rsub msort
 """
 _FUNCTIONAL = """
     adaptive_avg_pool1d adaptive_avg_pool2d affine_grid avg_pool1d avg_pool2d binary_cross_entropy
@@ -32,7 +40,13 @@ _FUNCTIONAL = """
     max_pool1d max_pool2d mish mse_loss multi_margin_loss nll_loss normalize one_hot pad
     pairwise_distance pixel_shuffle pixel_unshuffle poisson_nll_loss prelu relu relu6 rms_norm
     scaled_dot_product_attention selu sigmoid silu smooth_l1_loss soft_margin_loss softmax softmin
-    softplus softsign tanh threshold triplet_margin_loss unfold upsample
+    softplus softsign tanh threshold triplet_margin_loss unfold upsample adaptive_avg_pool3d
+    adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d alpha_dropout avg_pool3d batch_norm
+    bilinear celu_ channel_shuffle conv_transpose3d conv_tbc dropout3d elu_ feature_alpha_dropout
+    gaussian_nll_loss grouped_mm hardshrink hardtanh_ leaky_relu_ lp_pool1d lp_pool2d lp_pool3d
+    max_pool3d max_unpool1d max_unpool2d max_unpool3d multilabel_margin_loss
+    multilabel_soft_margin_loss pdist relu_ rrelu rrelu_ scaled_mm selu_ softshrink tanhshrink
+    threshold_ triplet_margin_with_distance_loss upsample_bilinear upsample_nearest
 """
 _LINALG = """
     cond cross det diagonal inv matmul matrix_norm matrix_power matrix_rank multi_dot norm pinv
@@ -46,6 +60,7 @@ _BOOL = """
 _INT = """
     argmax argmin argsort bincount bucketize count_nonzero int long searchsorted randperm short
     LongTensor IntTensor nonzero argwhere tril_indices triu_indices randint nonzero_static one_hot
+    multinomial
 """
 _SEVERAL = """
     aminmax broadcast_tensors chunk cummax cummin dsplit eig eigh frexp hsplit kthvalue lstsq lu
@@ -59,7 +74,8 @@ _REDUCTIONS = """
 _LOSSES = """
     binary_cross_entropy binary_cross_entropy_with_logits cross_entropy ctc_loss huber_loss kl_div
     l1_loss mse_loss nll_loss smooth_l1_loss soft_margin_loss triplet_margin_loss cosine_embedding_loss
-    margin_ranking_loss poisson_nll_loss hinge_embedding_loss multi_margin_loss
+    margin_ranking_loss poisson_nll_loss hinge_embedding_loss multi_margin_loss gaussian_nll_loss
+    multilabel_margin_loss multilabel_soft_margin_loss triplet_margin_with_distance_loss
 """
 _PLAIN = """
     dim ndimension numel size element_size stride storage_offset data_ptr is_contiguous is_complex
@@ -74,6 +90,14 @@ _ONLY_TENSORS = """
     new_tensor new_zeros normal_ numel nelement permute repeat_interleave requires_grad_ scatter
     scatter_ scatter_add scatter_add_ softmax sub_ unbind unsqueeze unsqueeze_ uniform_ view_as
     type_as zero_ matmul index_add triu tril argsort_ bfloat16_ sigmoid tanh relu cumsum_ nonzero_static
+    isnan isinf isfinite isneginf isposinf logical_and logical_or logical_not logical_xor bitwise_and
+    bitwise_or bitwise_not bitwise_xor nan_to_num nansum nanmean count_nonzero rsqrt scatter_reduce
+    take_along_dim index_fill index_copy long mm mv baddbmm addcmul addcdiv
+"""
+_METHODS = """
+    adjoint bernoulli bitwise_left_shift bitwise_right_shift broadcast_to clamp_max cholesky_inverse
+    cholesky_solve lu_solve multinomial positive float_power select_scatter slice_scatter polygamma
+    pinverse to_dense coalesce resolve_conj stft istft
 """
 _LAYERS = """
     Linear Embedding LayerNorm RMSNorm Dropout Dropout1d Dropout2d Identity GELU ReLU ReLU6 SiLU Sigmoid
@@ -84,6 +108,10 @@ _LAYERS = """
     Unfold Fold Bilinear ReflectionPad2d ReplicationPad2d ZeroPad2d ConstantPad1d EmbeddingBag
     CrossEntropyLoss MSELoss L1Loss BCELoss BCEWithLogitsLoss NLLLoss KLDivLoss SmoothL1Loss HuberLoss
     CTCLoss CosineSimilarity
+"""
+_COLLECTIVES = """
+    all_reduce all_reduce_coalesced all_gather_into_tensor reduce_scatter_tensor all_to_all_single
+    _all_gather_base _reduce_scatter_base
 """
 _BLOCKS = "is_nonzero equal allclose item tolist numpy to_sparse"
 
@@ -98,11 +126,17 @@ LOSSES = frozenset(_LOSSES.split())
 PLAIN_METHODS = frozenset(_PLAIN.split())
 ONLY_TENSORS = frozenset(_ONLY_TENSORS.split())
 LAYERS = frozenset(_LAYERS.split())
+DEVICE_TENSORS = frozenset(
+    f"{kind}Tensor"
+    for kind in ("Float", "Half", "BFloat16", "Double", "Int", "Long", "Byte", "Bool")
+)
+"""As methods, such as those of DeepSpeed's accelerators, these put data on the device."""
+COLLECTIVES = frozenset(_COLLECTIVES.split())
 READS = frozenset(_BLOCKS.split())
 FUNCTIONS = FACTORIES | LIKE | frozenset(_FUNCTIONS.split()) | PURE | SEVERAL
 FUNCTIONAL = frozenset(_FUNCTIONAL.split())
 LINALG = frozenset(_LINALG.split())
-METHODS = PURE | SEVERAL | ONLY_TENSORS | NEW
+METHODS = PURE | SEVERAL | ONLY_TENSORS | NEW | frozenset(_METHODS.split())
 _HOST_ATTRIBUTES_NAMES = """
     shape ndim is_cuda is_cpu is_mps is_meta requires_grad is_leaf is_sparse is_quantized layout
     names itemsize nbytes is_nested grad_fn

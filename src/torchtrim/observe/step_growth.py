@@ -48,7 +48,7 @@ class _Suspect:
 
 
 class StepGrowth:
-    """Told of the end of each of `steps` steps. `modules`: the roots so far."""
+    """Told of the end of each of `steps` steps. `modules`: the roots so far. Of few steps nothing is told."""
 
     def __init__(
         self, steps: int, places: Places, modules: Callable[[], Iterable[nn.Module]]
@@ -69,7 +69,7 @@ class StepGrowth:
         self._ended += 1
         self._fillers.stop()
         self._peaks.append(peak)
-        if self._ended < 2:
+        if self._ended < 2 or self._steps <= LEAST_LOOKS:
             return
         self._looks += 1
         self._look_at_containers()

@@ -55,11 +55,19 @@ from typing import NamedTuple
 
 from torchtrim.memory.names import base_name
 from torchtrim.records.finding import Finding, Suggestion
-from torchtrim.records.profile import Operator, Profile
+from torchtrim.records.profile import Operator, Place, Profile
 from torchtrim.rules.base import Rule
 from torchtrim.rules.places import Line, line_of
 from torchtrim.rules.source import Source
-from torchtrim.rules.waits import CODES, code_of, line_of_sync, times
+from torchtrim.rules.waits import (
+    CODES,
+    code_of,
+    inside_libraries,
+    library_place,
+    library_place_of,
+    line_of_sync,
+    times,
+)
 from torchtrim.sync.table.libraries import is_unknown
 from torchtrim.sync.table.lookup import row
 
@@ -105,21 +113,22 @@ _COLLECTIVE = Obstacle(
 
 def check(profile: Profile) -> Iterator[Finding]:
     """One finding for each line and kind of obstacle."""
-    found: dict[tuple[Line, Obstacle], int] = defaultdict(int)
+    found: dict[tuple[Line, Obstacle], list[Place | None]] = defaultdict(list)
     waiting = set()
     for sync in profile.syncs:
         if code_of(sync.row) in CODES:
             waiting.add(sync.operator)
             known = row(sync.row)
             what = f"waits for the device ({known.what})"
-            found[line_of_sync(profile, sync), Obstacle("sync", what, known.advice)] += 1
+            obstacle = Obstacle("sync", what, known.advice)
+            found[line_of_sync(profile, sync), obstacle].append(library_place(profile, sync))
     obstacles = _Obstacles(profile)
     for number, op in enumerate(profile.operators):
-        obstacle = obstacles.of(number, op) if number not in waiting else None
-        if obstacle is not None:
-            found[line_of(profile, number), obstacle] += 1
-    for (line, obstacle), count in found.items():
-        yield _finding(line, obstacle, count)
+        of_it = obstacles.of(number, op) if number not in waiting else None
+        if of_it is not None:
+            found[line_of(profile, number), of_it].append(library_place_of(profile, number))
+    for (line, obstacle), places in found.items():
+        yield _finding(line, obstacle, places)
 
 
 class _Obstacles:
@@ -172,13 +181,14 @@ class _Obstacles:
         )
 
 
-def _finding(line: Line, obstacle: Obstacle, count: int) -> Finding:
+def _finding(line: Line, obstacle: Obstacle, places: list[Place | None]) -> Finding:
+    count, inside = len(places), inside_libraries(places)
     return Finding(
         code=RULE.code,
         path=line.path,
         line=line.line,
         end_line=line.line,
-        message=f"in the way of a CUDA graph: {obstacle.what}, {times(count)} a step",
+        message=f"in the way of a CUDA graph: {obstacle.what}, {times(count)} a step{inside}",
         count_per_step=count,
         source="modelled",
         fix=Suggestion(kind="advice", reason=obstacle.advice),

@@ -61,7 +61,7 @@ def waiting_finding(
     """A finding for the waits of one line. Only a real device measures what they cost."""
     measured = [sync.seconds for sync in syncs if sync.seconds is not None]
     price = sum(measured) * 1e3 if measured else None
-    inside = _inside(profile, syncs)
+    inside = inside_libraries(library_place(profile, sync) for sync in syncs)
     cost = f", {price:.3g} ms in all" if price is not None else ""
     return Finding(
         code=code,
@@ -97,9 +97,9 @@ def unknown_note(profile: Profile) -> str:
     return f"operators whose source was not read, so whether they wait is unknown: {named}{more}"
 
 
-def _inside(profile: Profile, syncs: Sequence[Sync]) -> str:
-    """The lines of libraries at which the line waits, the most frequent first."""
-    found = Counter(place for sync in syncs if (place := _library_place(profile, sync)) is not None)
+def inside_libraries(places: Iterable[Place | None]) -> str:
+    """What a message says of the lines of libraries that a line led to, the most frequent first."""
+    found = Counter(place for place in places if place is not None)
     if not found:
         return ""
     named = ", ".join(
@@ -110,14 +110,22 @@ def _inside(profile: Profile, syncs: Sequence[Sync]) -> str:
     return f", inside {named}{more}"
 
 
-def _library_place(profile: Profile, sync: Sync) -> Place | None:
+def library_place(profile: Profile, sync: Sync) -> Place | None:
     """The innermost line of a library, where the user's own line only led to it."""
-    place, caller = sync.place, sync.caller
     if sync.operator >= 0:
-        op = profile.operators[sync.operator]
-        if op.forward >= 0:
-            op = profile.operators[op.forward]
-        place, caller = op.place, op.caller
+        return library_place_of(profile, sync.operator)
+    return _library(profile, sync.place, sync.caller)
+
+
+def library_place_of(profile: Profile, operator: int) -> Place | None:
+    """The same of an operator; for one of backward, of its forward operator."""
+    op = profile.operators[operator]
+    if op.forward >= 0:
+        op = profile.operators[op.forward]
+    return _library(profile, op.place, op.caller)
+
+
+def _library(profile: Profile, place: int, caller: int) -> Place | None:
     return profile.places[place] if place >= 0 and caller >= 0 and place != caller else None
 
 

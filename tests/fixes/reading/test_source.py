@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import draws
 from torchtrim.errors import UnreadableInput
-from torchtrim.fixes.reading.source import Source, read_source
+from torchtrim.fixes.reading.source import Source, children, read_source
 
 TEXT = """# -*- coding: utf-8 -*-
 import torch
@@ -94,3 +94,17 @@ def test_offsets_hold_for_every_line_end_and_width(words: list[str], newline: st
     lists = [node for node in ast.walk(source.tree) if isinstance(node, ast.List)]
     assert [source.segment(node) for node in lists] == ["[1, 2]"] * len(words)
     assert source.newline == newline
+
+
+def test_nodes_are_those_of_a_walk_but_for_operators_and_each_gives_those_of_a_type() -> None:
+    source = Source(
+        "case.py", "def f(x, *y):\n    global z\n    return [-x + 1 for a in y if not a]\n"
+    )
+    operators = (ast.operator, ast.unaryop, ast.cmpop, ast.boolop, ast.expr_context)
+    walked = [one for one in ast.walk(source.tree) if not isinstance(one, operators)]
+    assert list(source.nodes) == walked
+    assert list(source.each(ast.Name)) == [one for one in walked if isinstance(one, ast.Name)]
+    sites = [(ast.Name, ""), (ast.arg, ""), (ast.Name, "")]
+    both = [one for one in walked if isinstance(one, ast.Name | ast.arg)]
+    assert list(source.at(sites)) == both
+    assert all(child in children(outer) for child, outer in source.parents.items())

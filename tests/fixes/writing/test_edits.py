@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import draws
 from torchtrim.fixes.base import Edit, Fix, Match, Rewrite, Writing
 from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.writing.edits import compatible, diff_of, line_before, patch
@@ -42,3 +48,15 @@ def test_a_diff_says_when_a_file_does_not_end_its_last_line() -> None:
     assert diff_of("case.py", "a = 1", "a = 2\n") == (
         "--- a/case.py\n+++ b/case.py\n@@ -1 +1 @@\n-a = 1\n\\ No newline at end of file\n+a = 2\n"
     )
+
+
+@settings(max_examples=draws.count(200), derandomize=True, deadline=None)
+@given(st.lists(st.integers(0, 40), unique=True), st.data())
+def test_a_diff_of_what_changed_is_the_diff_of_all(numbers: list[int], data: st.DataObject) -> None:
+    before = [f"line {number}\n" for number in numbers]
+    first = data.draw(st.integers(0, len(before)))
+    last = data.draw(st.integers(first, len(before)))
+    added = data.draw(st.lists(st.integers(41, 50), unique=True, max_size=4))
+    after = [*before[:first], *(f"line {number}\n" for number in added), *before[last:]]
+    whole = difflib.unified_diff(before, after, "a/case.py", "b/case.py")
+    assert diff_of("case.py", "".join(before), "".join(after)) == "".join(whole)

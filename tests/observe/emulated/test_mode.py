@@ -158,3 +158,12 @@ def test_higher_order_operators_and_anomaly_mode() -> None:
     with pytest.warns(UserWarning, match="Anomaly"), torch.autograd.detect_anomaly():
         (x * 2).sum().backward()
     assert torch.vmap(lambda row: row * 2)(x).is_cuda
+
+
+def test_a_histogram_of_whole_numbers_is_one_of_the_devices_alone() -> None:
+    numbers = torch.tensor([0, 2, 2, 3], dtype=torch.int32)
+    found = torch.histc(numbers.cuda(), bins=4, min=0, max=3)
+    assert found.is_cuda
+    assert (found.dtype, found.tolist()) == (torch.int32, [1, 0, 2, 1])
+    with pytest.raises(NotImplementedError):
+        torch.histc(numbers, bins=4, min=0, max=3)

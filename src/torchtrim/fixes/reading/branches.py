@@ -64,10 +64,17 @@ def branches(source: Source) -> Iterator[Branch]:
 
 def is_guard(test: ast.expr) -> bool:
     """Whether a condition tests for the ranks that were seen, as what a fix keeps its original with does."""
-    called = [ast.unparse(one.func) for one in ast.walk(test) if isinstance(one, ast.Call)]
-    ranks = [name for name in called if name.endswith(".dim")]
-    others = set(called) - set(ranks) - {"all", "zip"}
-    return bool(ranks) and not others and isinstance(test, ast.Compare | ast.BoolOp)
+    if not isinstance(test, ast.Compare | ast.BoolOp):
+        return False
+    called = {_called(one.func) for one in ast.walk(test) if isinstance(one, ast.Call)}
+    return ".dim" in called and called <= {".dim", "all", "zip"}
+
+
+def _called(function: ast.expr) -> str:
+    """The name of a function, a method's behind a point."""
+    if isinstance(function, ast.Attribute):
+        return f".{function.attr}"
+    return function.id if isinstance(function, ast.Name) else ""
 
 
 def is_fallback(source: Source, node: ast.AST) -> bool:

@@ -68,7 +68,7 @@ def words(text: str) -> frozenset[str]:
 
 def places(forms: Iterable[str], source: Source) -> Iterator[tuple[ast.AST, str, Bound]]:
     """Each node that is of one of the forms, with the first form that it is of."""
-    live = [text for text in forms if words(text) <= source.words]
+    live = [text for text in forms if source.has(words(text))]
     for node in source.at({root(text) for text in live}):
         for text in live:
             if (bound := match_form(text, node, source)) is not None:

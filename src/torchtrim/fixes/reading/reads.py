@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from torchtrim.fixes.reading.facts import Facts, is_tensor
-from torchtrim.fixes.reading.source import Function, Source
+from torchtrim.fixes.reading.source import Function, Source, children
 from torchtrim.fixes.reading.tensor_methods import PURE
 from torchtrim.records.seen import Seen
 
@@ -62,7 +62,7 @@ def reads_in(node: ast.AST, source: Source) -> Iterator[Read]:
         return
     if isinstance(node, Function | ast.GeneratorExp | ast.ListComp | ast.SetComp | ast.DictComp):
         return
-    for child in ast.iter_child_nodes(node):
+    for child in children(node):
         yield from reads_in(child, source)
 
 

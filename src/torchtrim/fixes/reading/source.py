@@ -7,10 +7,10 @@ import io
 import re
 import tokenize
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torchtrim.errors import UnreadableInput
 from torchtrim.records.seen import Spot
@@ -18,6 +18,14 @@ from torchtrim.records.seen import Spot
 _LINE = re.compile(r"\r\n|\r|\n")
 _NAME = re.compile(r"\w+")
 _MOST_BYTES = 4 * 2**20
+_NO_NODES = frozenset(("ctx", "op", "ops", "id", "attr", "arg", "kind", "type_comment", "level"))
+_HOLDING = {
+    kind: tuple(name for name in kind._fields if name not in _NO_NODES)
+    for kind in vars(ast).values()
+    if isinstance(kind, type) and issubclass(kind, ast.AST)
+}
+"""The fields of each type of node in which other nodes are."""
+_Node = TypeVar("_Node", bound=ast.AST)
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 Loop = ast.For | ast.AsyncFor | ast.While
 Site = tuple[type[ast.AST], str]
@@ -31,7 +39,13 @@ class Source:
     edited keeps its form.
     """
 
-    def __init__(self, path: str, text: str, tree: ast.Module | None = None) -> None:
+    def __init__(
+        self,
+        path: str,
+        text: str,
+        tree: ast.Module | None = None,
+        lines: list[int] | None = None,
+    ) -> None:
         self.path = path
         self.text = text
         try:
@@ -39,8 +53,9 @@ class Source:
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
             raise UnreadableInput(f"{path}{line} is no Python that can be read: {error}.") from None
-        self._lines = [0, *(found.end() for found in _LINE.finditer(text))]
+        self._lines = lines or [0, *(found.end() for found in _LINE.finditer(text))]
         self._bound: dict[ast.AST, frozenset[str]] = {}
+        self._has: dict[str, bool] = {}
         self.memo: dict[str, tuple[Any, ...]] = {}
         self.fallback: dict[ast.AST, bool] = {}
         self.behind: dict[ast.AST, bool] = {}
@@ -49,7 +64,7 @@ class Source:
 
     @property
     def nodes(self) -> tuple[ast.AST, ...]:
-        """Every node of the tree, as `ast.walk` gives them. The tree is walked once."""
+        """Every node of the tree, as `ast.walk` gives them, but for operators. The tree is walked once."""
         return self._walked[0]
 
     @property
@@ -62,9 +77,9 @@ class Source:
         nodes: list[ast.AST] = [self.tree]
         parents: dict[ast.AST, ast.AST] = {}
         for node in nodes:
-            for child in _children(node):
-                parents[child] = node
-                nodes.append(child)
+            inner = children(node)
+            parents.update(dict.fromkeys(inner, node))
+            nodes += inner
         return tuple(nodes), parents
 
     def only(self, lines: Iterable[int]) -> Source:
@@ -84,16 +99,29 @@ class Source:
                 kept.append(one)
                 bases = one.bases if isinstance(one, ast.ClassDef) else []
                 names.update(called(base) for base in bases)
-        return Source(self.path, self.text, ast.Module(kept[::-1], self.tree.type_ignores))
+        return Source(
+            self.path, self.text, ast.Module(kept[::-1], self.tree.type_ignores), self._lines
+        )
+
+    def has(self, words: Collection[str]) -> bool:
+        """Whether each of the words is somewhere in the text, alone or in another."""
+        for word in words:
+            if word not in self._has:
+                self._has[word] = word in self.text
+        return all(map(self._has.__getitem__, words))
 
     @cached_property
     def words(self) -> frozenset[str]:
         """Every name in the text, comments included."""
         return frozenset(_NAME.findall(self.text))
 
+    def each(self, kind: type[_Node]) -> Iterator[_Node]:
+        """The nodes of a type, in the order of the tree."""
+        return (node for _, node in self._sites.get((kind, ""), ()))  # type: ignore[misc]
+
     def at(self, sites: Iterable[Site]) -> Iterator[ast.AST]:
         """The nodes at some sites, in the order of the tree."""
-        found = [one for site in sites for one in self._sites.get(site, ())]
+        found = [one for site in set(sites) for one in self._sites.get(site, ())]
         return (node for _, node in sorted(found, key=lambda one: one[0]))
 
     @cached_property
@@ -220,13 +248,16 @@ class Source:
         return start + (column if text.isascii() else len(text.encode()[:column].decode()))
 
 
-def _children(node: ast.AST) -> Iterator[ast.AST]:
-    for name in node._fields:
+def children(node: ast.AST) -> list[ast.AST]:
+    """The nodes right below a node, but for operators, in the order of the code."""
+    found: list[ast.AST] = []
+    for name in _HOLDING[type(node)]:
         value = getattr(node, name, None)
         if isinstance(value, ast.AST):
-            yield value
+            found.append(value)
         elif isinstance(value, list):
-            yield from (one for one in value if isinstance(one, ast.AST))
+            found += [one for one in value if isinstance(one, ast.AST)]
+    return found
 
 
 def called(function: ast.AST) -> str:
@@ -283,7 +314,7 @@ def _bound_in(function: ast.AST) -> Iterator[str]:
         for extra in (arguments.vararg, arguments.kwarg):
             if extra is not None:
                 yield extra.arg
-    pending = list(ast.iter_child_nodes(function))
+    pending = children(function)
     while pending:
         node = pending.pop()
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store | ast.Del):
@@ -293,4 +324,4 @@ def _bound_in(function: ast.AST) -> Iterator[str]:
             continue
         elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
             yield node.name
-        pending.extend(ast.iter_child_nodes(node))
+        pending += children(node)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ast
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from torchtrim.fixes.base import Edit, Rewrite
 from torchtrim.fixes.reading.facts import Refused
 from torchtrim.fixes.reading.source import Source
+
+_CONTEXT = 3
+_HUNK = re.compile(r"@@ -(\d+)(\S*) \+(\d+)(\S*) @@\n")
 
 
 class Patched(NamedTuple):
@@ -68,10 +72,35 @@ def _edited(source: Source, new: str, edits: Sequence[Edit]) -> str:
 
 def diff_of(path: str, before: str, after: str) -> str:
     """A unified diff, as `git apply` takes it."""
-    lines = difflib.unified_diff(_lines(before), _lines(after), f"a/{path}", f"b/{path}", n=3)
-    return "".join(
-        line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines
+    old, new = _lines(before), _lines(after)
+    head = _alike(old, new)
+    tail = _alike(old[head:][::-1], new[head:][::-1])
+    first, last = max(0, head - _CONTEXT), max(0, tail - _CONTEXT)
+    lines = difflib.unified_diff(
+        old[first : len(old) - last],
+        new[first : len(new) - last],
+        f"a/{path}",
+        f"b/{path}",
+        n=_CONTEXT,
     )
+    return "".join(
+        _below(line, first) if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
+        for line in lines
+    )
+
+
+def _alike(old: Sequence[str], new: Sequence[str]) -> int:
+    """How many lines at the beginning are the same."""
+    pairs = zip(old, new, strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(old), len(new)))
+
+
+def _below(line: str, first: int) -> str:
+    """A line of a diff of what is behind so many lines."""
+    found = _HUNK.match(line)
+    if found is None or not first:
+        return line
+    return f"@@ -{int(found[1]) + first}{found[2]} +{int(found[3]) + first}{found[4]} @@\n"
 
 
 def line_before(before: str, after: str, line: int) -> int:

@@ -437,7 +437,7 @@ def guarded(
 
 def _check_lines(source: Source, first: ast.stmt, last: ast.stmt) -> None:
     """Raises `Refused` for a text of several lines, which would not be the same deeper."""
-    for node in ast.walk(source.tree):
+    for node in source.at({(ast.Constant, ""), (ast.JoinedStr, "")}):
         if _is_long(node) and source.start(first) <= source.start(node) < source.end(last):
             raise Refused("a text of several lines is in the statement. Give it a name first")
 

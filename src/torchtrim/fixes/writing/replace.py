@@ -207,7 +207,7 @@ def add_import(source: Source, module: str) -> Edit:
 
 def fresh(source: Source, node: ast.AST, name: str) -> str:
     """The name, or one like it that means nothing yet in the node's function, nor in the module."""
-    taken = {one.id for one in ast.walk(source.tree) if isinstance(one, ast.Name)}
+    taken = {one.id for one in source.each(ast.Name)}
     taken |= set(source.imported) | set(source.bound(source.function(node)))
     if name not in taken:
         return name

@@ -71,6 +71,8 @@ _INDEXES = frozenset(
 """Their indices may be the host's, and nothing else."""
 _OWN_TARGET = frozenset(("aten::copy_", "aten::_foreach_copy_", "aten::fill_", "aten::bernoulli_"))
 _NO_KERNEL = "Could not run '"
+_TAKE_INTEGERS = (torch.ops.aten.histc.default,)
+"""On a GPU; the CPU computes these for floating point alone."""
 
 
 class _Known(NamedTuple):
@@ -216,7 +218,9 @@ class Accelerator(TorchDispatchMode):
         except NotImplementedError as error:
             if _NO_KERNEL in str(error):
                 raise _missing(func) from error
-            raise
+            if func not in _TAKE_INTEGERS or not self.tags.on_device(args[0]):
+                raise
+            result = func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
         if pinned:
             self.tags.pin(result)
         elif "device" in kwargs and "pin_memory" not in kwargs:
