@@ -13,7 +13,7 @@ TYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
 
 def noise_of(seed: int, size: tuple[int, ...], dtype: torch.dtype, share: float) -> torch.Tensor:
-    """What dropout draws."""
+    """What dropout draws, before it is scaled."""
     torch.manual_seed(seed)
     return torch.empty(size, dtype=dtype).bernoulli_(share)
 
@@ -38,6 +38,14 @@ def test_in_the_order_of_memory(dtype: torch.dtype) -> None:
     noise = noise_of(0, (4, 6, 8), dtype, 0.5).permute(2, 0, 1)
     back = unpacked(packed(noise), dtype)
     assert torch.equal(torch.as_strided(back, noise.size(), noise.stride()), noise)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("share", [0.01, 0.3, 0.5, 0.7, 0.999])
+def test_scaled_noise_has_the_bits_of_what_was_drawn(dtype: torch.dtype, share: float) -> None:
+    drawn = noise_of(2, (4096,), dtype, share)
+    for scaled in (drawn / share, -drawn, drawn * 1e-4):
+        assert torch.equal(unpacked(packed(scaled), dtype), drawn)
 
 
 def test_nothing_is_changed() -> None:
