@@ -116,8 +116,13 @@ def order(rows: Sequence[dict[str, Any]]) -> float:
     """The rank correlation of simulated and measured times; 1 where there is one schedule."""
     if len(rows) < 2:
         return 1.0
-    both = [[row[name] for row in rows] for name in ("simulated_ms", "measured_ms")]
-    return statistics.correlation(*both, method="ranked")
+    both = [_ranks([row[name] for row in rows]) for name in ("simulated_ms", "measured_ms")]
+    return statistics.correlation(*both)
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    """The place of each value among all; those alike share one."""
+    return [sum(a < b for a in values) + (sum(a == b for a in values) - 1) / 2 for b in values]
 
 
 def main() -> None:

@@ -35,6 +35,7 @@ CLASSES, WIDTH, LENGTH, STEPS, OPTIONS = 2000, 32, 64, 2, 12
 ELSEWHERE = {
     "arena",
     "bounded_state",
+    "compress_gradients",
     "data_parallel",
     "in_place",
     "relative_attention",
