@@ -7,7 +7,10 @@ import copy
 import gc
 import json
 import multiprocessing
+import os
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,11 +53,17 @@ class Loop:
     """A training loop whose ranks see other data."""
 
     def __init__(
-        self, accumulate: int = 1, *, keeps: bool = False, waits: bool = False, **options: Any
+        self,
+        accumulate: int = 1,
+        *,
+        keeps: bool = False,
+        waits: bool = False,
+        clips: bool = True,
+        **options: Any,
     ) -> None:
         self.model = replica(**options)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
-        self.accumulate, self.keeps, self.waits = accumulate, keeps, waits
+        self.accumulate, self.keeps, self.waits, self.clips = accumulate, keeps, waits, clips
 
     def train(self, first: int, last: int) -> None:
         """Steps `first <= i < last`."""
@@ -64,7 +73,8 @@ class Loop:
                 waits = self.waits and part + 1 < self.accumulate
                 with self.model.no_sync() if waits else contextlib.nullcontext():
                     self.model(torch.randn(16, WIDTH)).square().mean().backward()
-            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            if self.clips:
+                nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=not self.keeps)
 
@@ -308,9 +318,23 @@ def measure(rank: int, world: int, folder: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
-def main() -> None:
-    """`python -m techniques.replicas WORLD FOLDER`: so many processes, which are forks of this one."""
-    world, folder = int(sys.argv[1]), Path(sys.argv[2])
+def gathered(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Whole tensors in the place of shards."""
+    return [getattr(one, "full_tensor", lambda one=one: one)() for one in tensors]
+
+
+def found_by(module: str, world: int = 2) -> tuple[dict[str, Any], ...]:
+    """What each rank left that `python -m MODULE WORLD FOLDER` has started."""
+    tests = Path(__file__).parents[1]
+    with tempfile.TemporaryDirectory() as name:
+        path = os.pathsep.join([str(tests), str(tests.parent / "src")])
+        command = [sys.executable, "-m", module, str(world), name]
+        subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=True, timeout=300)
+        return tuple(json.loads(Path(name, str(rank)).read_text()) for rank in range(world))
+
+
+def forked(measure: Callable[[int, int, Path], None], world: int, folder: Path) -> None:
+    """So many processes, which are forks of this one."""
     fork = multiprocessing.get_context("fork")
     ranks = [fork.Process(target=measure, args=(rank, world, folder)) for rank in range(world)]
     for rank in ranks:
@@ -321,4 +345,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    forked(measure, int(sys.argv[1]), Path(sys.argv[2]))

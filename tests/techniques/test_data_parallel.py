@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from techniques.replicas import ROOT
+from techniques.replicas import ROOT, found_by
 from torchtrim.errors import ApplyFailed
 from torchtrim.records.plan import Technique
 from torchtrim.techniques.base import technique
 from torchtrim.techniques.data_parallel import TECHNIQUE
 
-TESTS = Path(__file__).parents[1]
-
 
 @cache
 def ranks() -> tuple[dict[str, Any], ...]:
     """What each rank found."""
-    with TemporaryDirectory() as name:
-        path = os.pathsep.join([str(TESTS), str(TESTS.parent / "src")])
-        command = [sys.executable, "-m", "techniques.replicas", "2", name]
-        subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=True, timeout=300)
-        return tuple(json.loads(Path(name, str(rank)).read_text()) for rank in range(2))
+    return found_by("techniques.replicas")
 
 
 KINDS = (

@@ -40,6 +40,7 @@ ELSEWHERE = {
     "in_place",
     "relative_attention",
     "release",
+    "shard",
     "split_batch",
 }
 """Those for inference, streams, several processes or a kind of model of their own."""

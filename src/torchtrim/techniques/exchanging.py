@@ -58,7 +58,7 @@ class BucketViews:
     """A module whose gradients are views of its buckets."""
 
     def __init__(self, where: str, module: Any) -> None:
-        _refuse(where, module)
+        refuse(where, module)
         if module.gradient_as_bucket_view:
             raise ApplyFailed(f"`{where}`: its gradients are views of buckets already. {_ADVICE}")
         self._module = module
@@ -78,7 +78,7 @@ class OtherBuckets:
     """A module with buckets of so many bytes."""
 
     def __init__(self, where: str, module: Any, cap: int) -> None:
-        _refuse(where, module)
+        refuse(where, module)
         self._module = module
         self._before = {name: module.__dict__[name] for name in _CAPS if name in module.__dict__}
         module.bucket_bytes_cap, module.bucket_bytes_cap_default = cap, False
@@ -97,7 +97,7 @@ class StaticGraph:
     """A module that looks for unused parameters in its first step alone."""
 
     def __init__(self, where: str, module: Any) -> None:
-        _refuse(where, module)
+        refuse(where, module)
         if module.static_graph:
             raise ApplyFailed(f"`{where}`: its graph is static already. {_ADVICE}")
         self._module = module
@@ -114,7 +114,7 @@ class Accumulating:
     """A module of which only every `count`-th forward with gradients is followed by an exchange."""
 
     def __init__(self, where: str, module: Any, count: int) -> None:
-        _refuse(where, module)
+        refuse(where, module)
         if module.find_unused_parameters or (module.forward_sync_buffers and [*module.buffers()]):
             raise ApplyFailed(
                 f"`{where}` looks for unused parameters or broadcasts buffers in each forward, which "
@@ -161,7 +161,7 @@ class Compressed:
     """A module whose gradients travel in bfloat16, by a communication hook."""
 
     def __init__(self, where: str, module: Any, hook: Any) -> None:
-        _refuse(where, module)
+        refuse(where, module)
         if module._comm_hooks:
             raise ApplyFailed(f"`{where}`: its gradients travel in bfloat16 already. {_ADVICE}")
         self._module = module
@@ -191,7 +191,8 @@ def halved_by_hand(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor
     return done
 
 
-def _refuse(where: str, module: Any) -> None:
+def refuse(where: str, module: Any) -> None:
+    """Raises `ApplyFailed` for a module that exchanges in a way of its own."""
     hooked = bool(module._get_ddp_logging_data().get("comm_hook")) or bool(module._comm_hooks)
     ours = {hook for hook, _ in module._comm_hooks} in ({halved}, {halved_by_hand})
     unusual = {
@@ -205,13 +206,19 @@ def _refuse(where: str, module: Any) -> None:
     }
     for name, there in unusual.items():
         if there:
-            raise ApplyFailed(f"`{where}` has {name}, which data_parallel does not take. {_ADVICE}")
+            raise ApplyFailed(f"`{where}` has {name}, which is not taken. {_ADVICE}")
+
+
+def without_reducer(module: Any) -> None:
+    """Take its reducer off; what that has hooked goes with it."""
+    if module.reducer is not None:
+        module._remove_autograd_hooks()
+    module.reducer = module.logger = None
 
 
 def make_anew(module: Any) -> None:
-    """Make its reducer of its settings, as `__setstate__` does; what the old one has hooked goes with it."""
-    module._remove_autograd_hooks()
-    module.reducer = module.logger = None
+    """Make its reducer of its settings, as `__setstate__` does."""
+    without_reducer(module)
     module._has_rebuilt_buckets = False
     parameters, sparse = module._build_params_for_reducer()
     names = module._build_debug_param_to_name_mapping(parameters)
