@@ -1,16 +1,19 @@
 """The tuner against a grid of settings, on constructed loaders: `python -m bench.loaders [NAME ...]`.
 
-Each loader is tuned, then every setting of the grid goes through a whole epoch. Said are the chosen
-setting's speed as a share of the best point's, and the tuner's time as a share of the grid's.
+Each loader is tuned, then every setting of the grid goes through two epochs. The quickest of the grid and
+the chosen setting then take turns, so that what else runs here slows all of them down alike. Said are the
+chosen setting's speed as a share of the best point's, by the median of these rounds, and the tuner's time as
+a share of the grid's. A setting that is itself the best point has a share of 1.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -21,10 +24,11 @@ from bench import machine
 from torchtrim.data import tune
 from torchtrim.data.here import cores_here
 from torchtrim.data.parts import Source, parts_of
-from torchtrim.data.rebuild import end_workers, rebuilt
+from torchtrim.data.rebuild import end_workers, rebuilt, settings_of
 from torchtrim.records.loader import LoaderSettings
 
 BATCH, BATCHES, EPOCHS = 16, 64, 2
+ROUNDS, QUICKEST = 5, 3
 Step = Callable[[Any], object]
 
 
@@ -111,17 +115,37 @@ def compared(loader: DataLoader[Any], step: Step) -> dict[str, Any]:
     middle = time.perf_counter()
     points = grid(loader, step)
     took = time.perf_counter() - middle
-    best, seconds = min(points, key=lambda one: one[1])
-    chosen = epochs(tuned.loader, step)
+    chosen = tuned.tuning.chosen
+    quickest = [one for one, _ in sorted(points, key=lambda one: one[1])[:QUICKEST]]
+    before = settings_of(loader)
+    seconds = in_turns(loader, step, dict.fromkeys((*quickest, chosen, before)))
+    best = min(quickest, key=lambda one: statistics.median(seconds[one]))
     return {
-        "share_of_best": seconds / chosen,
+        "share_of_best": _median_ratio(seconds[best], seconds[chosen]),
         "share_of_time": (middle - begin) / took,
-        "times_as_fast": tuned.tuning.before_seconds / chosen,
-        "chosen": [tuned.tuning.chosen.workers, tuned.tuning.chosen.prefetch],
-        "whole": tuned.tuning.chosen.whole,
+        "times_as_fast": _median_ratio(seconds[before], seconds[chosen]),
+        "chosen": [chosen.workers, chosen.prefetch],
+        "whole": chosen.whole,
         "best": [best.workers, best.prefetch],
         "points": len(points),
+        "rounds": ROUNDS,
     }
+
+
+def in_turns(
+    loader: DataLoader[Any], step: Step, settings: Iterable[LoaderSettings]
+) -> dict[LoaderSettings, list[float]]:
+    """Seconds of a batch with each of the settings, in rounds in which each has its turn."""
+    found: dict[LoaderSettings, list[float]] = {one: [] for one in settings}
+    for _ in range(ROUNDS):
+        for one, seconds in found.items():
+            seconds.append(epochs(rebuilt(loader, one), step))
+    return found
+
+
+def _median_ratio(one: list[float], other: list[float]) -> float:
+    """The median of the rounds' ratios."""
+    return statistics.median(a / b for a, b in zip(one, other, strict=True))
 
 
 def main() -> None:

@@ -37,6 +37,7 @@ from torchtrim.records.profile import (
     Storage,
     Sync,
     TensorUse,
+    Update,
     check,
 )
 
@@ -331,6 +332,26 @@ def training_step(blocks: int = 4, size: int = 1000, device: str = "cpu") -> Pro
     for weight, gradient in zip(reversed(weights), gradients, strict=True):
         step.op("aten::add_", weight, gradient, mutates=(weight,), phase="optimizer")
     return step.profile()
+
+
+def exchanging_step(exchanges: list[tuple[int, float]], rank: int = 0) -> Profile:
+    """A second for each of four gradients of 4 MiB in `DistributedDataParallel`, then exchanges: of so many
+    bytes, for so many seconds."""
+    step = Step()
+    step.declare("DDP")
+    step.replica(4 * 2**22)
+    updates = []
+    for number in range(4):
+        parameter = step.alive("parameter", 2**22, name=f"DDP.{number}")
+        step.op("aten::mm", seconds=1.0, phase="backward")
+        updates.append(Update(parameter, parameter, (), 0, len(step.operators), 1))
+    for size, seconds in exchanges:
+        step.exchange(size, seconds)
+    last = step.op("aten::add_", phase="optimizer").index
+    step.optimizer_steps.append(
+        OptimizerStep("SGD", "torch.optim.sgd.SGD", last, last + 1, tuple(updates), False)
+    )
+    return step.profile(seconds=10.0, rank=rank)
 
 
 def _gradient(step: Step, of: Made, saved: int, size: int, name: str) -> Made:

@@ -12,6 +12,7 @@ from torchtrim.loops.fitted import fitted
 from torchtrim.loops.optimize import Fit, Fitting
 from torchtrim.loops.sharding import sharded_lever
 from torchtrim.loops.verify import verify_pair
+from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request, Trial
 from torchtrim.report.ranks import rank_lines
 from torchtrim.run.script import Script, working_folder
@@ -67,6 +68,19 @@ def test_sharding_is_a_lever_of_replicas_with_the_command_that_says_more() -> No
     assert "--ranks 2 --fsdp -- --batch 512" in lever.needs
     alone = Trial(request=REQUEST, device="cpu", profile=original.profile)
     assert sharded_lever(workload, alone, original.peak_bytes) == ()
+
+
+@pytest.mark.slow
+def test_what_fits_with_shards_alone_is_sharded_and_certified_on_each_rank() -> None:
+    words = ("--width", "192", "--blocks", "24", "--batch", "4")
+    found = Fitting(script(*words), REQUEST, lambda _: None, Terms(allow="rounding")).nearest("62%")
+    assert found.plan.techniques[0].name == "shard"
+    assert found.planned is not None
+    assert all(one.peak_bytes < 0.7 * found.original.peak_bytes for one in found.planned.ranks)
+    assert found.certificate is not None
+    assert found.certificate.verdict in ("BITWISE", "ROUNDING")
+    assert "on each of 2 ranks" in " ".join((found.certificate.reason, *found.certificate.compared))
+    assert any("it was tried" in note for note in found.notes)
 
 
 @pytest.mark.slow

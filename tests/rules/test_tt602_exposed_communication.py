@@ -1,6 +1,6 @@
 import pytest
 
-from profiles import Step
+from profiles import Step, exchanging_step
 from torchtrim.records.profile import Profile
 from torchtrim.rules.tt602_exposed_communication import across, check
 
@@ -23,6 +23,15 @@ def test_what_nothing_hides_is_found() -> None:
     assert finding.message == (
         "rank 1 waits 300 ms of 1.30 s (23%) for 1 collective of 2.00 KiB when it has nothing else to do"
     )
+
+
+def test_what_each_way_to_exchange_brings_is_said() -> None:
+    """1.2 s an exchange and 0.1 s a MiB: one bucket of 16 MiB is best, and half of its bytes better."""
+    exchanges = [(2**20, 1.3), (15 * 2**20, 2.7)]
+    (finding,) = across([exchanging_step(exchanges, rank) for rank in range(2)])
+    assert finding.fix is not None
+    assert "bfloat16 takes 800 ms less" in finding.fix.reason
+    assert "bucket_cap_mb" not in finding.fix.reason
 
 
 def test_what_is_hidden_behind_backward_is_not() -> None:

@@ -90,6 +90,18 @@ def test_a_neat_script_that_insists_on_nccl_runs_on_emulated_devices() -> None:
     assert any("cuda:0" in note for note in found.notes)
 
 
+def test_the_mesh_that_fully_shard_makes_by_itself_is_of_the_emulated_device() -> None:
+    meshed = Script(SCRIPT.replace("ranks.py", "default_mesh.py"), (), processes=2, timeout=LIMIT)
+    with working_folder() as folder:
+        found = run_trial(meshed, REQUEST, folder)
+    assert is_emulated(found.device)
+    for one in found.ranks:
+        assert one.profile is not None
+        gathered = [life for life in one.profile.storages if life.kind == "gathered"]
+        assert gathered
+        assert {life.device for life in gathered} == {"cuda:0"}
+
+
 def test_a_search_that_finds_something_is_told_of_nothing() -> None:
     words = ("--find-unused", "--leave-spare")
     (replica,) = trial(*words).profile.replicas  # type: ignore[union-attr]

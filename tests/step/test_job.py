@@ -29,6 +29,15 @@ def test_what_is_over_before_the_work_beside_it_blocks_nobody() -> None:
     assert blocked_seconds(rank(0, under_way=0.05)) == [0.0]
 
 
+@pytest.mark.parametrize(("noted", "blocked"), [(0.0, 3.0), (0.015, 3.0), (0.2, 0.0)])
+def test_an_end_that_is_noted_when_the_rank_goes_on_already(noted: float, blocked: float) -> None:
+    step = Step()
+    step.exchange(400, 3.0 + noted)
+    step.idle(3.0)
+    step.op("aten::add_", seconds=1.0, phase="optimizer")
+    assert blocked_seconds(step.profile()) == pytest.approx([blocked])
+
+
 def test_a_wait_after_the_last_operator_counts() -> None:
     step = Step()
     step.op("aten::mm", seconds=1.0)

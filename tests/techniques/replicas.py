@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import json
 import multiprocessing
+import os
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +26,8 @@ from torchtrim.planner.planner import Planner
 from torchtrim.records.plan import Technique
 from torchtrim.records.trial import Request
 from torchtrim.run.session import Session
+from torchtrim.step.from_profile import step_of
+from torchtrim.techniques.base import Replaces, technique
 from torchtrim.techniques.data_parallel import TECHNIQUE
 
 ROOT = "DistributedDataParallel"
@@ -29,11 +35,11 @@ VIEWS = {"gradient_as_bucket_view": True}
 WIDTH = 96
 
 
-def replica(**options: Any) -> DistributedDataParallel:
+def replica(bucket_cap_mb: float = 0.05, **options: Any) -> DistributedDataParallel:
     """The same on each rank, in several buckets."""
     torch.manual_seed(0)
     layers = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4))
-    return DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.05, **options)
+    return DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=bucket_cap_mb, **options)
 
 
 def applied(model: nn.Module, **options: Any) -> Any:
@@ -47,11 +53,17 @@ class Loop:
     """A training loop whose ranks see other data."""
 
     def __init__(
-        self, accumulate: int = 1, *, keeps: bool = False, waits: bool = False, **options: Any
+        self,
+        accumulate: int = 1,
+        *,
+        keeps: bool = False,
+        waits: bool = False,
+        clips: bool = True,
+        **options: Any,
     ) -> None:
         self.model = replica(**options)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
-        self.accumulate, self.keeps, self.waits = accumulate, keeps, waits
+        self.accumulate, self.keeps, self.waits, self.clips = accumulate, keeps, waits, clips
 
     def train(self, first: int, last: int) -> None:
         """Steps `first <= i < last`."""
@@ -61,7 +73,8 @@ class Loop:
                 waits = self.waits and part + 1 < self.accumulate
                 with self.model.no_sync() if waits else contextlib.nullcontext():
                     self.model(torch.randn(16, WIDTH)).square().mean().backward()
-            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            if self.clips:
+                nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=not self.keeps)
 
@@ -76,7 +89,12 @@ class Loop:
 
 def apart(one: Loop, other: Loop) -> float:
     """By how much they differ at most; 0 for the same bits."""
-    pairs = [*zip(one.state(), other.state(), strict=True)]
+    return apart_of(one.state(), other.state())
+
+
+def apart_of(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
+    """The same of tensors."""
+    pairs = [*zip(one, other, strict=True)]
     if all(torch.equal(a, b) for a, b in pairs):
         return 0.0
     return max(float((a - b).detach().abs().max()) for a, b in pairs) or 1.0
@@ -108,6 +126,69 @@ def views(accumulate: int, *, keeps: bool = False, **options: Any) -> dict[str, 
         "reverted": apart(original, planned),
         "own": own and not flags,
     }
+
+
+def changed_and_back(kind: str, **options: Any) -> dict[str, Any]:
+    """With buckets of another size, or with one search, beside the original, and after it was taken back."""
+    original, planned = (Loop(**options) for _ in range(2))
+    handle = applied(planned.model, **{kind: 1 if kind == "bucket_cap_mb" else True})
+    for loop in (original, planned):
+        loop.train(0, 3)
+    found = {
+        "apart": apart(original, planned),
+        "exchanges": [exchanges(original), exchanges(planned)],
+    }
+    handle.revert()
+    for loop in (original, planned):
+        loop.train(4, 6)
+    flags = [(one.model.bucket_bytes_cap, one.model.static_graph) for one in (original, planned)]
+    return {
+        **found,
+        "reverted": apart(original, planned),
+        "again": [exchanges(original), exchanges(planned)],
+        "same settings": flags[0] == flags[1],
+    }
+
+
+def exchanges(loop: Loop) -> int:
+    """How many a step has."""
+    return sum(one.name == "allreduce" for one in profile_of(loop).collectives)
+
+
+def compressed() -> dict[str, Any]:
+    """Gradients in bfloat16, beside that by hand, and after it was taken back."""
+    plan = Technique(name="compress_gradients", where=(ROOT,), options={"dtype": "bfloat16"})
+    original, planned, by_hand = (Loop() for _ in range(3))
+    unit = technique("compress_gradients")
+    handle = unit.apply({ROOT: planned.model}, plan)
+    assert isinstance(unit, Replaces)
+    unit.by_hand({ROOT: by_hand.model}, plan)
+    views_too = applied(planned.model, **VIEWS)
+    for loop in (original, planned, by_hand):
+        loop.train(0, 1)
+    gradients = apart_of(gradients_of(original), gradients_of(planned))
+    differs = apart(planned, by_hand)
+    twice = refused(lambda: unit.apply({ROOT: planned.model}, plan))
+    views_too.revert()
+    handle.revert()
+    planned.model.load_state_dict(original.model.state_dict())
+    planned.optimizer.load_state_dict(copy.deepcopy(original.optimizer.state_dict()))
+    for loop in (original, planned):
+        loop.train(1, 3)
+    reverted = apart(original, planned)
+    options = unit.options(step_of(profile_of(original)))
+    return {
+        "gradients": gradients,
+        "by hand": differs,
+        "twice": twice,
+        "reverted": reverted,
+        "offered": [one.where for one in options],
+    }
+
+
+def gradients_of(loop: Loop) -> list[torch.Tensor]:
+    """The last gradients: the first moments of the first step of Adam are a tenth of them."""
+    return [one["exp_avg"] for one in loop.optimizer.state.values()]
 
 
 def accumulates(count: int) -> dict[str, Any]:
@@ -225,6 +306,9 @@ def measure(rank: int, world: int, folder: Path) -> None:
         "static views": views(1, static_graph=True),
         "searching views": views(1, find_unused_parameters=True),
         "accumulates": accumulates(3),
+        "bucket_cap_mb": changed_and_back("bucket_cap_mb"),
+        "static_graph": changed_and_back("static_graph", find_unused_parameters=True),
+        "compressed": compressed(),
         "hook": with_hook(),
         "buffers": with_buffers(),
         "predicted": predicted(),
@@ -234,9 +318,23 @@ def measure(rank: int, world: int, folder: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
-def main() -> None:
-    """`python -m techniques.replicas WORLD FOLDER`: so many processes, which are forks of this one."""
-    world, folder = int(sys.argv[1]), Path(sys.argv[2])
+def gathered(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Whole tensors in the place of shards."""
+    return [getattr(one, "full_tensor", lambda one=one: one)() for one in tensors]
+
+
+def found_by(module: str, world: int = 2) -> tuple[dict[str, Any], ...]:
+    """What each rank left that `python -m MODULE WORLD FOLDER` has started."""
+    tests = Path(__file__).parents[1]
+    with tempfile.TemporaryDirectory() as name:
+        path = os.pathsep.join([str(tests), str(tests.parent / "src")])
+        command = [sys.executable, "-m", module, str(world), name]
+        subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=True, timeout=300)
+        return tuple(json.loads(Path(name, str(rank)).read_text()) for rank in range(world))
+
+
+def forked(measure: Callable[[int, int, Path], None], world: int, folder: Path) -> None:
+    """So many processes, which are forks of this one."""
     fork = multiprocessing.get_context("fork")
     ranks = [fork.Process(target=measure, args=(rank, world, folder)) for rank in range(world)]
     for rank in ranks:
@@ -247,4 +345,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    forked(measure, int(sys.argv[1]), Path(sys.argv[2]))

@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
 
-from techniques.replicas import ROOT
+from techniques.replicas import ROOT, found_by
 from torchtrim.errors import ApplyFailed
 from torchtrim.records.plan import Technique
+from torchtrim.techniques.base import technique
 from torchtrim.techniques.data_parallel import TECHNIQUE
-
-TESTS = Path(__file__).parents[1]
 
 
 @cache
 def ranks() -> tuple[dict[str, Any], ...]:
     """What each rank found."""
-    with TemporaryDirectory() as name:
-        path = os.pathsep.join([str(TESTS), str(TESTS.parent / "src")])
-        command = [sys.executable, "-m", "techniques.replicas", "2", name]
-        subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=True, timeout=300)
-        return tuple(json.loads(Path(name, str(rank)).read_text()) for rank in range(2))
+    return found_by("techniques.replicas")
 
 
 KINDS = (
@@ -49,6 +40,25 @@ def test_kept_gradients_are_in_the_buckets() -> None:
     """The gradients of eight parameters are in fewer storages."""
     for found in ranks():
         assert 0 < found["kept views"]["storages"] < 8
+
+
+@pytest.mark.parametrize("kind", ["bucket_cap_mb", "static_graph"])
+def test_other_buckets_and_one_search_are_the_same_to_the_bit_and_are_taken_back(kind: str) -> None:
+    for found in ranks():
+        seen = found[kind]
+        assert seen["apart"] == seen["reverted"] == 0
+        assert seen["exchanges"][1] < seen["exchanges"][0]
+        assert seen["again"][0] == seen["again"][1] == seen["exchanges"][0]
+        assert seen["same settings"]
+
+
+def test_gradients_in_bfloat16_are_those_rounded_by_hand_and_are_taken_back() -> None:
+    for found in ranks():
+        seen = found["compressed"]
+        assert seen["by hand"] == seen["reverted"] == 0
+        assert 0 < seen["gradients"] < 2**-8
+        assert "bfloat16 already" in seen["twice"]
+        assert seen["offered"] == [ROOT]
 
 
 def test_a_step_exchanges_once() -> None:
@@ -80,11 +90,25 @@ def test_views_are_planned_and_need_what_was_predicted() -> None:
         assert abs(seen["predicted"] - seen["after"]) <= 0.03 * seen["after"]
 
 
-def test_another_module_is_refused() -> None:
-    import torch
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("data_parallel", {"gradient_as_bucket_view": True}),
+        ("compress_gradients", {"dtype": "bfloat16"}),
+    ],
+)
+def test_another_module_is_refused(name: str, options: dict[str, Any]) -> None:
+    plan = Technique(name=name, where=("Net",), options=options)
+    with pytest.raises(ApplyFailed, match=f"is a Linear, and {name} changes"):
+        technique(name).apply({"Net": torch.nn.Linear(2, 2)}, plan)
 
-    plan = Technique(
-        name="data_parallel", where=("Net",), options={"gradient_as_bucket_view": True}
-    )
-    with pytest.raises(ApplyFailed, match="is a Linear"):
-        TECHNIQUE.apply({"Net": torch.nn.Linear(2, 2)}, plan)
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"accumulate": 1}, {"bucket_cap_mb": 0}, {"static_graph": 1}, {"buckets": 2}],
+)
+def test_other_options_are_refused(options: dict[str, Any]) -> None:
+    module = DistributedDataParallel.__new__(DistributedDataParallel)
+    plan = Technique(name="data_parallel", where=("Net",), options=options)
+    with pytest.raises(ApplyFailed, match="data_parallel has one option"):
+        TECHNIQUE.apply({"Net": module}, plan)

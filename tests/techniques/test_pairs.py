@@ -35,10 +35,12 @@ CLASSES, WIDTH, LENGTH, STEPS, OPTIONS = 2000, 32, 64, 2, 12
 ELSEWHERE = {
     "arena",
     "bounded_state",
+    "compress_gradients",
     "data_parallel",
     "in_place",
     "relative_attention",
     "release",
+    "shard",
     "split_batch",
 }
 """Those for inference, streams, several processes or a kind of model of their own."""

@@ -1,4 +1,4 @@
-"""The step with SEMANTIC techniques applied, recorded: what they save is measured, not computed."""
+"""The step with techniques applied of which it is measured, not computed, what they save: recorded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchtrim.records.allowance import Allowance
 from torchtrim.records.plan import Technique
 from torchtrim.records.trial import Trial
 from torchtrim.step.from_profile import step_of
-from torchtrim.techniques.base import Option, Replaces, names, technique
+from torchtrim.techniques.base import Measured, Option, names, technique
 
 Choice = tuple[Technique, ...]
 
@@ -29,22 +29,27 @@ class Recorded(NamedTuple):
         return {name for one in self.techniques for name in unit_of(one.name).bars(one)}
 
 
-def unit_of(name: str) -> Replaces:
-    """The SEMANTIC technique of that name."""
+def unit_of(name: str) -> Measured:
+    """The technique of that name that is measured."""
     unit = technique(name)
-    assert isinstance(unit, Replaces)
+    assert isinstance(unit, Measured)
     return unit
 
 
 def helped_by(name: str) -> tuple[str, ...]:
     """The techniques that one makes possible."""
     unit = technique(name)
-    return unit.helps if isinstance(unit, Replaces) else ()
+    return unit.helps if isinstance(unit, Measured) else ()
 
 
 def semantic_names() -> list[str]:
     """The techniques that make another function."""
     return [name for name in names() if technique(name).equivalence == "SEMANTIC"]
+
+
+def measured_names() -> list[str]:
+    """All techniques that are measured; those that keep the function are tried where nothing else fits."""
+    return [name for name in names() if isinstance(technique(name), Measured)]
 
 
 def check_named(allowed: Allowance) -> None:
@@ -58,11 +63,11 @@ def check_named(allowed: Allowance) -> None:
 
 
 def split_pins(pins: Patterns) -> tuple[Patterns, Patterns]:
-    """The pins of techniques that keep the function, and of those that make another."""
-    semantic = {*semantic_names()}
+    """The pins of techniques whose saving is computed, and of those of which it is measured."""
+    known = {*measured_names()}
     return (
-        {what: texts for what, texts in pins.items() if what not in semantic},
-        {what: texts for what, texts in pins.items() if what in semantic},
+        {what: texts for what, texts in pins.items() if what not in known},
+        {what: texts for what, texts in pins.items() if what in known},
     )
 
 
@@ -70,7 +75,7 @@ def pinned_choice(original: Trial, pins: Patterns, allowed: Allowance) -> Choice
     """What the pins demand. Raises `UsageError` for one that matches nothing or is not allowed."""
     found: list[Option] = []
     for name, texts in pins.items():
-        if not allowed.holds("SEMANTIC", name):
+        if not allowed.holds(technique(name).equivalence, name):
             raise UsageError(
                 f"[pins] has {name}, which makes another function: give --allow semantic={name} too."
             )

@@ -16,6 +16,7 @@ from torchtrim.loops.asked import (
     check_named,
     choices,
     helped_by,
+    measured_names,
     pinned_choice,
     recorded,
     semantic_names,
@@ -24,7 +25,8 @@ from torchtrim.loops.asked import (
 from torchtrim.loops.candidates import Target, Timed, others, quickest
 from torchtrim.loops.lengths import longest_step, recording, uneven_note
 from torchtrim.loops.levers import LEAST_SAVING, Reached, levers_of, refusals
-from torchtrim.loops.sharding import sharded_lever
+from torchtrim.loops.sharding import NAME as SHARD
+from torchtrim.loops.sharding import may_shard, sharded_lever
 from torchtrim.loops.surviving import (
     failing_places,
     failure_note,
@@ -108,13 +110,14 @@ class Fitting:
         self._terms = terms
         self._allowed = allowance(terms.allow)
         check_named(self._allowed)
-        self._pins, self._semantic_pins = split_pins(terms.pins)
+        self._pins, self._measured_pins = split_pins(terms.pins)
         unwritable = {*names()} - {*exportable(), *self._pins} if terms.exports else set()
         self._exclude = (*terms.exclude, *sorted(unwritable))
         self._request = request
         self._progress = progress
         self.original: Trial | None = None
         self._dropped: set[str] = set()
+        self._last: tuple[str, ...] = ()
         self._planners: dict[tuple[int, str, frozenset[str]], Planner | Planners] = {}
         self._recorded: dict[tuple[int, str], Trial] = {}
         self.notes: list[str] = []
@@ -141,27 +144,27 @@ class Fitting:
 
         `only`: for one technique, which need not be allowed.
         """
-        key = id(original), only, frozenset(self._dropped)
+        key = id(original), only, frozenset((*self._dropped, *self._last))
         if key not in self._planners:
             first = self._new_planner(original, only)
-            pinned = () if only else pinned_choice(original, self._semantic_pins, self._allowed)
-            named = self._semantic(only)
+            pinned = () if only else pinned_choice(original, self._measured_pins, self._allowed)
+            named = self._to_measure(only)
             several = Planners(
                 first, list(self._variants(original, first, pinned, only)), forced=bool(pinned)
             )
             self._planners[key] = several if pinned or named else first
         return self._planners[key]
 
-    def _semantic(self, only: str) -> list[str]:
-        """The techniques to try that make another function."""
-        wanted = [only] if only else self._allowed.semantic_of(semantic_names())
-        return [one for one in semantic_names() if one in wanted and one not in self._exclude]
+    def _to_measure(self, only: str) -> list[str]:
+        """The techniques to try of which it is measured what they save."""
+        wanted = [only] if only else [*self._allowed.semantic_of(semantic_names()), *self._last]
+        return [one for one in measured_names() if one in wanted and one not in self._exclude]
 
     def _variants(
         self, original: Trial, first: Planner, pinned: Choice, only: str
     ) -> Iterator[Variant]:
         """The step as it was recorded with each of them applied."""
-        wanted = [pinned] if pinned else choices(original, self._semantic(only), self._dropped)
+        wanted = [pinned] if pinned else choices(original, self._to_measure(only), self._dropped)
         whole = original.peak_bytes - first.simulated_original
         plain = first.unchanged(original.peak_bytes)
         for one in recorded(original, wanted, partial(self._with, plain), self._note):
@@ -222,9 +225,19 @@ class Fitting:
             notes = (*self.notes, "the original fits the budget as it is")
             unchanged = self._unchanged(original, budget, memory_kind)
             return Fit(original, budget, unchanged, None, None, notes)
+        found = self._in_budget(original, budget, memory_kind)
+        if found.missed is not None and may_shard(original) and not self._last:
+            self._last = (SHARD,)
+            self._note("no plan without shard fits the budget, so it was tried")
+            found = self._in_budget(original, budget, memory_kind)
+        return found
+
+    def _in_budget(self, original: Trial, budget: int, kind: MemoryKind) -> Fit:
+        """The plan for a budget, without what fails; or the one that needs least."""
+        whole = measured(original, kind)
         return self._surviving(
-            lambda: self._within(original, budget, memory_kind),
-            lambda: self._missed(original, budget, memory_kind, Tried.unchanged(whole)),
+            lambda: self._within(original, budget, kind),
+            lambda: self._missed(original, budget, kind, Tried.unchanged(whole)),
         )
 
     def smallest(self) -> Fit:

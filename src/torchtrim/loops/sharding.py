@@ -12,9 +12,18 @@ from torchtrim.records.sharding import Sharding
 from torchtrim.records.trial import Request, Trial
 from torchtrim.run.script import Script
 from torchtrim.run.trials import Workload
+from torchtrim.step.from_profile import step_of
+from torchtrim.techniques.base import technique
 
 NAME = "shard"
 _EQUIVALENCE: Equivalence = "ROUNDING"
+
+
+def may_shard(original: Trial) -> bool:
+    """Whether it is a job whose ranks each hold a whole model that `shard` would split."""
+    if original.profile is None or not original.ranks:
+        return False
+    return bool(technique(NAME).options(step_of(original.profile, original.seconds)))
 
 
 def sharded_lever(workload: Workload, original: Trial, whole: int) -> tuple[Lever, ...]:

@@ -12,7 +12,14 @@ import torch
 from torch import nn
 
 _WHERE = {"inplace", "gradient_as_bucket_view"}
+_EXCHANGED_NAMES = """
+    reducer logger static_graph bucket_bytes_cap bucket_bytes_cap_default bucket_bytes_cap_list _bucket_config
+    _comm_hooks _has_rebuilt_buckets _static_graph_delay_allreduce_enqueued
+"""
+_EXCHANGED = frozenset(_EXCHANGED_NAMES.split())
+_REPLICAS = "torch.nn.parallel.distributed"
 _OWN = frozenset(vars(nn.Module())) - {"training"} | _WHERE
+_OF_SHARDS = ("__composable_api", "_is_fsdp", "_fsdp")
 _PLAIN = (bool, int, str, bytes, complex, type(None))
 _MOST = 1000
 _DEEPEST = 4
@@ -25,11 +32,13 @@ def attributes(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, 
     """`(name, value)` of what a module was given: a tensor, or a text in place of all else.
 
     A float is a tensor of float64, since it may be rounded. Of what nobody knows only the type counts, and
-    what says where a result is, such as `inplace`, does not say what it is.
+    what says where a result is, such as `inplace`, does not say what it is; nor does how ranks exchange.
     """
     for path, module in modules:
+        replica = any(kind.__module__ == _REPLICAS for kind in type(module).__mro__)
+        own = _OWN | _EXCHANGED if replica else _OWN
         for name, value in list(vars(module).items()):
-            if name not in _OWN and not callable(value):
+            if name not in own and not callable(value) and not name.startswith(_OF_SHARDS):
                 yield from _values(f"{path}.{name}", value)
 
 

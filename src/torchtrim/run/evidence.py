@@ -58,6 +58,7 @@ class Evidence(Listener):
 
     `graded`: outputs count only where gradients are on, since a step that trains may look at others.
     `looks`: inputs of roots are wanted too. `script`: what the script keeps elsewhere is compared too.
+    `gathers`: a plan shards what the original has whole, so all ranks make it whole to compare.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Evidence(Listener):
         script: ScriptState | None = None,
     ) -> None:
         self.step = Step()
+        self.gathers = False
         self._modules = modules
         self._keep = keep
         self._graded = graded
@@ -244,9 +246,16 @@ class Evidence(Listener):
         if not has_bits(tensor):
             return
         with torch.no_grad(), own():
+            if self.gathers and isinstance(tensor, _distributed_tensor()):
+                tensor = tensor.full_tensor()
             self.step.digests[name] = digest_of(tensor)
             if self._keep is not None:
                 self._keep(name, tensor)
+
+
+def _distributed_tensor() -> Any:
+    """`DTensor`, where it is loaded; else nothing is one."""
+    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
 
 
 def _own_hooks(hooks: Mapping[int, Any]) -> int:

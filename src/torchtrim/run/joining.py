@@ -47,6 +47,8 @@ class Joining:
             wrap = getattr(self, f"_{name}")
             original = getattr(torch.distributed, name)
             replace_in("torch.distributed", original, wrap(original))
+        meshes: Any = torch.distributed.device_mesh
+        replace_in("torch.distributed", meshes.init_device_mesh, _meshed(meshes.init_device_mesh))
         Spawning(self._world, self._spawned).install()
 
     def _spawned(self) -> None:
@@ -123,6 +125,26 @@ class Joining:
             return done
 
         return all_reduce
+
+
+def _meshed(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Random numbers of a `DTensor` on an emulated device are drawn as on the host, which has no offsets."""
+
+    @functools.wraps(original)
+    def init_device_mesh(*args: Any, **options: Any) -> Any:
+        if current() is not None:
+            from torch.distributed.tensor import _dispatch, _random
+
+            modules: tuple[Any, ...] = (_dispatch, _random)
+            for module in modules:
+                module.is_rng_supported_mesh = _no_offsets
+        return original(*args, **options)
+
+    return init_device_mesh
+
+
+def _no_offsets(mesh: Any) -> bool:
+    return False
 
 
 def _has_nccl(world: int) -> bool:

@@ -39,7 +39,7 @@ from torchtrim.run.script_state import ScriptState
 from torchtrim.run.seeming import reduce_in_place
 from torchtrim.run.sharded import Sharder
 from torchtrim.run.wide import prepare
-from torchtrim.techniques.apply import apply_plan
+from torchtrim.techniques.apply import apply_plan, shards
 from torchtrim.techniques.base import Handle
 from torchtrim.techniques.fingerprint import fingerprint_of
 
@@ -89,6 +89,7 @@ class Session(Listener):
         looks = request.traced >= 0
         script = ScriptState(self._places, self.modules.number) if setting.script else None
         self._evidence = Evidence(self.modules, keep, graded=trains, looks=looks, script=script)
+        self._evidence.gathers = shards(request.plan)
         self._recording: Recording | None = None
         self._watching: Allocator = allocator_for(setting.device)
         self._fallback: Profile | None = None
@@ -96,8 +97,7 @@ class Session(Listener):
         self._applied: list[Handle] = []
         self._began = self._own = self._seconds = 0.0
         self._watched: Watched | None = None
-        self._idled = False
-        self._over = False
+        self._idled = self._over = False
         self._times: Times | None = None
         self._input = InputPhase(lambda: self._places.users_line(sys._getframe(3))[:2])
         self._digests: list[str] = []

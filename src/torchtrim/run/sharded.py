@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -13,8 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchtrim.errors import Unsupported, UsageError
 from torchtrim.records.sharding import Sharding
-
-_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+from torchtrim.techniques.sharding import matching, repeated, split_parameter
 
 
 class Sharder:
@@ -62,15 +59,10 @@ class Sharder:
         if not patterns:
             yield from repeated(root)
             return
-        every = [(path, one) for path, one in root.named_modules() if path]
-        found = [
-            (path, one)
-            for path, one in every
-            if any(fnmatchcase(path.removeprefix("module."), pattern) for pattern in patterns)
-            and any(True for _ in one.parameters())
-        ]
+        found = list(matching(root, patterns))
         if not found:
-            raise UsageError(_no_match(patterns, [path for path, _ in every]))
+            paths = [path for path, _ in root.named_modules() if path]
+            raise UsageError(_no_match(patterns, paths))
         yield from found
 
     def _options(self, device: torch.device) -> dict[str, Any]:
@@ -92,43 +84,10 @@ class Sharder:
         return options
 
 
-def repeated(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The blocks that a model repeats: what is most often of one class in its outermost lists of modules.
-
-    Only what has parameters counts; a list with no two alike is looked into, as any other module is.
-    """
-    return _repeated(root, "")
-
-
-def _repeated(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    children = [
-        (f"{path}.{name}" if path else name, child) for name, child in module.named_children()
-    ]
-    kind = _usual(module)
-    for where, child in children:
-        if kind is not None and type(child) is kind:
-            yield where, child
-        else:
-            yield from _repeated(child, where)
-
-
-def _usual(module: nn.Module) -> type | None:
-    """The class that repeats in a list of modules; None where none does."""
-    if not isinstance(module, _LISTS):
-        return None
-    owning = [type(one) for one in module.children() if any(True for _ in one.parameters())]
-    kind, count = next(iter(Counter(owning).most_common(1)), (None, 0))
-    return kind if count > 1 else None
-
-
 def _check_shared(name: str, parameters: list[tuple[str, nn.Parameter]], blocks: list[str]) -> None:
     """Raises `Unsupported` for a parameter of two blocks, or of one and what is outside of all."""
-    owners: dict[int, tuple[str, str]] = {}
-    for path, parameter in parameters:
-        owner = max((one for one in blocks if path.startswith(f"{one}.")), key=len, default="")
-        first, before = owners.setdefault(id(parameter), (path, owner))
-        if before != owner:
-            raise Unsupported(_refused(name, f"{first} and {path} are one parameter."))
+    if tied := split_parameter(parameters, blocks):
+        raise Unsupported(_refused(name, f"{tied[0]} and {tied[1]} are one parameter."))
 
 
 def _fully_shard(block: nn.Module, options: dict[str, Any]) -> None:

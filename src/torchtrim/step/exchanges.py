@@ -104,6 +104,11 @@ def reduces_of(profile: Profile) -> Iterator[tuple[int, Collective]]:
             yield number, one
 
 
+def ranks_of(profile: Profile) -> int:
+    """How many ranks exchange gradients; those of the job where that is unknown."""
+    return max((one.ranks for _, one in reduces_of(profile)), default=0) or profile.world
+
+
 def _is_of(profile: Profile, replica: Replica, name: str) -> bool:
     return name.startswith(f"{profile.modules[replica.module].path}.")
 

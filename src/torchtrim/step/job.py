@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -9,6 +10,9 @@ from typing import NamedTuple
 
 from torchtrim.records.profile import Collective, Profile
 
+_LATE_SECONDS = 0.02
+_LATE_SHARE = 0.05
+"""Of a collective: how late its end may be noted. A thread waits for the interpreter 5 ms and more."""
 _POINT_TO_POINT = ("send", "recv", "recv_any_source")
 
 
@@ -90,21 +94,24 @@ def blocked_seconds(profile: Profile) -> list[float]:
     """For each collective of a rank, how long it did nothing but await that one.
 
     It waits between two operators where a collective ends there: from the first of them on, or from when
-    the collective began.
+    the collective began. That it is over is noted by a thread of its backend, which may come to that when the
+    rank goes on already.
     """
     gaps = [*_gaps(profile)]
+    begins, ends = [begin for begin, _ in gaps], [end for _, end in gaps]
     spans = [
         (one.start, one.start + (one.seconds or 0.0), number)
         for number, one in enumerate(profile.collectives)
     ]
     blocked = [0.0] * len(spans)
-    at = 0
     waited_until = 0.0
     for start, end, number in sorted(spans, key=lambda span: span[1]):
-        while at < len(gaps) and gaps[at][1] < end:
-            at += 1
-        if at < len(gaps) and gaps[at][0] <= end:
-            blocked[number] = max(end - max(gaps[at][0], start, waited_until), 0.0)
+        late = min(_LATE_SECONDS, _LATE_SHARE * (end - start))
+        begun = max(start, waited_until)
+        there = gaps[bisect_left(ends, end - late) : bisect_right(begins, end)]
+        found = max((min(end, over) - max(gap, begun) for gap, over in there), default=0.0)
+        if found > 0:
+            blocked[number] = found
             waited_until = end
     return blocked
 

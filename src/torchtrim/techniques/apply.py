@@ -78,3 +78,8 @@ def apply_plan(plan: Plan, roots: Mapping[str, Root], *, by_hand: bool = False) 
             f"the plan could not be applied, and the model is as it was: {error}"
         ) from error
     return applied
+
+
+def shards(plan: Plan | None) -> bool:
+    """Whether a plan leaves each rank a part of what the original has whole."""
+    return plan is not None and any(one.name == "shard" for one in plan.techniques)

@@ -102,24 +102,28 @@ class Exportable(Protocol):
 
 
 @runtime_checkable
-class Replaces(Protocol):
-    """A SEMANTIC technique: it makes another function of the step, and what it saves is measured.
+class Measured(Protocol):
+    """A technique of which it is measured what it saves.
 
-    Its `edits` are None, since no edit of the recorded step says what another function needs: the planner
-    gets the step that was recorded with the technique applied. `helps`: the techniques that it makes
-    possible. `ways`: how many of the settings that it offers, the first, a plan may choose; others are for
-    a person to pin.
+    Its `edits` are None, since no edit of the recorded step says what is left: the planner gets the step that
+    was recorded with the technique applied. `helps`: the techniques that it makes possible. `ways`: how many
+    of the settings that it offers, the first, a plan may choose; others are for a person to pin.
     """
 
     helps: tuple[str, ...]
     ways: int
 
-    def by_hand(self, roots: Mapping[str, Any], technique: Technique) -> Handle:
-        """The same replacement, as a person would write it into the program; the certificate compares."""
-        ...
-
     def bars(self, technique: Technique) -> Collection[str]:
         """The techniques that cannot be in one plan with this one."""
+        ...
+
+
+@runtime_checkable
+class Replaces(Measured, Protocol):
+    """A SEMANTIC technique: it makes another function of the step."""
+
+    def by_hand(self, roots: Mapping[str, Any], technique: Technique) -> Handle:
+        """The same replacement, as a person would write it into the program; the certificate compares."""
         ...
 
     def advice(self, technique: Technique) -> str:
@@ -198,6 +202,7 @@ _SERVING = (
     "python_state",
     "rerun",
     "scratch",
+    "sharding",
     "stepping",
     "swap",
 )

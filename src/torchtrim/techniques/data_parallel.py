@@ -13,8 +13,18 @@ It is not planned where something else reads gradients before the last exchange,
 in each forward, or with `find_unused_parameters`. A step of fewer micro-batches, as at the end of an epoch,
 is refused as soon as it is seen, in the next forward: every rank then raises.
 
-Both take effect in the instance that the script has made, before its next forward: its reducer is made anew
-from the same settings, as it is when a module is unpickled. Reverting makes it anew as it was. Communication
+With `bucket_cap_mb = 4` gradients travel in buckets of 4 MiB: smaller ones begin earlier, larger ones take
+less time together. A size is planned where the exchanges of the recorded step, each a latency and a time for
+each byte, would outlast backward for less time, by 2 % of the step at least. On two ranks the numbers are the
+same bit for bit; on more, sums may be added up in another order.
+
+With `static_graph` a module with `find_unused_parameters` looks for unused parameters in its first step
+alone, and arranges its buckets in the order in which gradients come. It is planned where parameters were
+unused; where none were, leave the search out (TT603). A step that uses other parameters than the first one is
+refused by `DistributedDataParallel` itself. The same numbers as with another size of buckets.
+
+All take effect in the instance that the script has made, before its next forward: its reducer is made anew
+from its settings, as it is when a module is unpickled. Reverting makes it anew as it was. Communication
 hooks of the script's own, mixed precision of `DistributedDataParallel` and delayed exchanges are refused.
 """
 
@@ -25,13 +35,14 @@ from typing import Any
 
 from torchtrim.records.finding import Equivalence
 from torchtrim.records.plan import Technique
-from torchtrim.records.profile import Profile, Replica
+from torchtrim.records.profile import Profile, Replica, is_emulated
+from torchtrim.step.buckets import LEAST_SHARE, MIB, overlap_of
 from torchtrim.step.edits import NOTHING, Drop, Edit, Insert, Need
 from torchtrim.step.exchanges import (
     Exchange,
-    Rounds,
     after_exchange,
     exchange_of,
+    ranks_of,
     reduces_of,
     rounds_of,
 )
@@ -40,18 +51,20 @@ from torchtrim.techniques.base import Handle, Option, all_or_none
 from torchtrim.techniques.places import module_at
 
 VIEWS, ACCUMULATE = "gradient_as_bucket_view", "accumulate"
+CAP, STATIC = "bucket_cap_mb", "static_graph"
 _LEAST_SECONDS = 1e-9
 
 
 class DataParallel:
     """`where` names modules in `DistributedDataParallel`. `gradient_as_bucket_view`: true; or `accumulate`:
-    how many micro-batches a step has."""
+    how many micro-batches a step has; or `bucket_cap_mb`: MiB of a bucket; or `static_graph`: true."""
 
     name = "data_parallel"
     equivalence: Equivalence = "BITWISE"
 
     def options(self, step: Step) -> Sequence[Option]:
-        """Views for each replica that has none, and fewer exchanges where a step has too many."""
+        """Views for each replica that has none, fewer exchanges where a step has too many, buckets of another
+        size where exchanges outlast backward, and one search for unused parameters instead of many."""
         if step.profile is None:
             return []
         return [one for replica in step.profile.replicas for one in self._of(step, replica)]
@@ -69,6 +82,12 @@ class DataParallel:
         rounds = rounds_of(profile)
         if rounds.rounds > 1 and _may_wait(step, replica, exchange):
             yield Option(self.name, where, (), None, ((ACCUMULATE, rounds.rounds),), "ROUNDING")
+        order: Equivalence | None = None if ranks_of(profile) <= 2 else "ROUNDING"
+        found = _best_cap(step, replica) if rounds.rounds == 1 else None
+        if found is not None:
+            yield Option(self.name, where, (), None, ((CAP, found[0] // MIB),), order)
+        if replica.find_unused and replica.unused_bytes and not replica.static_graph:
+            yield Option(self.name, where, (), None, ((STATIC, True),), order)
 
     def edits(self, step: Step, option: Option) -> Edit | None:
         """Gradients end where their bucket has them; or exchanges do not block."""
@@ -78,9 +97,13 @@ class DataParallel:
         replica = next(
             r for r in profile.replicas if profile.modules[r.module].path == option.where
         )
-        if VIEWS in dict(option.settings):
+        changed = dict(option.settings)
+        if VIEWS in changed:
             return _as_views(step, exchange_of(step, replica))
-        return _once(step, rounds_of(profile))
+        if CAP in changed:
+            found = _best_cap(step, replica)
+            return None if found is None else _quicker(step, found[1])
+        return _quicker(step, 0.0 if STATIC in changed else rounds_of(profile).needless_seconds)
 
     def apply(self, roots: Mapping[str, Any], technique: Technique) -> Handle:
         """Make the reducers of the named modules anew, or have them exchange less often."""
@@ -108,8 +131,20 @@ def _as_views(step: Step, exchange: Exchange) -> Edit:
     )
 
 
-def _once(step: Step, rounds: Rounds) -> Edit:
-    return NOTHING._replace(inserts=(_saved(step, rounds.needless_seconds),))
+def _quicker(step: Step, seconds: float) -> Edit:
+    return NOTHING._replace(inserts=(_saved(step, seconds),))
+
+
+def _best_cap(step: Step, replica: Replica) -> tuple[int, float] | None:
+    """The bytes of a bucket that expose least, and the seconds that they save; None for those of now."""
+    assert step.profile is not None
+    if is_emulated(step.profile.device):
+        return None
+    found = overlap_of(step.profile, replica)
+    if found is None:
+        return None
+    cap, saved = found.best_cap()
+    return (cap, saved) if saved >= LEAST_SHARE * step.seconds else None
 
 
 def _saved(step: Step, seconds: float) -> Insert:
@@ -119,7 +154,7 @@ def _saved(step: Step, seconds: float) -> Insert:
 
 def _halves(profile: Profile) -> bool:
     """Whether dividing by the number of ranks is multiplying by its reciprocal, to the bit."""
-    ranks = max((one.ranks for _, one in reduces_of(profile)), default=0) or profile.world
+    ranks = ranks_of(profile)
     return ranks & (ranks - 1) == 0
 
 

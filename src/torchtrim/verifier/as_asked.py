@@ -13,7 +13,7 @@ from torchtrim.records.trial import Request, Trial
 from torchtrim.techniques.base import Replaces, technique
 from torchtrim.verifier.certify import ROUNDING_LIMIT
 
-_COARSE = ("precision", "low_bit_states")
+_COARSE = ("precision", "low_bit_states", "compress_gradients")
 _COARSE_LIMIT = 0.5
 """The largest difference that may be rounding where a program computes in half precision, or keeps 8 bits:
 bfloat16 has 8 bits, 2**16 times fewer than float32. Whether it is rounding float64 says."""

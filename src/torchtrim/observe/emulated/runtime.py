@@ -157,6 +157,7 @@ class Runtime:
         yield torch.cuda.streams, {"Stream": streams.Stream, "Event": streams.Event}
         yield torch.accelerator, self._accelerator()
         yield torch.accelerator.memory, self._memory()
+        yield torch._C, {"_get_accelerator": lambda check=None: torch.device("cuda")}
         yield torch.backends.cuda, {"is_built": _true}
         yield (
             torch.backends.cudnn,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from torchtrim.errors import Unsupported
@@ -23,9 +23,10 @@ class Segment(NamedTuple):
     `weights`; `update` of its parameters. Bytes: `given`, the tensor with which it begins; `held`, what
     forward leaves for backward; `rise` and `back`, how far forward and backward go above what is held before
     them, and `first`, backward where its gradients are new and stay; `sent`, its result where only a stage
-    keeps it; `waiting`, gradients kept between backward to the inputs and to the weights; `gradients`
-    that a step makes and `state`, that is parameters, optimizer state, buffers and gradients kept between
-    steps; `parameters` of them.
+    keeps it; `waiting`, gradients kept between backward to the inputs and to the weights; `split`, how far
+    backward to the inputs goes above what it finds, all of these kept; `gradients` that a step makes and
+    `state`, that is parameters, optimizer state, buffers and gradients kept between steps; `parameters` of
+    them.
     """
 
     where: str
@@ -40,6 +41,7 @@ class Segment(NamedTuple):
     first: int = 0
     sent: int = 0
     waiting: int = 0
+    split: int = 0
     gradients: int = 0
     state: int = 0
     parameters: int = 0
@@ -137,6 +139,7 @@ class Reader:
             sum(self._seconds(index, share) for index in self._ops(number, kind)) for kind in "FIW"
         )
         parameters, state = self._held_always[number]
+        waiting = self._waiting(number)
         fresh = self._grads_are_fresh
         updates = self._update_seconds
         return Segment(
@@ -148,7 +151,8 @@ class Reader:
             given,
             *curves.of(self._ops(number, "F"), [*self._ops(number, "I"), *self._ops(number, "W")]),
             sent=self._sent(number, share),
-            waiting=self._waiting(number, share),
+            waiting=int(share * sum(self._profile.storages[one].bytes for one in waiting)),
+            split=curves.split(self._ops(number, "I"), waiting | self._waiting(number - 1)),
             gradients=parameters if fresh else 0,
             state=parameters + state + (0 if fresh else parameters),
             parameters=parameters,
@@ -224,19 +228,19 @@ class Reader:
             add(home, 0, storages[state].bytes)
         return found
 
-    def _waiting(self, number: int, share: float) -> int:
-        """Gradients that backward to the weights reads, and backward to the inputs has made."""
+    def _waiting(self, number: int) -> set[int]:
+        """Gradients that backward to the weights reads, and backward to the inputs has made: storages."""
         storages = self._profile.storages
         found: set[int] = set()
         for index in (*self._ops(number, "I"), *self._ops(number, "W")):
             op = self._profile.operators[index]
             if any(storages[use.storage].kind == "gradient" for use in op.outputs):
                 found |= {use.storage for use in op.inputs}
-        made = [storages[s] for s in found]
-        return int(
-            share
-            * sum(s.bytes for s in made if s.birth >= self._pass.last and s.kind != "gradient")
-        )
+        return {
+            one
+            for one in found
+            if storages[one].birth >= self._pass.last and storages[one].kind != "gradient"
+        }
 
 
 class _Curves:
@@ -246,7 +250,7 @@ class _Curves:
     """
 
     def __init__(self, profile: Profile, made: Pass, share: float) -> None:
-        self._operators = profile.operators
+        self._operators, self._storages = profile.operators, profile.storages
         self._turn = made.last
         self._share = share
         given = set(made.call.inputs)
@@ -278,14 +282,32 @@ class _Curves:
         back, stays = (self._highest(own + more, low, high) for more in (brief, new))
         return held, rise, max(back, held), max(stays, held)
 
-    def _highest(self, lives: Sequence[Life], first: int, end: int) -> int:
-        """The highest in a span of operators, what an operator takes while it runs included."""
+    def split(self, inputs: Sequence[int], waiting: Collection[int]) -> int:
+        """The highest over what backward to the inputs makes, where the storages in `waiting` are kept."""
+        if not inputs:
+            return 0
+        low, high = min(inputs), max(inputs) + 1
+        there = set(inputs)
+        own = [
+            (int(one.bytes * self._share), one.birth, high if number in waiting else one.death)
+            for number, one in enumerate(self._storages)
+            if one.birth in there and one.counted and one.kind in _OF_BATCH
+        ]
+        return self._highest(own, low, high, there)
+
+    def _highest(
+        self, lives: Sequence[Life], first: int, end: int, at: Collection[int] | None = None
+    ) -> int:
+        """The highest in a span of operators, or while some of them run, what these take included."""
         moved = [(size, birth - first, death - first) for size, birth, death in lives]
         live = bytes_over_time(end - first, moved)
         before = bytes_over_time(end - first, ((size, at + 1, to) for size, at, to in moved))
         return max(
             max(now, then + int(op.transient_bytes * self._share))
-            for now, then, op in zip(live, before, self._operators[first:end], strict=True)
+            for number, (now, then, op) in enumerate(
+                zip(live, before, self._operators[first:end], strict=True), first
+            )
+            if at is None or number in at
         )
 
 

@@ -24,10 +24,10 @@ class StageCost(NamedTuple):
     """What a stage costs for one micro-batch.
 
     Seconds: `forward`, whole `backward`, backward to the `inputs` and to the `weights`, `update` of the
-    parameters. Bytes: `held` in flight; `rise`, `back` and `first`, the highest in forward, in backward
-    and in
-    the first backward, which makes gradients, `held` included; `waiting` besides, between the two halves
-    of backward; `given` and `passed`, what it receives and what it sends on; `gradients` and `state`.
+    parameters. Bytes: `held` in flight; `rise`, `back` and `first`, the highest in forward, in backward and
+    in the first backward, which makes gradients, `held` included; `waiting` besides, between the two halves
+    of backward, and `split`, the highest over `held` in the first half; `given` and `passed`, what it
+    receives and what it sends on; `gradients` and `state`.
     """
 
     where: str
@@ -41,6 +41,7 @@ class StageCost(NamedTuple):
     back: int
     first: int
     waiting: int
+    split: int
     given: int
     passed: int
     gradients: int
@@ -84,12 +85,23 @@ def stage_of(segments: Sequence[Segment], first: int, last: int, *, again: bool)
         back=back,
         first=new,
         waiting=sum(one.waiting for one in own) if first else 0,
+        split=_split(own) if first else 0,
         given=own[0].given,
         passed=passed,
         gradients=sum(one.gradients for one in own),
         state=sum(one.state for one in own),
         recompute=again,
     )
+
+
+def _split(own: Sequence[Segment]) -> int:
+    """The highest over what forward has left, in backward to the inputs."""
+    most = waiting = 0
+    for number, one in reversed([*enumerate(own)]):
+        follows = own[number + 1].given if number + 1 < len(own) else 0
+        most = max(most, waiting + follows + one.split)
+        waiting += one.waiting
+    return max(most, waiting)
 
 
 def _bytes(own: Sequence[Segment]) -> tuple[int, int, int, int]:

@@ -185,5 +185,5 @@ def _above(one: StageCost, kind: str, stage: int, new: bool) -> int:
     if kind == "B" or (kind == "W" and not stage):
         return rises
     if kind == "I":
-        return one.waiting + max(one.back - one.held, 0) if stage else 0
+        return one.split
     return max(0, one.gradients - one.held - one.waiting) if new else 0

@@ -1,0 +1,97 @@
+"""Compress gradients: `DistributedDataParallel` exchanges them in bfloat16, half of the bytes.
+
+Each rank rounds its share of a gradient to bfloat16, the shares are added up in bfloat16, and the sum is
+widened again: torch's own `bf16_compress_hook`. Gradients, parameters and optimizer state stay float32. It
+pays where exchanges outlast backward and the network is slow; on one machine the two copies of each gradient
+can cost more than the exchange. It lowers no peak: beside each bucket there is one of half its size while it
+travels.
+
+torch registers that hook with NCCL alone; gloo adds bfloat16 up too, so it is taken there as well. It is
+another function: the certificate says AS ASKED where all else is as with the gradients rounded by hand, with
+the losses of both. A script with a communication hook of its own is refused. `where` names modules in
+`DistributedDataParallel`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from torchtrim.errors import ApplyFailed
+from torchtrim.records.finding import Equivalence
+from torchtrim.records.plan import Technique
+from torchtrim.records.profile import Profile, Replica
+from torchtrim.step.exchanges import reduces_of
+from torchtrim.step.step import Step
+from torchtrim.techniques.base import Handle, Option, all_or_none
+from torchtrim.techniques.places import module_at
+
+_OPTIONS = {"dtype": "bfloat16"}
+
+
+class CompressGradients:
+    """`where` names modules in `DistributedDataParallel`. `dtype`: `bfloat16`."""
+
+    name = "compress_gradients"
+    equivalence: Equivalence = "SEMANTIC"
+    helps: tuple[str, ...] = ()
+    ways = 1
+
+    def options(self, step: Step) -> Sequence[Option]:
+        """Each replica that exchanges float32."""
+        profile = step.profile
+        if profile is None:
+            return []
+        return [
+            Option(self.name, profile.modules[one.module].path, (), None, (*_OPTIONS.items(),))
+            for one in profile.replicas
+            if _exchanges_wide(profile, one)
+        ]
+
+    def edits(self, step: Step, option: Option) -> None:
+        """None: what it saves is measured."""
+
+    def apply(self, roots: Mapping[str, Any], technique: Technique) -> Handle:
+        """Register the hook. Raises `ApplyFailed`, the model as it was."""
+        from torchtrim.techniques.exchanging import halved
+
+        return _hooked(roots, technique, halved)
+
+    def by_hand(self, roots: Mapping[str, Any], technique: Technique) -> Handle:
+        """A hook of one's own that rounds, adds up, waits and widens."""
+        from torchtrim.techniques.exchanging import halved_by_hand
+
+        return _hooked(roots, technique, halved_by_hand)
+
+    def bars(self, technique: Technique) -> Collection[str]:
+        """None."""
+        return ()
+
+    def advice(self, technique: Technique) -> str:
+        """What to look at."""
+        return "compare the losses of a longer run before you keep compressed gradients"
+
+
+TECHNIQUE = CompressGradients()
+
+
+def _hooked(roots: Mapping[str, Any], technique: Technique, hook: Callable[..., Any]) -> Handle:
+    from torchtrim.techniques.exchanging import Compressed, replica_at
+
+    if technique.options != _OPTIONS:
+        raise ApplyFailed(
+            "compress_gradients has the option `dtype`, bfloat16, and the plan has "
+            f"{technique.options!r}."
+        )
+    return all_or_none(
+        technique.where,
+        lambda where: Compressed(
+            where, replica_at(where, module_at(roots, where), technique.name), hook
+        ),
+    )
+
+
+def _exchanges_wide(profile: Profile, replica: Replica) -> bool:
+    """Whether what it exchanges is float32, as far as is known."""
+    uses = [use for _, one in reduces_of(profile) for use in profile.operators[one.operator].inputs]
+    return replica.gradient_bytes > 0 and any(use.dtype == "float32" for use in uses)
