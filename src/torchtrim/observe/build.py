@@ -18,7 +18,6 @@ from torchtrim.observe.recorder import RawOperator, Recorder
 from torchtrim.observe.saved import Use, saved_tensors, type_name
 from torchtrim.observe.storages import Life
 from torchtrim.records.profile import (
-    Call,
     Kind,
     LoaderWait,
     Operator,
@@ -74,7 +73,7 @@ def build(
         operators=operators,
         storages=_storages(recorder, operators),
         modules=modules.settled(),
-        calls=[Call(*call) for call in recorder.calls],
+        calls=recorder.calls,
         places=places.records,
         labels=recorder.labels,
         waits=list(waits),

@@ -37,7 +37,7 @@ from torchtrim.observe.saved import SavedTensors, Use
 from torchtrim.observe.storages import PLAIN, Storages, parts_of, reachable_tensors
 from torchtrim.observe.waiting import NOTHING, Asking, Origin, Ran, waiting_here
 from torchtrim.observe.waits import RawSync
-from torchtrim.records.profile import Phase
+from torchtrim.records.profile import Call, Phase
 
 MARK = "torchtrim::operator"
 Cause = tuple[Phase, int, Spot | None, Spot | None, int]
@@ -60,19 +60,6 @@ class RawOperator(NamedTuple):
     mutates: tuple[int, ...]
     start_ns: int
     end_ns: int
-
-
-class RawCall(NamedTuple):
-    """A forward call of a module, as recorded."""
-
-    module: int
-    first: int
-    last: int
-    depth: int
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    graded: bool
-    held: tuple[int, ...]
 
 
 class RawWait(NamedTuple):
@@ -127,7 +114,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._fake = fake_mode()
         self.storages = Storages(device, self._is_pinned)
         self.operators: list[RawOperator] = []
-        self.calls: list[RawCall] = []
+        self.calls: list[Call] = []
         self.labels: list[str] = []
         self.phase: Phase = "other"
         self.module = -1

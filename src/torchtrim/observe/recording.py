@@ -16,11 +16,11 @@ from torchtrim.observe.modules import Modules
 from torchtrim.observe.optimizers import OptimizerSteps, parameters_of
 from torchtrim.observe.places import Places
 from torchtrim.observe.profilers import open_ranges
-from torchtrim.observe.recorder import RawCall, Recorder
+from torchtrim.observe.recorder import Recorder
 from torchtrim.observe.spent import Spent
 from torchtrim.observe.storages import parts_of, storage_bytes
 from torchtrim.observe.watch import Listener
-from torchtrim.records.profile import LoaderWait, Phase, Profile, is_emulated
+from torchtrim.records.profile import Call, LoaderWait, Phase, Profile, is_emulated
 
 
 class _Running(NamedTuple):
@@ -149,7 +149,7 @@ class Recording(Listener):
             last = len(recorder.operators)
             outputs = self._storages(output, "")
             given, depth = (running.inputs, outputs, graded, running.held), running.depth
-            recorder.calls.append(RawCall(number, running.first, last, depth, *given))
+            recorder.calls.append(Call(number, running.first, last, depth, *given))
 
     def backward_starts(self, tensors: tuple[torch.Tensor, ...]) -> None:
         self._phase_starts("backward")

@@ -19,6 +19,8 @@ Workspace = Callable[[Any, Any, Any, Any], int]
 _HALF_GEMM = 198_272
 """With bfloat16 on a processor with AVX-512, a thread."""
 _LARGE = 512
+_QUICK = 1 << 26
+"""A product of so many multiplications takes no time, and is tried."""
 _ONEDNN_COMPUTES: dict[torch.dtype, Callable[[], bool]] = {
     torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
     torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
@@ -122,9 +124,9 @@ def _gemm(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     if matrix.dtype not in _ONEDNN_COMPUTES or not _ONEDNN_COMPUTES[matrix.dtype]():
         return 0
     whole = sum(tensor.nbytes for tensor in tensors_among(args)) + result.nbytes
-    blocks = _blocks_of(matrix.dtype)
-    if 2 * whole < blocks:
-        blocks = _blocks_of_small(matrix, result.shape[-1], 2 * whole)
+    blocks = min(_blocks_of(matrix.dtype), 2 * whole)
+    if matrix.dim() == 2 and matrix.numel() * result.shape[-1] <= _QUICK:
+        blocks = _blocks_tried(matrix, result.shape[-1], blocks)
     return int(blocks if matrix.stride(-1) == 1 else blocks + matrix.nbytes)
 
 
@@ -140,8 +142,8 @@ def _blocks_of(dtype: torch.dtype) -> int:
     return _HALF_GEMM * threads if found is None else found
 
 
-def _blocks_of_small(matrix: Any, columns: int, most: int) -> int:
-    """What a product packs that is smaller than the blocks of large ones: tried, or at most `most`."""
+def _blocks_tried(matrix: Any, columns: int, most: int) -> int:
+    """What a product packs of which one dimension may be smaller than a block: tried, or else `most`."""
     (rows, inner), dtype = matrix.shape[-2:], matrix.dtype
     threads = torch.get_num_threads()
 
@@ -151,8 +153,6 @@ def _blocks_of_small(matrix: Any, columns: int, most: int) -> int:
         )
         return needed(lambda: torch.mm(first, second))
 
-    if matrix.dim() != 2:
-        return most
     found = machine().once(f"blocks of mm {rows}x{inner}x{columns} {dtype} {threads}", attempt)
     return most if found is None else min(found, most)
 
