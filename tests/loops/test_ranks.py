@@ -5,13 +5,15 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from torchtrim.errors import Unsupported
 from torchtrim.loops.fitted import fitted
 from torchtrim.loops.optimize import Fit, Fitting
 from torchtrim.loops.sharding import sharded_lever
-from torchtrim.loops.verify import verify_pair
+from torchtrim.loops.verify import verify_pair, verify_report
+from torchtrim.records.plan import Technique
 from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request, Trial
 from torchtrim.report.ranks import rank_lines
@@ -81,6 +83,19 @@ def test_what_fits_with_shards_alone_is_sharded_and_certified_on_each_rank() -> 
     assert found.certificate.verdict in ("BITWISE", "ROUNDING")
     assert "on each of 2 ranks" in " ".join((found.certificate.reason, *found.certificate.compared))
     assert any("it was tried" in note for note in found.notes)
+
+
+@pytest.mark.slow
+def test_shards_on_an_emulated_device_are_saved_loaded_and_certified() -> None:
+    workload = script("--cuda", "--backend", "nccl")
+    fitting = Fitting(workload, REQUEST, lambda _: None)
+    plan = fitting.planner(fitting.observe()).unchanged(2**30)
+    shard = Technique(name="shard", where=("DistributedDataParallel",), options={"reshard": True})
+    planned = msgspec.structs.replace(plan, techniques=(shard,))
+    certificate = verify_report(workload, planned, REQUEST).report.certificate
+    assert certificate is not None
+    assert certificate.verdict == "BITWISE"
+    assert any("saved and loaded" in one for one in certificate.compared)
 
 
 @pytest.mark.slow

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
 import torch
 
+from torchtrim.observe.build import Setting
+from torchtrim.observe.emulated import emulate
 from torchtrim.observe.modules import Modules
-from torchtrim.records.trial import Step
+from torchtrim.records.trial import Request, Step
 from torchtrim.run.evidence import Evidence
+from torchtrim.run.session import Session
 
 
 @pytest.mark.parametrize(
@@ -18,3 +23,34 @@ def test_a_loss_of_any_value_travels(loss: float | str, told: float | None) -> N
     step = msgspec.json.decode(msgspec.json.encode(evidence.step), type=Step)
     assert step.losses == [told]
     assert list(step.digests) == ["loss:loss"]
+
+
+class Cached(torch.nn.Linear):
+    """Keeps something that it works out of its weight when that is loaded."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4, device="cuda")
+        self.scale = self.weight.detach().abs()
+        self.register_load_state_dict_post_hook(lambda *_: self.work_out())
+
+    def work_out(self) -> None:
+        self.scale = self.weight.detach().abs()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) @ self.scale
+
+
+def test_what_is_loaded_on_the_way_lies_where_the_script_would_have_it() -> None:
+    with emulate():
+        model = Cached()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        request = Request(steps=2, warmup=1, round_trip=True)
+        session = Session(request, Setting("emulated", "", str(Path.cwd())))
+        with session.watcher:
+            for _ in range(request.total):
+                model(torch.ones(2, 4, device="cuda")).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            session.step_ends()
+        steps = session.finish().steps
+    assert any(name.startswith("checkpoint:Cached") for name in steps[-1].digests)

@@ -175,7 +175,7 @@ class Session(Listener):
         self._look_for_growth()
         request = self.trial.request
         if request.round_trip and len(self.trial.steps) == request.total - 1:
-            self._timed(self._evidence.round_trip, self.watcher.optimizers)
+            self._evidence.round_trip(self.watcher.optimizers)
         if self.complete:
             self._note_counts()
             self._times = Times(self._more_times(), self.trial.seconds, self._places)
