@@ -8,7 +8,8 @@ from typing import NamedTuple
 from torchtrim.errors import ApplyFailed, PlannedStepFailed, ScriptFailed, UsageError
 from torchtrim.planner.pins import Patterns, compiled
 from torchtrim.planner.planner import techniques_of
-from torchtrim.records.allowance import Allowance
+from torchtrim.records.allowance import Allowance, words_for
+from torchtrim.records.finding import Equivalence
 from torchtrim.records.plan import Technique
 from torchtrim.records.trial import Trial
 from torchtrim.step.from_profile import step_of
@@ -75,10 +76,7 @@ def pinned_choice(original: Trial, pins: Patterns, allowed: Allowance) -> Choice
     """What the pins demand. Raises `UsageError` for one that matches nothing or is not allowed."""
     found: list[Option] = []
     for name, texts in pins.items():
-        if not allowed.holds(technique(name).equivalence, name):
-            raise UsageError(
-                f"[pins] has {name}, which makes another function: give --allow semantic={name} too."
-            )
+        _check_allowed(technique(name).equivalence, name, allowed)
         offered = _options(original, name)
         for text in texts:
             named = [one for one in offered if compiled(text).fullmatch(one.where)]
@@ -91,15 +89,29 @@ def pinned_choice(original: Trial, pins: Patterns, allowed: Allowance) -> Choice
                 )
             first = {one.where: one for one in reversed(named)}
             found += [one for one in named if first[one.where] is one and one not in found]
-    return techniques_of(found)
+    chosen = techniques_of(found)
+    for one in chosen:
+        _check_allowed(one.equivalence, one.name, allowed)
+    return chosen
 
 
-def choices(original: Trial, names: Collection[str], dropped: Collection[str]) -> list[Choice]:
-    """The ways of each technique that are tried by themselves: others are for a person to pin."""
+def _check_allowed(equivalence: Equivalence, name: str, allowed: Allowance) -> None:
+    if not allowed.holds(equivalence, name):
+        does = "makes another function" if equivalence == "SEMANTIC" else "rounds here"
+        raise UsageError(
+            f"[pins] has {name}, which {does}: give {words_for(equivalence, name)} too."
+        )
+
+
+def choices(
+    original: Trial, names: Collection[str], dropped: Collection[str], allowed: Allowance
+) -> list[Choice]:
+    """The ways of each technique that are allowed and tried by themselves: others are for a person to pin."""
     found: list[Choice] = []
     for name in names:
         options = [one for one in _options(original, name) if not _is_dropped(one, dropped)]
-        found += [(one,) for one in techniques_of(options)[: unit_of(name).ways]]
+        ways = techniques_of(options)[: unit_of(name).ways]
+        found += [(one,) for one in ways if allowed.holds(one.equivalence, name)]
     return found
 
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Collection, Sequence
 
 from torchtrim.planner.planner import Planner
 from torchtrim.planner.several import Planners
-from torchtrim.records.allowance import Allowance
+from torchtrim.records.allowance import Allowance, words_for
 from torchtrim.records.finding import EQUIVALENCES, Equivalence
 from torchtrim.records.lever import Lever
 from torchtrim.records.plan import MemoryKind, Plan, Technique
 from torchtrim.records.trial import Trial
 from torchtrim.step.from_profile import step_of
-from torchtrim.techniques.base import Refuses, names, technique
+from torchtrim.techniques.base import Measured, Refuses, names, technique
 
 # A plan or a lever that saves less of the peak is none.
 LEAST_SAVING = 0.005
@@ -75,15 +75,11 @@ def _simulated(name: str, plan: Plan, allow: Allowance) -> Lever:
     return Lever(
         technique=" + ".join(used) if several else name,
         equivalence=equivalence,
-        needs="" if allow.holds(equivalence, name) else f"--allow {_word(equivalence, name)}",
+        needs="" if allow.holds(equivalence, name) else words_for(equivalence, name),
         peak_bytes=plan.predicted.peak_bytes,
         step_seconds=plan.predicted.step_seconds,
-        source="measured" if equivalence == "SEMANTIC" and not several else "simulated",
+        source="measured" if isinstance(technique(name), Measured) and not several else "simulated",
     )
-
-
-def _word(equivalence: Equivalence, name: str) -> str:
-    return f"semantic={name}" if equivalence == "SEMANTIC" else equivalence.lower()
 
 
 def _least(equivalences: Sequence[Equivalence]) -> Equivalence:

@@ -36,7 +36,7 @@ from torchtrim.loops.surviving import (
 from torchtrim.planner.pins import KEEP
 from torchtrim.planner.planner import Planner
 from torchtrim.planner.several import Planners, Variant
-from torchtrim.records.allowance import allowance
+from torchtrim.records.allowance import EVERYTHING, allowance
 from torchtrim.records.certificate import Certificate
 from torchtrim.records.finding import EQUIVALENCES
 from torchtrim.records.lever import Lever
@@ -164,7 +164,9 @@ class Fitting:
         self, original: Trial, first: Planner, pinned: Choice, only: str
     ) -> Iterator[Variant]:
         """The step as it was recorded with each of them applied."""
-        wanted = [pinned] if pinned else choices(original, self._to_measure(only), self._dropped)
+        allowed = EVERYTHING if only else self._allowed
+        named = self._to_measure(only)
+        wanted = [pinned] if pinned else choices(original, named, self._dropped, allowed)
         whole = original.peak_bytes - first.simulated_original
         plain = first.unchanged(original.peak_bytes)
         for one in recorded(original, wanted, partial(self._with, plain), self._note):
@@ -225,20 +227,20 @@ class Fitting:
             notes = (*self.notes, "the original fits the budget as it is")
             unchanged = self._unchanged(original, budget, memory_kind)
             return Fit(original, budget, unchanged, None, None, notes)
-        found = self._in_budget(original, budget, memory_kind)
-        if found.missed is not None and may_shard(original) and not self._last:
-            self._last = (SHARD,)
-            self._note("no plan without shard fits the budget, so it was tried")
-            found = self._in_budget(original, budget, memory_kind)
-        return found
-
-    def _in_budget(self, original: Trial, budget: int, kind: MemoryKind) -> Fit:
-        """The plan for a budget, without what fails; or the one that needs least."""
-        whole = measured(original, kind)
         return self._surviving(
-            lambda: self._within(original, budget, kind),
-            lambda: self._missed(original, budget, kind, Tried.unchanged(whole)),
+            lambda: self._within(original, budget, memory_kind),
+            lambda: self._missed(original, budget, memory_kind, Tried.unchanged(whole)),
         )
+
+    def _turns_to_shards(self, original: Trial) -> bool:
+        """Whether there is `shard` to try yet, now that no other plan fits; it is tried from then on."""
+        if self._last or self._measured_pins:
+            return False
+        if not may_shard(original, self._allowed, self._exclude):
+            return False
+        self._last = (SHARD,)
+        self._note("no plan without shard fits the budget, so it was tried")
+        return True
 
     def smallest(self) -> Fit:
         """The plan with the smallest peak that was found, measured and verified."""
@@ -365,6 +367,8 @@ class Fitting:
             if self._terms.candidates > 1:
                 best = self._quickest(original, best, Target(budget, bias, kind))
             found = self._verified(original, budget, best)
+        elif self._turns_to_shards(original):
+            return self._within(original, budget, kind)
         else:
             found = self._missed(original, budget, kind, min(tried, key=lambda one: one.used))
         return found._replace(notes=(*notes, *found.notes))

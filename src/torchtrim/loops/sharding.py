@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Collection
 
 from torchtrim.errors import TorchtrimError
+from torchtrim.loops.asked import choices
 from torchtrim.loops.estimate import Estimate
+from torchtrim.records.allowance import Allowance
 from torchtrim.records.finding import Equivalence
 from torchtrim.records.lever import Lever
 from torchtrim.records.sharding import Sharding
 from torchtrim.records.trial import Request, Trial
 from torchtrim.run.script import Script
 from torchtrim.run.trials import Workload
-from torchtrim.step.from_profile import step_of
-from torchtrim.techniques.base import technique
 
 NAME = "shard"
 _EQUIVALENCE: Equivalence = "ROUNDING"
 
 
-def may_shard(original: Trial) -> bool:
-    """Whether it is a job whose ranks each hold a whole model that `shard` would split."""
-    if original.profile is None or not original.ranks:
+def may_shard(original: Trial, allowed: Allowance, exclude: Collection[str]) -> bool:
+    """Whether it is a job whose ranks each hold a whole model, and `shard` may split it."""
+    if NAME in exclude or not original.ranks:
         return False
-    return bool(technique(NAME).options(step_of(original.profile, original.seconds)))
+    return bool(choices(original, (NAME,), (), allowed))
 
 
 def sharded_lever(workload: Workload, original: Trial, whole: int) -> tuple[Lever, ...]:

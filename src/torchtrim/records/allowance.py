@@ -29,6 +29,9 @@ class Allowance(NamedTuple):
         return [name for name in names if self.holds("SEMANTIC", name)]
 
 
+EVERYTHING = Allowance("SEMANTIC", None)
+
+
 def allowance(text: str) -> Allowance:
     """Of `bitwise`, `rounding`, `semantic` or `semantic=NAME,...`, in either case.
 
@@ -46,3 +49,9 @@ def allowance(text: str) -> Allowance:
     if found != "SEMANTIC":
         return Allowance(found)
     return Allowance(found, named if given else None)
+
+
+def words_for(equivalence: Equivalence, technique: str) -> str:
+    """What a person gives so that a technique of that equivalence may be used."""
+    least = f"semantic={technique}" if equivalence == "SEMANTIC" else equivalence.lower()
+    return f"--allow {least}"
