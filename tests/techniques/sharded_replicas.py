@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import sys
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -98,11 +101,23 @@ def saved() -> dict[str, Any]:
     again.optimizer.load_state_dict(copy.deepcopy(files[0][1]))
     for one in (original, again):
         one.train(2, 4)
+    loaded = apart(original, again)
     sharding._PATIENCE_SECONDS = 1.0
     rank = torch.distributed.get_rank()
     alone = "" if rank else refused(lambda: planned.model.module.state_dict())
     torch.distributed.barrier()
-    return {"files": max(differs), "loaded": apart(original, again), "alone": alone}
+    part = planned.model.module[0].state_dict()
+    mixed = any(hasattr(one, "to_local") for one in part.values())
+    again.model.module[0].load_state_dict(part)
+    return {
+        "files": max(differs),
+        "loaded": loaded,
+        "alone": alone,
+        "a module": mixed,
+        "a module loaded": apart_of(
+            *(gathered([*one.model.module[0].parameters()]) for one in (planned, again))
+        ),
+    }
 
 
 def tensors(file: tuple[Any, Any]) -> list[list[torch.Tensor]]:
@@ -122,6 +137,8 @@ def broadcasts() -> float:
             sharded(model)
         for step in range(3):
             torch.manual_seed(10 * step + torch.distributed.get_rank())
+            with torch.no_grad():
+                model(torch.randn(8, 4))
             model(torch.randn(8, 4)).square().mean().backward()
         found.append([*gathered(list(model.parameters())), *model.buffers()])
     return apart_of(*found)
@@ -129,16 +146,78 @@ def broadcasts() -> float:
 
 def refusals() -> dict[str, str]:
     """What it does not take."""
-    hooked, graded, tied = (replica() for _ in range(3))
+    hooked, graded, tied, ignoring = (replica() for _ in range(4))
     hooked.register_comm_hook(None, allreduce_hook)
     graded(torch.randn(2, WIDTH)).sum().backward()
     tied.module[1][0].weight = tied.module[0][0].weight
     kept = replica()
     theirs = [one for one in kept.parameters() if one.dim() > 1]
-    models = {"hooked": hooked, "graded": graded, "tied": tied, "kept": kept}
+    ignoring.parameters_to_ignore = {"0.0.bias"}
+    models = {
+        "hooked": hooked,
+        "graded": graded,
+        "tied": tied,
+        "kept": kept,
+        "ignoring": ignoring,
+    }
     found = {name: refused(partial(sharded, model)) for name, model in models.items()}
+    found["unmatched"] = refused(partial(sharded, replica(), blocks="layers.*"))
     del theirs
     return found
+
+
+def failed() -> dict[str, Any]:
+    """Where `fully_shard` fails after it has sharded some blocks."""
+    original, planned = Loop(), Loop()
+    marks = marks_of(planned.model)
+    shard, calls = torch.distributed.fsdp.fully_shard, count()
+
+    def fails(*args: Any, **options: Any) -> Any:
+        if next(calls) == 2:
+            raise RuntimeError("no room for another block")
+        return shard(*args, **options)
+
+    with mock.patch("torch.distributed.fsdp.fully_shard", fails):
+        said = refused(lambda: sharded(planned.model))
+    for loop in (original, planned):
+        loop.train(0, 2)
+    return {
+        "said": said,
+        "marks": marks == marks_of(planned.model),
+        "apart": apart(original, planned),
+    }
+
+
+def made_later() -> dict[str, Any]:
+    """An optimizer that is made of shards, and two that are found in another order on each rank."""
+    original, planned = Loop(), Loop()
+    parameters = [*planned.model.parameters()]
+    half = len(parameters) // 2
+    parts = [parameters[:half], parameters[half:]]
+    turned = slice(None, None, 1 - 2 * torch.distributed.get_rank())
+    optimizers = []
+    for one in parts[turned]:
+        optimizers.append(torch.optim.SGD(one))
+        gc.collect()
+    optimizers = optimizers[turned]
+    for number, optimizer in enumerate(optimizers):
+        for one in parts[number]:
+            optimizer.state[one]["momentum_buffer"] = torch.full_like(one, number)
+    del parameters, parts, one
+    handle = sharded(planned.model)
+    planned.optimizer = torch.optim.AdamW(planned.model.parameters())
+    for loop in (original, planned):
+        loop.train(0, 2)
+    handle.revert()
+    for loop in (original, planned):
+        loop.train(2, 4)
+    own = {id(one) for one in planned.model.parameters()}
+    back = [
+        id(one) in own and bool((state["momentum_buffer"] == number).all())
+        for number, optimizer in enumerate(optimizers)
+        for one, state in optimizer.state.items()
+    ]
+    return {"apart": apart(original, planned), "back": back}
 
 
 def measure(rank: int, world: int, folder: Path) -> None:
@@ -157,6 +236,8 @@ def measure(rank: int, world: int, folder: Path) -> None:
         "saved": saved(),
         "broadcasts": broadcasts(),
         "refused": refusals(),
+        "failed": failed(),
+        "later made": made_later(),
         "options": [[one.where, *map(list, one.settings), one.equivalence] for one in options],
         "unclipped": [one.equivalence for one in plain],
     }

@@ -8,19 +8,21 @@ them: one gather less of each, for more memory. `blocks` are patterns of paths b
 `layers.*`, separated by blanks, where it should not be those that repeat.
 
 The module stays where it is, and so do its hooks, names and `no_sync`; it exchanges nothing any more.
-Optimizers get the parts in the place of the parameters that they were made for, whenever that was. Buffers
-are broadcast as before. `state_dict` of model and optimizer gives whole tensors and `load_state_dict` takes
-them, so files are the same; all ranks have to ask for it, since each has a part: where one asks alone, as in
-`if rank == 0: torch.save(model.state_dict(), ...)`, it raises after a minute and says so.
+Optimizers get the parts in the place of the parameters that they were made for. Buffers are broadcast as
+before. `state_dict` of the model, of each of its modules and of the optimizers gives whole tensors and
+`load_state_dict` takes them, so files are the same; all ranks have to ask for it, since each has a part:
+where one asks alone, as in `if rank == 0: torch.save(model.state_dict(), ...)`, it raises after a minute and
+says so. The file of an optimizer that is made after the first forward has parts.
 
 On two ranks every sum is of two numbers, and a mean a halving: identical, bit for bit, where a step exchanges
-once and nothing adds up gradients of several parameters. On more ranks, after micro-batches that each
-exchange, and with clipping by a norm, which adds up the parts first, equal up to rounding.
+once and nothing adds up what is sharded. On more ranks, after micro-batches that each exchange, with clipping
+by a norm, and with optimizers that use norms, such as LAMB, equal up to rounding: parts are added up first.
 
 It exchanges half as much again, so it is tried where no other plan fits the budget, each way in a run of its
 own, and other techniques plan within what is left. Refused are a script that keeps parameters in a list of
-its own, gradients from before, communication hooks, parameters that have no part in the loss, and what
-`fully_shard` refuses. Mixed precision and parameters on the host are left to scripts that call `fully_shard`.
+its own, gradients from before, communication hooks, parameters that have no part in the loss or that
+`DistributedDataParallel` is told to ignore, and what `fully_shard` refuses. Mixed precision and parameters on
+the host are left to scripts that call `fully_shard`.
 `where` names modules in `DistributedDataParallel`.
 """
 
@@ -39,6 +41,9 @@ from torchtrim.techniques.base import Handle, Option, all_or_none
 from torchtrim.techniques.places import module_at
 
 _OPTIONS = {"reshard": bool, "blocks": str}
+_HELD = ("gradient", "parameter", "optimizer_state")
+_ADD_UP = ("norm", "sum", "mean", "dot", "var", "std")
+_AFTER_BACKWARD = ("optimizer", "other")
 
 
 class Shard:
@@ -103,12 +108,10 @@ def _adds_up_alike(profile: Profile) -> bool:
     """Whether no sum is of more than two numbers that another order could round otherwise."""
     if ranks_of(profile) > 2 or rounds_of(profile).rounds > 1:
         return False
-    gradients = {n for n, one in enumerate(profile.storages) if one.kind == "gradient"}
-    updates = {
-        number for step in profile.optimizer_steps for number in range(step.first, step.last)
-    }
+    held = {n for n, one in enumerate(profile.storages) if one.kind in _HELD}
     return not any(
-        "norm" in operator.name and gradients & {use.storage for use in operator.inputs}
-        for number, operator in enumerate(profile.operators)
-        if number not in updates
+        operator.phase in _AFTER_BACKWARD
+        and any(name in operator.name for name in _ADD_UP)
+        and held & {use.storage for use in operator.inputs}
+        for operator in profile.operators
     )

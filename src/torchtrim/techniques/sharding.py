@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -21,7 +22,9 @@ _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _ADVICE = "Take shard out of the plan, or plan again."
 _CONTAINERS = (list, tuple, dict, set)
 _PATIENCE_SECONDS = 60.0
-_POLL_SECONDS = 0.01
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
+_APPLICATIONS = count()
+"""Every rank applies the same plans one after the other, so they agree on the number."""
 
 
 class Sharded:
@@ -32,44 +35,51 @@ class Sharded:
         self._where, self._module, self._inner = where, module, module.module
         self._whole = dict(self._inner.named_parameters(remove_duplicate=False))
         blocks = list(matching(self._inner, patterns) if patterns else repeated(self._inner))
-        _check(where, self._whole, [path for path, _ in blocks])
-        optimizers = list(_optimizers(self._whole.values()))
+        if patterns and not blocks:
+            raise ApplyFailed(
+                f"`{where}`: no module with parameters matches the blocks {' '.join(patterns)!r}, which are "
+                f"patterns of paths below it, such as 'layers.*'. {_ADVICE}"
+            )
+        _check(where, module, self._whole, [path for path, _ in blocks])
+        optimizers = _optimizers(self._whole.values())
         _check_kept(where, module, self._whole, optimizers)
         self._gathering = _Gathering(where, module.process_group)
         self._marks = _Marks(self._inner)
         without_reducer(module)
         try:
             self._shard(blocks, reshard)
-        except (AssertionError, ValueError, NotImplementedError) as error:
+        except Exception as error:
             self._put_back()
             make_anew(module)
             raise ApplyFailed(f"`{where}`: fully_shard says: {error}. {_ADVICE}") from error
         self._shards = dict(self._inner.named_parameters(remove_duplicate=False))
-        self._adopted = [_Adopted(one, self._by_id(), self._gathering) for one in optimizers]
+        shards = {id(one): self._shards[name] for name, one in self._whole.items()}
+        self._adopted = [_Adopted(one, shards, self._gathering) for one in optimizers]
         self._module_parameters = list(module._module_parameters)
         module._module_parameters[:] = [
-            self._by_id().get(id(one), one) for one in module._module_parameters
+            shards.get(id(one), one) for one in module._module_parameters
         ]
         for parameter in self._whole.values():
             parameter.data = parameter.data.new_empty(0)
-        self._hooks = [
-            self._inner.register_state_dict_post_hook(lambda *given: self._gathers(*given)),
-            self._inner.register_load_state_dict_pre_hook(self._splits),
-        ]
+        self._hooks = [hook for one in self._inner.named_modules() for hook in self._hooked(*one)]
         self._swapped = Swapped(module, self._without_reducer)
 
     def revert(self) -> None:
         """Gather everything, and exchange gradients as before. All ranks have to."""
         whole = {name: self._gathering.whole(one).detach() for name, one in self._shards.items()}
-        states = [one.whole_states() for one in self._adopted]
+        parameters = {id(self._shards[name]): one for name, one in self._whole.items()}
+        updating = _optimizers(self._shards.values())
+        states = [self._gathering.states(one) for one in updating]
         self._swapped.revert()
         for hook in self._hooks:
             hook.remove()
         for name, parameter in self._whole.items():
             parameter.data, parameter.grad = whole[name], None
         self._put_back()
-        for adopted, state in zip(self._adopted, states, strict=True):
-            adopted.revert(state)
+        for adopted in self._adopted:
+            adopted.revert()
+        for optimizer, state in zip(updating, states, strict=True):
+            _exchange(optimizer, parameters, state)
         self._module._module_parameters[:] = self._module_parameters
         make_anew(self._module)
 
@@ -91,10 +101,6 @@ class Sharded:
             owner, _, last = name.rpartition(".")
             self._inner.get_submodule(owner)._parameters[last] = parameter
 
-    def _by_id(self) -> dict[int, Any]:
-        """The shard of each parameter."""
-        return {id(one): self._shards[name] for name, one in self._whole.items()}
-
     def _without_reducer(self, _: Forward) -> Forward:
         """What forward of `DistributedDataParallel` does beside the reducer's work."""
 
@@ -105,30 +111,52 @@ class Sharded:
             self._inner.set_requires_gradient_sync(module.require_backward_grad_sync)
             if module.will_sync_module_buffers():
                 module._sync_buffers()
-            if torch.is_grad_enabled():
-                module.require_forward_param_sync = module.require_backward_grad_sync
+            module.require_forward_param_sync = (
+                torch.is_grad_enabled() and module.require_backward_grad_sync
+            )
             return self._inner(*args, **kwargs)
 
         return forward
 
+    def _hooked(self, path: str, owner: Any) -> Iterator[Any]:
+        """Hooks by which a module with parameters saves and loads whole tensors, whoever asks it to."""
+        if not owner._parameters:
+            return
+        start = f"{path}." if path else ""
+        shards = {name: self._shards.get(f"{start}{name}") for name in owner._parameters}
+        yield owner.register_state_dict_post_hook(lambda *given: self._gathers(*given))
+        yield owner.register_load_state_dict_pre_hook(partial(_splits, shards))
+
     def _gathers(self, module: nn.Module, state: Any, prefix: str, _: Any) -> None:
         """Whole tensors in a `state_dict`."""
         self._gathering.meet("state_dict")
-        for name in [name for name in state if name.startswith(prefix)]:
-            state[name] = self._gathering.whole(state[name])
-
-    def _splits(self, module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
-        """The parts of whole tensors that are loaded."""
-        for name, shard in self._shards.items():
+        for name in module._parameters:
             if f"{prefix}{name}" in state:
-                state[f"{prefix}{name}"] = _part(state[f"{prefix}{name}"], shard)
+                state[f"{prefix}{name}"] = self._gathering.whole(state[f"{prefix}{name}"])
+
+
+def _splits(shards: Mapping[str, Any], _: nn.Module, state: Any, prefix: str, *__: Any) -> None:
+    """The parts of whole tensors that are loaded."""
+    for name, shard in shards.items():
+        if f"{prefix}{name}" in state:
+            state[f"{prefix}{name}"] = _part(state[f"{prefix}{name}"], shard)
 
 
 class _Gathering:
     """Makes whole tensors of the parts that ranks have."""
 
     def __init__(self, where: str, group: Any) -> None:
-        self._where, self._group, self._numbers = where, group, count()
+        self._where, self._group = where, group
+        self._application, self._meetings = next(_APPLICATIONS), 0
+
+    def states(self, optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
+        """The whole states of an optimizer's parameters, by their ids. All ranks have to ask."""
+        every = [one for group in optimizer.param_groups for one in group["params"]]
+        return {
+            id(one): _mapped(optimizer.state[one], self.whole)
+            for one in every
+            if one in optimizer.state
+        }
 
     def whole(self, value: Any) -> Any:
         """The tensor of all parts; anything else as it is. All ranks have to ask."""
@@ -139,16 +167,21 @@ class _Gathering:
         distributed: Any = torch.distributed
         ranks = distributed.get_world_size(self._group)
         store = distributed.distributed_c10d._get_default_store()
-        key = f"torchtrim/{self._where}/{self._group.group_name}/{next(self._numbers)}"
+        group = self._group.group_name
+        key = f"torchtrim/shard/{group}/{self._application}/{self._meetings}"
         store.add(key, 1)
         deadline = time.monotonic() + _PATIENCE_SECONDS
+        pause = _SHORTEST_PAUSE
         while (here := store.add(key, 0)) < ranks:
             if time.monotonic() > deadline:
+                store.add(key, -1)
                 raise ApplyFailed(
                     f"`{self._where}` is sharded: {what}() was called on {here} of {ranks} ranks, each has "
                     f"a part of it. Call it on all of them, and save what it gives on one. {_ADVICE}"
                 )
-            time.sleep(_POLL_SECONDS)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        self._meetings += 1
 
 
 class _Adopted:
@@ -157,39 +190,22 @@ class _Adopted:
     def __init__(
         self, optimizer: torch.optim.Optimizer, shards: Mapping[int, Any], gathering: _Gathering
     ) -> None:
-        self._optimizer, self._gathering = optimizer, gathering
-        self._whole = [list(group["params"]) for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group["params"][:] = [shards.get(id(one), one) for one in group["params"]]
-        for one in [one for one in optimizer.state if id(one) in shards]:
-            shard = shards[id(one)]
-            state = optimizer.state.pop(one)
-            optimizer.state[shard] = {key: _part(value, shard) for key, value in state.items()}
+        self._gathering = gathering
+        states = {
+            id(one): {key: _part(value, shards[id(one)]) for key, value in state.items()}
+            for one, state in optimizer.state.items()
+            if id(one) in shards
+        }
+        _exchange(optimizer, shards, states)
         self._hooks = [
             optimizer.register_state_dict_post_hook(self._gathers),
             optimizer.register_load_state_dict_pre_hook(self._splits),
         ]
 
-    def whole_states(self) -> list[dict[str, Any]]:
-        """The whole states of each parameter, in the order of the groups."""
-        return [
-            _mapped(self._optimizer.state.get(one, {}), self._gathering.whole)
-            for group in self._optimizer.param_groups
-            for one in group["params"]
-        ]
-
-    def revert(self, states: list[dict[str, Any]]) -> None:
-        """Update the whole parameters again, with these states."""
+    def revert(self) -> None:
+        """Save and load as it did."""
         for hook in self._hooks:
             hook.remove()
-        following = iter(states)
-        for group, whole in zip(self._optimizer.param_groups, self._whole, strict=True):
-            for one in group["params"]:
-                self._optimizer.state.pop(one, None)
-            group["params"][:] = whole
-            for one in whole:
-                if state := next(following):
-                    self._optimizer.state[one] = state
 
     def _gathers(self, optimizer: Any, saved: Any) -> Any:
         self._gathering.meet("state_dict")
@@ -206,6 +222,21 @@ class _Adopted:
             if number in states:
                 states[number] = {key: _part(value, shard) for key, value in states[number].items()}
         return {**saved, "state": states}
+
+
+def _exchange(
+    optimizer: torch.optim.Optimizer,
+    instead: Mapping[int, Any],
+    states: Mapping[int, dict[str, Any]],
+) -> None:
+    """Have an optimizer update other tensors, `instead` and with `states` by the ids of those now."""
+    for group in optimizer.param_groups:
+        for one in group["params"]:
+            if id(one) in instead:
+                optimizer.state.pop(one, None)
+            if id(one) in instead and id(one) in states:
+                optimizer.state[instead[id(one)]] = states[id(one)]
+        group["params"][:] = [instead.get(id(one), one) for one in group["params"]]
 
 
 class _Marks:
@@ -257,26 +288,27 @@ def _part(value: Any, shard: Any) -> Any:
     return distribute_tensor(on_device, shard.device_mesh, shard.placements, src_data_rank=None)
 
 
-def _filled(known: Any, part: Any) -> Any:
-    """The part, in the memory of the one that is there."""
-    if not _is_part(part) or not _is_part(known) or known.dtype != part.dtype:
-        return part
-    known.to_local().copy_(part.to_local())
-    return known
-
-
-def _optimizers(parameters: Any) -> Iterator[torch.optim.Optimizer]:
-    """Those that update any of the parameters."""
-    wanted = {id(one) for one in parameters}
+def _optimizers(parameters: Iterable[Any]) -> list[torch.optim.Optimizer]:
+    """Those that update any of the parameters, in an order that is the same on all ranks."""
+    numbers = {id(one): number for number, one in enumerate(parameters)}
+    found = []
     for one in gc.get_objects():
-        if issubclass(type(one), torch.optim.Optimizer) and any(
-            id(parameter) in wanted for group in one.param_groups for parameter in group["params"]
-        ):
-            yield one
+        if issubclass(type(one), torch.optim.Optimizer):
+            every = [parameter for group in one.param_groups for parameter in group["params"]]
+            known = [numbers[id(parameter)] for parameter in every if id(parameter) in numbers]
+            found += [(known, one)] if known else []
+    return [one for _, one in sorted(found, key=lambda pair: pair[0])]
 
 
-def _check(where: str, parameters: Mapping[str, nn.Parameter], blocks: list[str]) -> None:
+def _check(
+    where: str, module: Any, parameters: Mapping[str, nn.Parameter], blocks: list[str]
+) -> None:
     """Raises `ApplyFailed` for what cannot be sharded."""
+    if ignored := sorted(module.parameters_to_ignore & parameters.keys()):
+        raise ApplyFailed(
+            f"`{where}`: DistributedDataParallel is told to ignore {ignored[0]}, and fully_shard would not. "
+            f"{_ADVICE}"
+        )
     if any(one.grad is not None for one in parameters.values()):
         raise ApplyFailed(f"`{where}` has gradients from before the plan. {_ADVICE}")
     if len({one.dtype for one in parameters.values()}) > 1:
@@ -309,9 +341,8 @@ def _check_kept(
         if type(holder) in _CONTAINERS and id(holder) not in known:
             raise ApplyFailed(
                 f"`{where}`: the script keeps parameters in a {type(holder).__name__} of {len(holder)}, "
-                "besides "
-                "the model and its optimizers, where they would stay whole. Ask the model for them when they "
-                f"are needed. {_ADVICE}"
+                "besides the model and its optimizers, where they would stay whole. Ask the model for them "
+                f"when they are needed. {_ADVICE}"
             )
 
 
