@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +38,22 @@ def test_data_of_float32_goes_with_weights_of_float64() -> None:
         assert torch.equal(layer(PICTURE), layer(PICTURE.double()))
         with pytest.raises(RuntimeError, match="Kernel size"):
             layer(PICTURE[:, :, :2])
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda narrow, wide: narrow.__setitem__(narrow > 0, wide),
+        lambda narrow, wide: narrow.index_copy_(0, torch.tensor([0, 1]), wide),
+        lambda narrow, wide: torch.dot(narrow, wide, out=narrow[0]),
+    ],
+)
+def test_nothing_is_written_to_a_copy(write: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+    narrow, wide = torch.ones(2), torch.full((2,), 2.0).double()
+    with Wide(), pytest.raises(RuntimeError, match="type"):
+        write(narrow, wide)
+    with Wide():
+        assert wide.index_copy_(0, torch.tensor([0, 1]), narrow).tolist() == [1, 1]
 
 
 def test_what_is_loaded_has_the_type_that_it_was_written_in(

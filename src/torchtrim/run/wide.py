@@ -69,7 +69,7 @@ def _nudge(parameter: torch.Tensor) -> None:
 class Wide(TorchFunctionMode):
     """What is cast to or made in float32 is in float64: `x.float()`, `softmax(x, -1, dtype=torch.float32)`,
     `x.type("torch.FloatTensor")`. So is data that came in float32 and meets float64 where torch wants one
-    type.
+    type, but for what is written to.
 
     Else the program rounds to float32 itself, and by how much less two runs differ says nothing.
     """
@@ -84,7 +84,7 @@ class Wide(TorchFunctionMode):
         try:
             return func(*args, **named)
         except RuntimeError:
-            if not _are_mixed((*args, *named.values())):
+            if not _are_mixed((*args, *named.values())) or _writes_narrow(func, args, named):
                 raise
         named = {name: _widened(value) for name, value in named.items()}
         return func(*map(_widened, args), **named)
@@ -96,10 +96,20 @@ def _are_mixed(values: tuple[Any, ...]) -> bool:
     return {torch.float32, torch.float64} <= types
 
 
+def _writes_narrow(func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> bool:
+    """Whether a function writes to a tensor of float32: to a copy in float64 it would be lost."""
+    name = getattr(func, "__name__", "")
+    in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    return _is_narrow(named.get("out")) or (in_place and _is_narrow(args[0] if args else None))
+
+
 def _widened(value: Any) -> Any:
     """A tensor of float32 in float64; anything else as it is."""
-    is_narrow = isinstance(value, torch.Tensor) and value.dtype is torch.float32
-    return value.double() if is_narrow else value
+    return value.double() if _is_narrow(value) else value
+
+
+def _is_narrow(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype is torch.float32
 
 
 def _wide(value: Any) -> Any:
