@@ -35,11 +35,27 @@ VIEWS = {"gradient_as_bucket_view": True}
 WIDTH = 96
 
 
-def replica(bucket_cap_mb: float = 0.05, **options: Any) -> DistributedDataParallel:
-    """The same on each rank, in several buckets."""
+class Unused(nn.Module):
+    """Passes on what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def replica(
+    bucket_cap_mb: float = 0.05, *, unused: bool = False, **options: Any
+) -> DistributedDataParallel:
+    """The same on each rank, in several buckets. `unused`: with parameters that have no part in the loss."""
     torch.manual_seed(0)
-    layers = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4))
-    return DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=bucket_cap_mb, **options)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4)]
+    more = [Unused()] if unused else []
+    model = nn.Sequential(*layers, *more)
+    options["find_unused_parameters"] = unused or options.get("find_unused_parameters", False)
+    return DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb, **options)
 
 
 def applied(model: nn.Module, **options: Any) -> Any:
@@ -236,6 +252,19 @@ def with_hook() -> str:
     return refused(lambda: applied(model, **VIEWS))
 
 
+def no_sync_first() -> str:
+    """A static graph that would learn from a forward without an exchange."""
+    loop = Loop(2, waits=True, unused=True)
+    applied(loop.model, static_graph=True)
+    return refused(lambda: loop.train(0, 1))
+
+
+def offered(accumulate: int = 1, **options: Any) -> list[str]:
+    """What may be changed."""
+    found = TECHNIQUE.options(step_of(profile_of(Loop(accumulate, **options))))
+    return [name for one in found for name, _ in one.settings]
+
+
 def with_buffers() -> str:
     """Buffers that are broadcast in each forward."""
     model = DistributedDataParallel(nn.BatchNorm1d(WIDTH))
@@ -307,7 +336,9 @@ def measure(rank: int, world: int, folder: Path) -> None:
         "searching views": views(1, find_unused_parameters=True),
         "accumulates": accumulates(3),
         "bucket_cap_mb": changed_and_back("bucket_cap_mb"),
-        "static_graph": changed_and_back("static_graph", find_unused_parameters=True),
+        "static_graph": changed_and_back("static_graph", unused=True),
+        "no_sync first": no_sync_first(),
+        "searches": [offered(unused=True), offered(2, waits=True, unused=True)],
         "compressed": compressed(),
         "hook": with_hook(),
         "buffers": with_buffers(),

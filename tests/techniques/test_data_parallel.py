@@ -52,6 +52,14 @@ def test_other_buckets_and_one_search_are_the_same_to_the_bit_and_are_taken_back
         assert seen["same settings"]
 
 
+def test_a_static_graph_needs_an_exchange_in_its_first_forward() -> None:
+    for found in ranks():
+        assert "first forward is inside no_sync()" in found["no_sync first"]
+        always, accumulating = found["searches"]
+        assert "static_graph" in always
+        assert "static_graph" not in accumulating
+
+
 def test_gradients_in_bfloat16_are_those_rounded_by_hand_and_are_taken_back() -> None:
     for found in ranks():
         seen = found["compressed"]

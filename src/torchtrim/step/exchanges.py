@@ -97,6 +97,11 @@ def rounds_of(profile: Profile) -> Rounds:
     return Rounds(count, total, gradients, sum(blocked[number] for number in needless))
 
 
+def waits(profile: Profile) -> bool:
+    """Whether a step adds gradients up without an exchange, as inside `no_sync`."""
+    return _most_added(profile) > max(rounds_of(profile).rounds, 1)
+
+
 def reduces_of(profile: Profile) -> Iterator[tuple[int, Collective]]:
     """The sums over ranks that backward issues, with their numbers."""
     for number, one in enumerate(profile.collectives):

@@ -20,8 +20,9 @@ same bit for bit; on more, sums may be added up in another order.
 
 With `static_graph` a module with `find_unused_parameters` looks for unused parameters in its first step
 alone, and arranges its buckets in the order in which gradients come. It is planned where parameters were
-unused; where none were, leave the search out (TT603). A step that uses other parameters than the first one is
-refused by `DistributedDataParallel` itself. The same numbers as with another size of buckets.
+unused and each forward is followed by an exchange, not inside `no_sync`; where none were unused, leave the
+search out (TT603). A step that uses other parameters than the first one is refused by
+`DistributedDataParallel` itself. The same numbers as with another size of buckets.
 
 All take effect in the instance that the script has made, before its next forward: its reducer is made anew
 from its settings, as it is when a module is unpickled. Reverting makes it anew as it was. Communication
@@ -45,6 +46,7 @@ from torchtrim.step.exchanges import (
     ranks_of,
     reduces_of,
     rounds_of,
+    waits,
 )
 from torchtrim.step.step import Step
 from torchtrim.techniques.base import Handle, Option, all_or_none
@@ -86,7 +88,8 @@ class DataParallel:
         found = _best_cap(step, replica) if rounds.rounds == 1 else None
         if found is not None:
             yield Option(self.name, where, (), None, ((CAP, found[0] // MIB),), order)
-        if replica.find_unused and replica.unused_bytes and not replica.static_graph:
+        searches = replica.find_unused and replica.unused_bytes and not replica.static_graph
+        if searches and not waits(profile):
             yield Option(self.name, where, (), None, ((STATIC, True),), order)
 
     def edits(self, step: Step, option: Option) -> Edit | None:

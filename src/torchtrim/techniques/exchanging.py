@@ -100,14 +100,29 @@ class StaticGraph:
         refuse(where, module)
         if module.static_graph:
             raise ApplyFailed(f"`{where}`: its graph is static already. {_ADVICE}")
-        self._module = module
+        self._where, self._module = where, module
+        self._hook = module.register_forward_pre_hook(self._begins)
         module.static_graph = True
         make_anew(module)
 
     def revert(self) -> None:
         """Look in each step again."""
+        self._hook.remove()
         self._module.static_graph = False
         make_anew(self._module)
+
+    def _begins(self, module: Any, _: Any) -> None:
+        """An exchange has to follow the first forward: else torch stops at an assertion of its own."""
+        if not torch.is_grad_enabled():
+            return
+        if not module.require_backward_grad_sync:
+            error = ApplyFailed(
+                f"`{self._where}`: its first forward is inside no_sync(), and a static graph learns in the "
+                f"first exchange what is unused. {_ADVICE}"
+            )
+            note(error, self._where)
+            raise error
+        self._hook.remove()
 
 
 class Accumulating:
