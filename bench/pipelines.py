@@ -2,10 +2,10 @@
 
     python -m bench.pipelines [SCHEDULE...] [--ranks 2] [--microbatches 8] [--depth 8] [--width 256] [--json]
 
-A small causal transformer of that depth and width, 16 samples of 64 tokens, is recorded once. Each
-schedule is planned for it,
-and run in real processes over gloo, with one thread each. The quickest step of each counts, which is the one
-that other work on the machine has disturbed least; times mean something where there is a core for each rank.
+A small causal transformer of that depth and width, 16 samples of 64 tokens, is recorded once. Each schedule
+is planned for it, and run in real processes over gloo, with one thread each. The quickest step of each
+counts, which is the one that other work on the machine has disturbed least; times mean something where there
+is a core for each rank.
 `order` is the rank correlation of simulated and measured times over the schedules.
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -84,7 +85,12 @@ class OtherBuckets:
         module.bucket_bytes_cap, module.bucket_bytes_cap_default = cap, False
         if "_bucket_config" in self._before:
             module.bucket_bytes_cap_list = []
-            module._bucket_config = type(self._before["_bucket_config"])(cap, (), cap)
+            module._bucket_config = dataclasses.replace(
+                self._before["_bucket_config"],
+                bucket_bytes_cap=cap,
+                per_bucket_bytes_caps=(),
+                first_bucket_bytes_cap=cap,
+            )
         make_anew(module)
 
     def revert(self) -> None:
