@@ -234,13 +234,17 @@ NETWORKS = {
     "range": lambda: nn.Sequential(*network("pooling"), nn.Conv2d(16, 4, 3)),
     "upsampling": lambda: nn.Sequential(*network("upsampling"), nn.Conv2d(16, 4, 3)),
     "alone": lambda: nn.Sequential(*network("nothing"), nn.AdaptiveAvgPool2d(1)),
+    "channels last": lambda: nn.Sequential(*network("pooling", 96), nn.Conv2d(96, 4, 3)).to(
+        memory_format=torch.channels_last
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", NETWORKS)
 def test_the_peak_falls_to_what_was_said(kind: str) -> None:
     net = NETWORKS[kind]()
-    step = train_step(net, torch.randn(4, 3, 32, 32), "SGD")
+    layout = torch.channels_last if kind == "channels last" else torch.contiguous_format
+    step = train_step(net, torch.randn(4, 3, 32, 32).contiguous(memory_format=layout), "SGD")
     whole, before = recorded(step)
     largest: dict[int, Any] = {}
     for one in TECHNIQUE.options(whole):
@@ -254,6 +258,14 @@ def test_the_peak_falls_to_what_was_said(kind: str) -> None:
     TECHNIQUE.apply({"Sequential": net}, part_of(*where, parts=8))
     _, after = recorded(step)
     assert after == pytest.approx(before - saved, rel=0.01)
+
+
+def test_few_channels_that_are_last_are_not_planned() -> None:
+    """A processor takes them all at a time, so that nothing would be saved."""
+    net = NETWORKS["range"]().to(memory_format=torch.channels_last)
+    batch = torch.randn(4, 3, 32, 32).contiguous(memory_format=torch.channels_last)
+    step, _ = recorded(train_step(net, batch, "SGD"))
+    assert not any(TECHNIQUE.edits(step, one) for one in TECHNIQUE.options(step))
 
 
 @pytest.mark.parametrize("again", ["", "name", "saved", "added", "result", "twice"])

@@ -29,7 +29,7 @@ from torchtrim.records.plan import Technique
 from torchtrim.step.edits import Edit, joined
 from torchtrim.step.step import Step
 from torchtrim.techniques.base import Handle, Option, Settings, all_or_none
-from torchtrim.techniques.by_channels.found import places_of
+from torchtrim.techniques.by_channels.found import parts_of, places_of
 from torchtrim.techniques.by_rows.edit import edit_of
 from torchtrim.techniques.places import part_at
 
@@ -56,12 +56,17 @@ class SplitChannels:
         ]
 
     def edits(self, step: Step, option: Option) -> Edit | None:
-        """What is within a call is there for a part at a time."""
+        """What is within a call is there for a part at a time; None where there is one part only."""
         settings = dict(option.settings)
-        over, parts = bool(settings["overwrites"]), int(settings["parts"])
-        edits = [edit_of(step, span, parts, copies=True, over=over) for span in option.spans]
+        over, wanted = bool(settings["overwrites"]), int(settings["parts"])
+        several = [(span, parts_of(step, span, wanted)) for span in option.spans]
+        edits = [
+            edit_of(step, span, parts, copies=True, over=over)
+            for span, parts in several
+            if parts > 1
+        ]
         found = [edit for edit in edits if edit is not None]
-        return joined(found) if len(found) == len(edits) and found else None
+        return joined(found) if len(found) == len(option.spans) and found else None
 
     def apply(self, roots: Mapping[str, nn.Module], technique: Technique) -> Handle:
         """Give the places a forward that runs in parts. Raises `ApplyFailed`, the model as it was."""

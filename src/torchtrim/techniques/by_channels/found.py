@@ -12,7 +12,7 @@ from torchtrim.records.profile import Call, Operator, Profile, TensorUse
 from torchtrim.records.remembered import remembered
 from torchtrim.step.step import Span, Step
 from torchtrim.techniques.batch_parts.found import is_training_norm
-from torchtrim.techniques.by_channels.layout import layout_of
+from torchtrim.techniques.by_channels.layout import layout_of, spans_of
 
 NORMS = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
 _APART = frozenset(
@@ -44,6 +44,18 @@ class Place(NamedTuple):
 def places_of(step: Step) -> tuple[Place, ...]:
     """The places, those with the largest inputs first."""
     return _places_of(step.profile) if step.profile is not None else ()
+
+
+def parts_of(step: Step, span: Span, parts: int) -> int:
+    """How many parts as large as the largest there would be of the channels, where `parts` are wanted."""
+    assert step.profile is not None
+    ops = step.profile.operators[span.first : span.last]
+    given = next(op for op in ops if is_training_norm(op)).inputs[0]
+    layout = layout_of(given.shape, given.strides)
+    assert layout is not None
+    return given.shape[1] // max(
+        end - first for first, end in spans_of(given.shape[1], layout, parts)
+    )
 
 
 @remembered

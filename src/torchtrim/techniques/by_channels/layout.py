@@ -1,4 +1,4 @@
-"""How a batch of channels lies in memory."""
+"""How a batch of channels lies in memory, and which of them run together."""
 
 from __future__ import annotations
 
@@ -8,6 +8,20 @@ from typing import Literal
 Layout = Literal["contiguous", "channels last"]
 _WITH_LAST = (4, 5)
 """How many dimensions torch has channels last of."""
+_TOGETHER = 32
+"""Channels that lie side by side are computed in groups of at most so many: a part has whole groups."""
+
+
+def spans_of(count: int, layout: Layout, parts: int) -> tuple[tuple[int, int], ...]:
+    """The first channel and the end of each part; where channels are last, of whole groups.
+
+    No part is of one channel: it would lie in both ways.
+    """
+    size = max(-(-count // parts), 2)
+    if layout == "channels last":
+        size = -(-size // _TOGETHER) * _TOGETHER
+    ends = [*range(size, count - 1, size), count]
+    return tuple(zip([0, *ends], ends, strict=False))
 
 
 def layout_of(shape: Sequence[int], strides: Sequence[int]) -> Layout | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from torchtrim.errors import ApplyFailed
 from torchtrim.observe.hookless import HOOKS
-from torchtrim.techniques.by_channels.layout import layout_of
+from torchtrim.techniques.by_channels.layout import layout_of, spans_of
 from torchtrim.techniques.casting import casting
 from torchtrim.techniques.chains import Range, Ranges, Run, one_by_one
 from torchtrim.techniques.handles import Handle
@@ -21,8 +21,6 @@ from torchtrim.techniques.swap import Swapped
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-_TOGETHER = 32
-"""Channels that lie side by side are computed in groups of at most so many: a part has whole groups."""
 
 
 def split(where: str, part: Part, parts: int, *, overwrites: bool) -> Handle:
@@ -104,15 +102,11 @@ class _Channels(NamedTuple):
         result: Tensor = one_by_one(self.others, made)
         return result
 
-    def spans(self, given: Tensor) -> Iterator[tuple[int, int]]:
-        """Which channels are together; where they lie side by side, as many as a processor takes at a time.
-        None is alone, as it would lie in both ways."""
-        count = given.shape[1]
-        size = max(-(-count // self.parts), 2)
-        if _layout(given) is not torch.contiguous_format:
-            size = -(-size // _TOGETHER) * _TOGETHER
-        ends = [*range(size, count - 1, size), count]
-        return zip([0, *ends], ends, strict=False)
+    def spans(self, given: Tensor) -> tuple[tuple[int, int], ...]:
+        """Which channels are together."""
+        layout = layout_of(given.shape, given.stride())
+        assert layout is not None
+        return spans_of(given.shape[1], layout, self.parts)
 
     def _empty(self, made: Tensor, given: Tensor) -> Tensor:
         """Where the parts' results go."""
@@ -157,8 +151,9 @@ class _Parts(torch.autograd.Function):
                 for one, want in zip(owned, of_owned, strict=True)
             ),
         ]
+        whole_span = ((0, given.shape[1]),)
         as_made = _layout(gradient) is ctx.layout
-        for span in channels.spans(given) if as_made else ((0, given.shape[1]),):
+        for span in channels.spans(given) if as_made else whole_span:
             part, comes = _of(given, span), _of(gradient, span)
             inputs = [part, *(_cut(one, span) for one in owned)]
             with ctx.cast.again():
