@@ -130,7 +130,7 @@ def _summary(rows: Sequence[dict[str, Any]]) -> str:
     same = [row for row in met if _fitted(row)["code"] == 0]
     left = [row for row in free if _met(row)]
     rounded, both = len(met) - len(same), len(left)
-    undecided = sum(_fitted(row).get("verdict") == "UNDECIDED" for row in lean)
+    undecided = sum(_fits(_fitted(row)) and not _met(row) for row in lean)
     return (
         f"Of {len(rows)} programs {len(ran)} trained in the process that was watched. State takes less than\n"
         f"half of the peak in {len(lean)}; {len(met)} of these reach 60 %, {len(same)} with identical\n"
@@ -157,10 +157,12 @@ def _is_lean(row: dict[str, Any]) -> bool:
 
 def _met(row: dict[str, Any]) -> bool:
     verbs = (row["verbs"].get(name, {}) for name in ("optimize", "optimize, rounding"))
-    return any(
-        verb.get("code") == 0 and verb.get("peak_bytes") and verb.get("verdict") != "UNDECIDED"
-        for verb in verbs
-    )
+    return any(_fits(verb) and verb.get("verdict") != "UNDECIDED" for verb in verbs)
+
+
+def _fits(verb: dict[str, Any]) -> bool:
+    """Whether the plan fits, and is not said to compute something else."""
+    return verb.get("code") == 0 and bool(verb.get("peak_bytes"))
 
 
 def _missed_cells(row: dict[str, Any]) -> list[str]:

@@ -48,6 +48,12 @@ BODIES = {
     return f"loss {loss.item():.4f} {aux.item()!r}", float(loss)
 """,
     "arguments": "    return dict(a=x.sum().item(), b=[int(mask.sum()), float(x.sum())])\n",
+    "truths": """
+    some, all_of_it = mask.any(), mask.all()
+    first = bool(some)
+    last = bool(all_of_it)
+    return first, last
+""",
     "condition": """
     low, high = x.detach().sum(), x.detach().abs().sum()
     if low.item() < high.item() - 1:

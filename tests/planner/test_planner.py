@@ -7,12 +7,14 @@ import math
 import pytest
 import torch
 from bench import zoo
+from torch import nn
 
-from steps import STEPS, trial
+from steps import STEPS, train_step, trial
 from torchtrim import TrainStep
 from torchtrim.errors import InfeasibleBudget
 from torchtrim.planner.planner import Planner
 from torchtrim.records.profile import Profile
+from torchtrim.techniques.base import names
 
 MODELS = [name for name in zoo.OWN if name.startswith("own ")]
 """Those that need no other library."""
@@ -67,6 +69,29 @@ def test_below_the_floor_it_says_what_would_fit() -> None:
         planner.plan(floor - 1)
     assert caught.value.smallest_bytes == floor
     assert planner.plan(floor).predicted.peak_bytes == floor
+
+
+class Wide(nn.Module):
+    """For a while it has sixteen times what it is given, and keeps none of that."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            scale = x.repeat(1, 16).add(1).sum()
+        return (x * scale).tanh().exp().sin()
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_what_sets_the_floor_is_named_by_the_technique_that_does_it(again: bool) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh(), Wide()) for _ in range(3)))
+    recorded = trial(train_step(net, torch.randn(64, 32), "SGD"))[1]
+    left = [name for name in names() if name != "recompute" or not again]
+    planner = planner_of(recorded, exclude=left)
+    floor = planner.floor
+    assert bool(floor.options) is again
+    set_by = planner.infeasible(0, floor.outcome.peak_bytes).set_by
+    run_again = [f"recompute of {one.where} in the backward" for one in floor.options]
+    assert set_by.startswith(tuple(run_again) if again else "aten::add in the forward"), set_by
 
 
 @pytest.mark.usefixtures("without_replay")

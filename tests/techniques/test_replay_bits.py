@@ -48,11 +48,12 @@ def test_scaled_noise_has_the_bits_of_what_was_drawn(dtype: torch.dtype, share: 
         assert torch.equal(unpacked(packed(scaled), dtype), drawn)
 
 
-def test_nothing_is_changed() -> None:
-    noise = noise_of(1, (64,), torch.float32, 0.5)
+@pytest.mark.parametrize("dtype", [*TYPES, torch.bool, torch.uint8], ids=str)
+def test_nothing_is_changed(dtype: torch.dtype) -> None:
+    noise = noise_of(1, (64,), dtype, 0.5)
     before = noise.clone()
     bits = packed(noise)
     kept = bits.clone()
-    unpacked(bits, torch.float32)
+    assert torch.equal(unpacked(bits, dtype), before)
     assert torch.equal(noise, before)
     assert torch.equal(bits, kept)

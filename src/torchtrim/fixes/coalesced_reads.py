@@ -23,7 +23,7 @@ from torchtrim.fixes.reading.facts import Facts, Refused, is_floating, is_integr
 from torchtrim.fixes.reading.forms import equal
 from torchtrim.fixes.reading.names import literal_stores
 from torchtrim.fixes.reading.purity import is_pure
-from torchtrim.fixes.reading.reads import Read, is_single, is_whole, reads_in
+from torchtrim.fixes.reading.reads import READS, Read, is_single, is_whole, reads_in
 from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.reading.uses import stores
 from torchtrim.fixes.writing.deferred import is_count
@@ -49,8 +49,7 @@ def find(source: Source) -> Iterator[Match]:
 
 
 def _find(source: Source) -> Iterator[Match]:
-    sites = {(ast.Call, name) for name in ("item", "float", "int")}
-    reading = {source.statement(one) for one in source.at(sites)}
+    reading = {source.statement(one) for one in source.at((ast.Call, name) for name in READS)}
     for node in source.nodes if reading else ():
         for name in ("body", "orelse", "finalbody"):
             block = getattr(node, name, None)

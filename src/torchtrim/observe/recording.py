@@ -34,9 +34,9 @@ class _Running(NamedTuple):
     depth: int
 
 
-_DEPTH = 8
-_NOT_COPIED = (nn.Module, type, str, bytes, int, float, complex, type(None), torch.Generator)
-"""What a block that runs again shares (`techniques.arguments`), and how deep it copies the rest."""
+COPIED_DEPTH = 8
+SHARED = (nn.Module, type, str, bytes, int, float, complex, type(None), torch.Generator)
+"""How deep a block that runs again copies its arguments, and what it shares beside tensors."""
 
 
 class Recording(Listener):
@@ -266,16 +266,16 @@ def _tensors_in(values: Any, seen: dict[int, Any]) -> Iterator[torch.Tensor]:
 
 def tensors_behind(values: Any) -> Iterator[torch.Tensor]:
     """The tensors in values, in the attributes of their objects too: what a copy of them keeps."""
-    return _tensors_behind(values, set(), _DEPTH)
+    return _tensors_behind(values, {}, COPIED_DEPTH)
 
 
-def _tensors_behind(value: Any, seen: set[int], depth: int) -> Iterator[torch.Tensor]:
+def _tensors_behind(value: Any, seen: dict[int, Any], depth: int) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
         return
-    if isinstance(value, _NOT_COPIED) or callable(value) or id(value) in seen or not depth:
+    if isinstance(value, SHARED) or callable(value) or id(value) in seen or not depth:
         return
-    seen.add(id(value))
+    seen[id(value)] = value
     if isinstance(value, Mapping):
         inner: Iterable[Any] = list(value.values())
     elif isinstance(value, (list, tuple)):

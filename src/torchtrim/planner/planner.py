@@ -230,12 +230,13 @@ class Planner:
     def _inserted(self, choice: Choice) -> str:
         """What the choice does just before the task at which memory is highest, where that takes more."""
         step, index = self._overwriting[0], choice.outcome.task
+        most, found = step.tasks[index].transient, ""
         for option in choice.options:
             edit = technique(option.technique).edits(step, option)
-            levels = [level(one) for one in edit.inserts if one.at == index] if edit else []
-            if max(levels, default=0) > step.tasks[index].transient:
-                return f"{option.technique} of {option.where}"
-        return ""
+            for one in edit.inserts if edit else ():
+                if one.at == index and level(one) > most:
+                    most, found = level(one), f"{option.technique} of {option.where}"
+        return found
 
     @cached_property
     def _free(self) -> tuple[Option, ...]:

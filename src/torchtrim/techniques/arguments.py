@@ -6,10 +6,8 @@ import copy
 from typing import Any
 
 import torch
-from torch import nn
 
-_DEPTH = 8
-_ITSELF = (torch.Tensor, nn.Module, type, str, bytes, int, float, complex, torch.Generator)
+from torchtrim.observe.recording import COPIED_DEPTH, SHARED
 
 
 def as_they_are(value: Any) -> Any:
@@ -18,11 +16,11 @@ def as_they_are(value: Any) -> Any:
     Lists, tuples, dicts, and objects with attributes, such as a cache of keys and values that each block
     makes longer. What cannot be copied, or is deeper than eight, is shared.
     """
-    return _fresh(value, {}, _DEPTH)
+    return _fresh(value, {}, COPIED_DEPTH)
 
 
 def _fresh(value: Any, known: dict[int, Any], depth: int) -> Any:
-    if value is None or isinstance(value, _ITSELF) or not depth:
+    if isinstance(value, (torch.Tensor, *SHARED)) or not depth:
         return value
     if id(value) not in known:
         known[id(value)] = value

@@ -12,9 +12,10 @@ again, as at the result of a convolution. Where a later step saves that input fo
 autograd raises, as it does for all that was overwritten.
 
 On a CPU the result is the same bit for bit: every sum is of one channel, and running statistics are written
-once. On other devices a kernel may depend on how many channels there are, and it is ROUNDING. Calls without
-gradients, and those in evaluation, run as they are. `where` names a BatchNorm, or a range of a Sequential
-that begins with one.
+once. Kernels choose how they sum by the order in memory; so where a gradient lies in another than the result
+does, backward goes through all channels at once. On other devices a kernel may depend on how many channels
+there are, and it is ROUNDING. Calls without gradients, those in evaluation, and those with one place a
+channel run as they are. `where` names a BatchNorm, or a range of a Sequential that begins with one.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torchtrim.records.plan import Technique
 from torchtrim.step.edits import Edit, joined
 from torchtrim.step.step import Step
 from torchtrim.techniques.base import Handle, Option, Settings, all_or_none
-from torchtrim.techniques.by_channels.found import places_of
+from torchtrim.techniques.by_channels.found import parts_of, places_of
 from torchtrim.techniques.by_rows.edit import edit_of
 from torchtrim.techniques.places import part_at
 
@@ -55,12 +56,17 @@ class SplitChannels:
         ]
 
     def edits(self, step: Step, option: Option) -> Edit | None:
-        """What is within a call is there for a part at a time."""
+        """What is within a call is there for a part at a time; None where there is one part only."""
         settings = dict(option.settings)
-        over, parts = bool(settings["overwrites"]), int(settings["parts"])
-        edits = [edit_of(step, span, parts, copies=True, over=over) for span in option.spans]
+        over, wanted = bool(settings["overwrites"]), int(settings["parts"])
+        several = [(span, parts_of(step, span, wanted)) for span in option.spans]
+        edits = [
+            edit_of(step, span, parts, copies=True, over=over)
+            for span, parts in several
+            if parts > 1
+        ]
         found = [edit for edit in edits if edit is not None]
-        return joined(found) if len(found) == len(edits) and found else None
+        return joined(found) if len(found) == len(option.spans) and found else None
 
     def apply(self, roots: Mapping[str, nn.Module], technique: Technique) -> Handle:
         """Give the places a forward that runs in parts. Raises `ApplyFailed`, the model as it was."""

@@ -42,6 +42,7 @@ CASES = {
     "transposed": (lambda x: x.transpose(1, 2).contiguous(), (IMAGE,)),
     "linear": (F.linear, (tensor(3, 4, 5), tensor(7, 5), tensor(7))),
     "linear without bias": (F.linear, (tensor(3, 4, 5), tensor(7, 5))),
+    "linear of no features": (F.linear, (tensor(3, 4, 0), tensor(7, 0), tensor(7))),
     "linear of a transposed": (lambda x, w: F.linear(x.t(), w), (tensor(5, 4), tensor(7, 5))),
     "linear of a transposed, bias": (
         lambda x, w, b: F.linear(x.t(), w, b),

@@ -13,6 +13,8 @@ from torchtrim.records.seen import Seen
 
 _SAME_VALUE = frozenset(("detach", "cpu", "clone", "contiguous"))
 _CASTS = ("float", "int", "bool")
+READS = ("item", *_CASTS)
+"""The functions of which a read is a call."""
 
 
 class Read(NamedTuple):

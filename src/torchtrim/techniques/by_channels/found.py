@@ -12,6 +12,7 @@ from torchtrim.records.profile import Call, Operator, Profile, TensorUse
 from torchtrim.records.remembered import remembered
 from torchtrim.step.step import Span, Step
 from torchtrim.techniques.batch_parts.found import is_training_norm
+from torchtrim.techniques.by_channels.layout import layout_of, spans_of
 
 NORMS = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
 _APART = frozenset(
@@ -43,6 +44,18 @@ class Place(NamedTuple):
 def places_of(step: Step) -> tuple[Place, ...]:
     """The places, those with the largest inputs first."""
     return _places_of(step.profile) if step.profile is not None else ()
+
+
+def parts_of(step: Step, span: Span, parts: int) -> int:
+    """How many parts as large as the largest there would be of the channels, where `parts` are wanted."""
+    assert step.profile is not None
+    ops = step.profile.operators[span.first : span.last]
+    given = next(op for op in ops if is_training_norm(op)).inputs[0]
+    layout = layout_of(given.shape, given.strides)
+    assert layout is not None
+    return given.shape[1] // max(
+        end - first for first, end in spans_of(given.shape[1], layout, parts)
+    )
 
 
 @remembered
@@ -128,6 +141,7 @@ class _Reader:
         return (
             not module.hooked
             and call.graded
+            and len(call.outputs) == 1
             and inner <= {call.module}
             and all(base_name(op.name) in _APART and op.phase == "forward" for op in ops)
         )
@@ -167,15 +181,7 @@ def _is_beside(op: Operator) -> bool:
 
 def _has_channels(use: TensorUse) -> bool:
     """Whether it is contiguous or has channels last, with places beside channels."""
-    if len(use.shape) < len(("batch", "channels", "places")) or use.shape[1] < 2:
+    _batch, *inner = use.shape
+    if len(inner) < len(("channels", "places")) or inner[0] < 2 or prod(inner[1:]) < 2:
         return False
-    batch, channels, *places = range(len(use.shape))
-    for order in ((batch, channels, *places), (batch, *places, channels)):
-        step = 1
-        for place in reversed(order):
-            if use.shape[place] != 1 and use.strides[place] != step:
-                break
-            step *= use.shape[place]
-        else:
-            return True
-    return False
+    return layout_of(use.shape, use.strides) is not None

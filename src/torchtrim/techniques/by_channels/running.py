@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +11,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 
 from torchtrim.errors import ApplyFailed
+from torchtrim.observe.hookless import HOOKS
+from torchtrim.techniques.by_channels.layout import layout_of, spans_of
 from torchtrim.techniques.casting import casting
 from torchtrim.techniques.chains import Range, Ranges, Run, one_by_one
 from torchtrim.techniques.handles import Handle
@@ -19,8 +21,6 @@ from torchtrim.techniques.swap import Swapped
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-_TOGETHER = 32
-"""Channels that lie side by side are computed in groups of at most so many: a part has whole groups."""
 
 
 def split(where: str, part: Part, parts: int, *, overwrites: bool) -> Handle:
@@ -35,9 +35,7 @@ def split(where: str, part: Part, parts: int, *, overwrites: bool) -> Handle:
             f"`{where}` does not begin with a BatchNorm, so split_channels cannot run it in parts of its "
             "channels. Plan again."
         )
-    if any(
-        one._forward_hooks or one._forward_pre_hooks for top in modules for one in top.modules()
-    ):
+    if any(getattr(one, name) for top in modules for one in top.modules() for name in HOOKS):
         raise ApplyFailed(
             f"`{where}` has hooks, which would see some channels at a time. Take it out of the plan."
         )
@@ -68,7 +66,8 @@ class _Channels(NamedTuple):
         plain = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         if not plain or type(given) is not Tensor or not self.norm.training or given.dim() < 3:
             return False
-        return _layout(given) is not None and given.shape[1] == self.norm.num_features
+        several = given.shape[1] > 1 and given.shape[2:].numel() > 1
+        return several and _layout(given) is not None and given.shape[1] == self.norm.num_features
 
     def whole(self, forward: Run, given: Tensor) -> Tensor:
         """The result without gradients; running statistics are written."""
@@ -103,13 +102,11 @@ class _Channels(NamedTuple):
         result: Tensor = one_by_one(self.others, made)
         return result
 
-    def spans(self, given: Tensor) -> Iterator[tuple[int, int]]:
-        """Which channels are together; where channels are last, as many as a processor takes at a time."""
-        count = given.shape[1]
-        size = -(-count // self.parts)
-        if not given.is_contiguous():
-            size = -(-size // _TOGETHER) * _TOGETHER
-        return ((first, min(first + size, count)) for first in range(0, count, size))
+    def spans(self, given: Tensor) -> tuple[tuple[int, int], ...]:
+        """Which channels are together."""
+        layout = layout_of(given.shape, given.stride())
+        assert layout is not None
+        return spans_of(given.shape[1], layout, self.parts)
 
     def _empty(self, made: Tensor, given: Tensor) -> Tensor:
         """Where the parts' results go."""
@@ -119,7 +116,11 @@ class _Channels(NamedTuple):
 
 
 class _Parts(torch.autograd.Function):
-    """A norm and what follows it; what is saved is its input."""
+    """A norm and what follows it; what is saved is its input.
+
+    In backward the channels are together where the gradient does not lie as the result does: torch then sums
+    by loops that depend on all of them.
+    """
 
     @staticmethod
     def forward(
@@ -132,22 +133,27 @@ class _Parts(torch.autograd.Function):
     ) -> Tensor:
         ctx.channels, ctx.cast = channels, casting(given.device.type)
         ctx.save_for_backward(given, weight, bias)
-        return channels.whole(forward, given)
+        made = channels.whole(forward, given)
+        ctx.layout = _layout(made)
+        return made
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         channels: _Channels = ctx.channels
-        given, owned = ctx.saved_tensors[0].detach(), ctx.saved_tensors[1:]
+        given, *owned = ctx.saved_tensors
+        over, given = channels.overwrites and not given.is_leaf, given.detach()
         of_given, *of_owned = ctx.needs_input_grad[2:]
         found = [
-            (given if channels.overwrites else torch.empty_like(given)) if of_given else None,
+            (given if over else torch.empty_like(given)) if of_given else None,
             *(
                 torch.empty_like(one) if want else None
                 for one, want in zip(owned, of_owned, strict=True)
             ),
         ]
-        for span in channels.spans(given):
+        whole_span = ((0, given.shape[1]),)
+        as_made = _layout(gradient) is ctx.layout
+        for span in channels.spans(given) if as_made else whole_span:
             part, comes = _of(given, span), _of(gradient, span)
             inputs = [part, *(_cut(one, span) for one in owned)]
             with ctx.cast.again():
@@ -190,10 +196,10 @@ def _counted(
 
 def _layout(tensor: Tensor) -> torch.memory_format | None:
     """How all of it lies: contiguous, or channels last."""
-    if tensor.is_contiguous():
-        return torch.contiguous_format
-    last = _LAST.get(tensor.dim())
-    return last if last is not None and tensor.is_contiguous(memory_format=last) else None
+    found = layout_of(tensor.shape, tensor.stride())
+    return (
+        torch.contiguous_format if found == "contiguous" else _LAST[tensor.dim()] if found else None
+    )
 
 
 def _of(tensor: Tensor, span: tuple[int, int]) -> Tensor:

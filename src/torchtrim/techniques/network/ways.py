@@ -139,7 +139,7 @@ def _linear(op: Op, values: tuple[Value, ...], _most: int) -> Way | None:
     x, weight, out = _argument(op, values, 0), _argument(op, values, 1), values[op.outputs[0]]
     if x is None or weight is None or len(x.shape) < 2 or len(weight.shape) != 2:
         return None
-    if not _contiguous(out) or not math.prod(out.shape):
+    if not _contiguous(out) or not math.prod(out.shape) or not x.shape[-1]:
         return None
     at_once = len(x.shape) == 2 or _contiguous(x)
 

@@ -12,7 +12,8 @@ _LOWEST = 0x0101010101010101
 
 def packed(noise: torch.Tensor) -> torch.Tensor:
     """Which elements are not zero, in the order of memory. The noise is dense, of a multiple of eight."""
-    words = torch.as_strided(noise, (noise.numel(),), (1,), 0).to(torch.bool).view(torch.int64)
+    truth = torch.as_strided(noise, (noise.numel(),), (1,), 0).to(torch.bool, copy=True)
+    words = truth.view(torch.int64)
     return words.mul_(_NINTHS).bitwise_right_shift_(56).to(torch.uint8)
 
 
