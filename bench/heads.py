@@ -24,6 +24,7 @@ from bench import zoo
 from bench.machine import RESULTS, save, slug
 from torchtrim import TrainStep
 from torchtrim.loops.optimize import Fitting
+from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
 from torchtrim.techniques.base import names
 
@@ -84,7 +85,7 @@ def measure(make: zoo.Maker) -> dict[str, Any]:
     optimizer = torch.optim.SGD(sample.model.parameters(), 1e-3)
     work = TrainStep(sample.model.train(), sample.loss, optimizer, sample.batch)
     others = tuple(name for name in names() if name != "chunked_loss")
-    fit = Fitting(work, Request(steps=2), lambda _: None, others, "ROUNDING").smallest()
+    fit = Fitting(work, Request(steps=2), lambda _: None, Terms("ROUNDING", others)).smallest()
     assert fit.certificate is not None
     assert fit.planned is not None
     return {

@@ -17,6 +17,7 @@ from torchtrim.errors import ApplyFailed
 from torchtrim.loops.optimize import Fitting
 from torchtrim.observe.dry.workspace import _blocks_of
 from torchtrim.records.plan import Technique
+from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
 from torchtrim.run.script import Script
 from torchtrim.step.from_profile import step_of
@@ -121,7 +122,7 @@ def test_the_peak_is_as_predicted_and_all_is_equal(name: str) -> None:
     model = Language(name if name in KINDS else "")
     others = ("recompute", "overwrite")
     fit = Fitting(
-        training(model, LOSSES.get(name, flat)), Request(steps=1), quiet, others, "ROUNDING"
+        training(model, LOSSES.get(name, flat)), Request(steps=1), quiet, Terms("ROUNDING", others)
     ).smallest()
     (chosen,) = fit.plan.techniques
     assert chosen.name == "chunked_loss"
@@ -206,12 +207,12 @@ def test_what_cannot_be_applied_is_said(where: str, options: dict[str, int], sai
 def test_logits_that_a_name_holds_into_the_next_step_are_gone_too(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     workload = Script(str(tmp_path / "train.py"))
+    others = ("recompute", "overwrite", "replay", "plain_optimizer", "optimizer_in_backward")
     fit = Fitting(
         workload,
         Request(steps=1),
         quiet,
-        ("recompute", "overwrite", "replay", "plain_optimizer", "optimizer_in_backward"),
-        "ROUNDING",
+        Terms("ROUNDING", others),
     ).smallest()
     assert [one.name for one in fit.plan.techniques] == ["chunked_loss"]
     assert fit.planned is not None

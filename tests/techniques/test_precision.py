@@ -13,6 +13,7 @@ from steps import encoder, fitting, squared, train_step
 from torchtrim.errors import ApplyFailed, UsageError
 from torchtrim.loops.optimize import Fit, Fitting
 from torchtrim.records.plan import Technique
+from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
 from torchtrim.step import from_profile
 from torchtrim.techniques import lowered
@@ -28,7 +29,7 @@ def step_of(layers: int = 3) -> torchtrim.TrainStep:
 
 
 def planned(step: torchtrim.TrainStep, memory: str, **options: Any) -> Fit:
-    return Fitting(step, Request(steps=2), lambda _: None, **options).nearest(memory)
+    return Fitting(step, Request(steps=2), lambda _: None, Terms(**options)).nearest(memory)
 
 
 def part_of(of: str, dtype: str = "bfloat16") -> Technique:
