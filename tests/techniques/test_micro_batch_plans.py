@@ -11,6 +11,7 @@ import torch
 import torchtrim
 from steps import encoder, fitting, squared, train_step
 from torchtrim.errors import ApplyFailed
+from torchtrim.observe.dry.machine import needed
 from torchtrim.planner.pins import overlap
 from torchtrim.planner.planner import Planner
 from torchtrim.records.plan import Technique
@@ -91,7 +92,23 @@ def test_several_under_autocast_are_predicted() -> None:
     predicted = simulate(recorded, [edit for edit in edits if edit is not None]).peak_bytes
     for one in layers:
         TECHNIQUE.apply({root: net}, plan_of(one, 2))
-    assert torchtrim.record(step).peak_bytes == pytest.approx(predicted, rel=0.005)
+    over = predicted - torchtrim.record(step).peak_bytes
+    assert -0.005 * predicted <= over <= shrinking_blocks(16 * 48) + 0.005 * predicted
+
+
+def shrinking_blocks(samples: int) -> int:
+    """By how much this processor's blocks of a weight's gradient shrink with half of the samples.
+
+    With AMX they do; a plan takes them to stay as they are.
+    """
+    whole, half = (scratch(samples // parts) for parts in (1, 2))
+    return max(whole - samples // 2 * 32 * 2 - half, 0)
+
+
+def scratch(samples: int) -> int:
+    """What the product for a weight's gradient takes besides its result."""
+    gradient, given = (torch.ones(samples, width, dtype=torch.bfloat16) for width in (32, 64))
+    return needed(lambda: torch.mm(gradient.t(), given))
 
 
 def spans_of(step: Any, where: str) -> tuple[Span, ...]:
