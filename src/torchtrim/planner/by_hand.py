@@ -13,7 +13,8 @@ from torchtrim.step.step import Step
 from torchtrim.techniques.base import Option, technique
 
 PRODUCTS = frozenset(
-    (
+    f"aten::{name}"
+    for name in (
         *("mm", "addmm", "bmm", "baddbmm", "convolution"),
         *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
         *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),

@@ -11,8 +11,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from torchtrim.memory.names import base_name
 from torchtrim.step.edits import Block, Drop, Edit, Insert, Need, joined
-from torchtrim.step.step import DEVICE, Span, Step, Task
+from torchtrim.step.step import DEVICE, Span, Step
 
 _STATE = frozenset(("parameter", "buffer", "optimizer_state", "gradient", "gathered"))
 
@@ -20,7 +21,7 @@ _STATE = frozenset(("parameter", "buffer", "optimizer_state", "gradient", "gathe
 def rerun(step: Step, spans: Sequence[Span], kept: frozenset[str] = frozenset()) -> Edit | None:
     """The edit for spans that run again, each by itself; None where autograd saved nothing of them.
 
-    `kept`: operators, such as `mm`, whose results are kept, so that they do not run again: selective
+    `kept`: operators, such as `aten::mm`, whose results are kept, so that they do not run again: selective
     checkpointing. A span whose graph never runs backward, as that of an evaluation with gradients on, does
     not run again: what it saved is not kept.
     """
@@ -39,7 +40,7 @@ class _Saved(NamedTuple):
 
 
 def _of_span(step: Step, span: Span, kept: frozenset[str]) -> Edit | None:
-    stays = {i for i in range(*span) if kept and operator_of(step.tasks[i]) in kept}
+    stays = {i for i in range(*span) if kept and base_name(step.tasks[i].name) in kept}
     results = {number for i in stays for number in step.made_by[i]}
     saved = [
         _Saved(tensor, hold, *_moments(step, tensor, hold))
@@ -85,11 +86,6 @@ def _unused(step: Step, span: Span, saved: Sequence[_Saved]) -> Edit:
         inserts=(Insert(span.first, step.overhead.span, 0),),
         claims=(span,),
     )
-
-
-def operator_of(task: Task) -> str:
-    """The name of a task's operator, without namespace and overload: `mm`."""
-    return task.name.rpartition("::")[2].partition(".")[0]
 
 
 def _moments(step: Step, tensor: int, hold: int) -> tuple[int, int, int]:
