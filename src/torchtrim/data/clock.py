@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
-_SCHEDULED = Path("/proc/thread-self/schedstat")
+from torchtrim.data.queued import queued_ns
 
 
 class Clock(NamedTuple):
@@ -25,10 +23,7 @@ def _busy() -> float:
     Without the queue a loaded machine would make decoding look like a disk; and threads that await
     others by turning in circles would make a disk look like decoding.
     """
-    queued = 0.0
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        queued = int(_SCHEDULED.read_text().split()[1]) / 1e9
-    return time.thread_time() + queued
+    return time.thread_time() + queued_ns() / 1e9
 
 
 CLOCK = Clock(time.perf_counter, _busy, time.process_time)

@@ -19,6 +19,7 @@ from torch._C._profiler import _RecordFunctionFast
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchtrim.data.queued import queued_ns
 from torchtrim.observe.collectives import Collectives, is_collective
 from torchtrim.observe.dry.mode import Dry
 from torchtrim.observe.dry.run import current as current_dry
@@ -343,16 +344,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, int, int]:
         try:
             if self._mark is None:
-                begin = time.perf_counter_ns()
-                result = self._call(func, args, kwargs)
-                return result, begin, time.perf_counter_ns()
+                return self._timed(func, args, kwargs)
             with self._mark:
-                begin = time.perf_counter_ns()
-                result = self._call(func, args, kwargs)
-                return result, begin, time.perf_counter_ns()
+                return self._timed(func, args, kwargs)
         except BaseException as error:
             self._fail(func, args, kwargs, error)
             raise
+
+    def _timed(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, int, int]:
+        """The result, when it began, and when it would have ended had a core always been free."""
+        begin, queued = time.perf_counter_ns(), queued_ns()
+        result = self._call(func, args, kwargs)
+        return result, begin, time.perf_counter_ns() + queued - queued_ns()
 
     def _own_nodes(self, index: int) -> None:
         """The autograd nodes made since the last operator are this one's."""

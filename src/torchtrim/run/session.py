@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from msgspec.structs import replace
 from torch import nn
 from torch.utils.data import DataLoader
 
+from torchtrim.data.queued import now
 from torchtrim.errors import ApplyFailed, Unsupported, UsageError
 from torchtrim.observe.allocator import NOTHING, Allocator, Watched, allocator_for, own, rss_bytes
 from torchtrim.observe.build import Setting
@@ -151,7 +151,7 @@ class Session(Listener):
         elif self._times is not None:
             self.finish()
         elif self._watched is None:
-            self._seconds = time.perf_counter() - self._began - self._own
+            self._seconds = now() - self._began - self._own
             self._stop_measuring()
             self._idled = True
 
@@ -162,7 +162,7 @@ class Session(Listener):
             self._time_or_finish(self._times)
             return
         if self._watched is None:
-            self._seconds = time.perf_counter() - self._began - self._own
+            self._seconds = now() - self._began - self._own
             self._stop_measuring()
         self._replicas.look(self.modules)
         self._close()
@@ -351,7 +351,7 @@ class Session(Listener):
             self._watching.start()
         self._watched = None
         self._own = 0.0
-        self._began = time.perf_counter()
+        self._began = now()
 
     def _stop_measuring(self) -> None:
         if self._recording is not None:
@@ -484,10 +484,10 @@ class Session(Listener):
 
     def _timed(self, function: Callable[..., None], *args: Any) -> None:
         """Call it as torchtrim's own doing: unrecorded, and not part of the step's time."""
-        begin = time.perf_counter()
+        begin = now()
         with torch.utils._python_dispatch._disable_current_modes():
             function(*args)
-        self._own += time.perf_counter() - begin
+        self._own += now() - begin
 
 
 def reachable_bytes() -> int:
