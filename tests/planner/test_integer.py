@@ -10,7 +10,8 @@ import pytest
 import draws
 from planner.test_planner import planner_of, profile_of
 from planner.test_solvers import CASES, brute, problem_of
-from torchtrim.planner.solvers import integer
+from torchtrim.planner import planner
+from torchtrim.planner.solvers import moments
 from torchtrim.planner.solvers.integer import Integer
 
 pytest.importorskip("highspy")
@@ -38,14 +39,11 @@ def test_it_proves_the_quickest_choice_of_every_budget(cases: range) -> None:
         assert problem.run(chosen).peak_bytes == lowest
 
 
-def test_it_begins_with_what_is_known_and_keeps_it_when_there_is_no_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_it_begins_with_what_is_known_and_keeps_it_when_there_is_no_time() -> None:
     problem = problem_of(random.Random(3), 12)
     everything = tuple(problem.apart(range(len(problem.options))))
     budget = problem.run(everything).peak_bytes
-    monkeypatch.setattr(integer, "_SECONDS", 0.0)
-    answer = Integer(problem).quickest(budget, everything)
+    answer = Integer(problem).quickest(budget, everything, 0.0)
     assert not answer.proven or answer.chosen is not None
     assert answer.bound <= problem.sum(everything)
 
@@ -53,7 +51,8 @@ def test_it_begins_with_what_is_known_and_keeps_it_when_there_is_no_time(
 def test_plans_are_proven_and_without_the_solver_no_quicker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(integer, "_SECONDS", 600.0)
+    monkeypatch.setattr(planner, "_SEARCH", 600.0)
+    monkeypatch.setattr(moments, "_ENOUGH", 600.0)
     profile = profile_of("blocks")
     proven = planner_of(profile, exclude=("replay",))
     lowest = proven.floor.outcome.peak_bytes

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torchtrim.errors import ApplyFailed, PlannedStepFailed, ScriptFailed, UsageError
 from torchtrim.planner.pins import Patterns, compiled
-from torchtrim.planner.planner import techniques_of
+from torchtrim.planner.plans import techniques_of
 from torchtrim.records.allowance import Allowance, words_for
 from torchtrim.records.finding import Equivalence
 from torchtrim.records.plan import Technique

@@ -7,7 +7,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from torchtrim.memory.by_module import by_module, most_of
-from torchtrim.planner.planner import Planner, where_of
+from torchtrim.planner.planner import Planner
+from torchtrim.planner.plans import where_of
 from torchtrim.records.estimate import Estimated, ModuleBytes
 from torchtrim.records.profile import Profile
 

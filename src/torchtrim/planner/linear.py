@@ -1,8 +1,8 @@
 """A problem as linear constraints, which say to the byte what the simulator does where options are on or off.
 
-Three kinds of columns: each option, 1 where it is on; each part of a tensor's life that options decide on,
-1 where it is alive then; and the bytes going into each stretch of tasks, which a row ties to the stretch
-before. So the budget is in the bounds of columns alone, and a row has few terms however long a tensor lives.
+Two kinds of columns: each option, 1 where it is on, and each part of a tensor's life that options decide on,
+1 where it is alive then. Memory at any moment is a sum over them, and the budget bounds it at each moment;
+whoever solves this begins with the few moments that matter.
 To keep or to run again was put so by Jain et al., "Checkmate" (2020), one binary an operator and stage.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -20,45 +20,53 @@ from torchtrim.step.simulate import level, timeline
 from torchtrim.step.step import DEVICE, Tensor
 from torchtrim.step.ties import Tie, ends_at, starts_of, ties_of
 
+Terms = tuple[tuple[int, float], ...]
+"""Columns, each with its factor."""
+
 
 class Row(NamedTuple):
     """`least <= the sum of factor * column <= most`."""
 
     least: float
     most: float
-    terms: tuple[tuple[int, float], ...]
+    terms: Terms
 
 
-class Top(NamedTuple):
-    """The highest moment of a stretch: `bytes` over column `level`, and more or less with some options on."""
+class Moment(NamedTuple):
+    """`bytes` over what is alive going into a stretch of tasks, and more or less with some columns at 1."""
 
-    level: int
+    stretch: int
     bytes: int
-    changes: tuple[tuple[int, int], ...]
-
-
-class Insert(NamedTuple):
-    """While an option's inserted work runs, memory is `bytes` over column `level`."""
-
-    level: int
-    option: int
-    bytes: int
+    terms: Terms
 
 
 class Linear(NamedTuple):
-    """The constraints. Columns: `options`, of which the last `forced` are on, then lives, then the bytes of
-    each stretch, from `first_level` on.
+    """The constraints. Columns: `options`, of which the last `forced` are on, then lives, `columns` in all.
 
-    `tops`: the highest moments. `peak`: of the step as it is.
+    `rises`: by how much bytes going into each stretch are more than into the one before, where all columns
+    are 0. `changes`: likewise, how much more with a column at 1. `moments`: the highest of each
+    stretch, and each inserted work.
     """
 
     options: int
     forced: int
-    first_level: int
+    columns: int
     rows: tuple[Row, ...]
-    tops: tuple[Top, ...]
-    inserts: tuple[Insert, ...]
-    peak: int
+    rises: tuple[int, ...]
+    changes: tuple[Terms, ...]
+    moments: tuple[Moment, ...]
+
+    def at(self, moment: Moment) -> Moment:
+        """A moment with all that it depends on: its bytes, and each column's."""
+        terms: defaultdict[int, float] = defaultdict(float)
+        for column, size in moment.terms:
+            terms[column] += size
+        for changes in self.changes[: moment.stretch + 1]:
+            for column, size in changes:
+                terms[column] += size
+        whole = sum(self.rises[: moment.stretch + 1]) + moment.bytes
+        held = tuple((column, size) for column, size in terms.items() if size)
+        return Moment(moment.stretch, whole, held)
 
 
 def linear(problem: Problem) -> Linear:
@@ -79,7 +87,7 @@ class _Builder:
         self._changes: list[defaultdict[int, int]] = [defaultdict(int) for _ in self._rise]
 
     def build(self) -> Linear:
-        """All rows; those of the levels last, when it is known what changes them."""
+        """Lives, clashes, and then the moments, when it is known what changes them."""
         for number, tie in ties_of(self._step, self._edits).items():
             self._add_lives(self._step.tensors[number], tie)
         for option, edit in enumerate(self._edits):
@@ -87,12 +95,15 @@ class _Builder:
                 if block.pool == DEVICE:
                     self._alive(option, block.first, block.last, block.bytes)
         self._add_clashes()
-        first = self._columns
-        self._add_levels(first)
-        tops, inserts = tuple(self._tops(first)), tuple(self._inserts(first))
-        peak = max(self._high, default=0)
-        count = len(self._edits)
-        return Linear(count, self._forced, first, tuple(self._rows), tops, inserts, peak)
+        return Linear(
+            options=len(self._edits),
+            forced=self._forced,
+            columns=self._columns,
+            rows=tuple(self._rows),
+            rises=tuple(self._rise[:-1]),
+            changes=tuple(_terms(changes) for changes in self._changes[:-1]),
+            moments=(*self._tops(), *self._inserts()),
+        )
 
     def _add_lives(self, tensor: Tensor, tie: Tie) -> None:
         """A column for each part of a tensor's life that options decide on, and when it is 1."""
@@ -148,29 +159,22 @@ class _Builder:
             if len(clique) > 1:
                 self._rows.append(Row(-math.inf, 1.0, tuple((i, 1.0) for i in sorted(clique))))
 
-    def _add_levels(self, first: int) -> None:
-        for place in range(len(self._starts)):
-            terms = [(first + place, 1.0)]
-            if place:
-                terms.append((first + place - 1, -1.0))
-            changes = self._changes[place].items()
-            terms += [(column, float(-size)) for column, size in changes if size]
-            self._rows.append(Row(self._rise[place], self._rise[place], tuple(terms)))
-
-    def _tops(self, first: int) -> Iterator[Top]:
-        changes: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+    def _tops(self) -> Iterator[Moment]:
+        changes: defaultdict[int, dict[int, int]] = defaultdict(dict)
         for option, edit in enumerate(self._edits):
             for rise in edit.rises:
-                change = rise.bytes - self._step.tasks[rise.task].transient
-                changes[rise.task].append((option, change))
+                changes[rise.task][option] = rise.bytes - self._step.tasks[rise.task].transient
         for place, (begin, end) in enumerate(pairwise([*self._starts, len(self._high)])):
             over = max(self._high[begin:end]) - self._before[begin]
-            yield Top(first + place, over, tuple(changes[begin]))
+            yield Moment(place, over, _terms(changes[begin]))
 
-    def _inserts(self, first: int) -> Sequence[Insert]:
-        return [
-            Insert(first + bisect_left(self._starts, insert.at), option, level(insert))
-            for option, edit in enumerate(self._edits)
-            for insert in edit.inserts
-            if insert.at < len(self._high) and level(insert) > 0
-        ]
+    def _inserts(self) -> Iterator[Moment]:
+        for option, edit in enumerate(self._edits):
+            for insert in edit.inserts:
+                if insert.at < len(self._high) and level(insert) > 0:
+                    place = bisect_left(self._starts, insert.at)
+                    yield Moment(place, 0, ((option, level(insert)),))
+
+
+def _terms(changes: dict[int, int]) -> Terms:
+    return tuple((column, float(size)) for column, size in changes.items() if size)

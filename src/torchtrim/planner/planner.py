@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import NamedTuple
@@ -12,11 +11,12 @@ from torchtrim.planner.bound import least_seconds
 from torchtrim.planner.by_hand import by_hand
 from torchtrim.planner.front import Front, Point
 from torchtrim.planner.pins import Patterns, Pinned, overlap
-from torchtrim.planner.plans import made_plan
+from torchtrim.planner.plans import equivalence_of, made_plan, techniques_of
 from torchtrim.planner.pools import in_files, within_host
 from torchtrim.planner.problem import Chosen, Problem
+from torchtrim.planner.solvers.base import Answer
 from torchtrim.planner.solvers.exact import Exact
-from torchtrim.planner.solvers.integer import Answer, Integer
+from torchtrim.planner.solvers.integer import Integer
 from torchtrim.planner.solvers.local import Local
 from torchtrim.records.finding import EQUIVALENCES, Equivalence
 from torchtrim.records.plan import MemoryKind, Plan, Prediction, Technique
@@ -31,11 +31,13 @@ from torchtrim.step.links import added_seconds, traffic
 from torchtrim.step.overwrite import overwritten
 from torchtrim.step.simulate import Outcome, level, simulate
 from torchtrim.step.step import Step
-from torchtrim.techniques.base import Option, Settings, Settles, names, technique
+from torchtrim.techniques.base import Option, Settles, names, technique
 from torchtrim.units import format_bytes
 
 _SOLVERS = (Exact(), Local())
 _LEAST_SECONDS = 1e-9
+_SEARCH, _GLANCE = 20.0, 2.5
+"""Seconds for which the quickest choice is looked for: for a plan, and for one of many points."""
 _ALIKE = 1 + 1e-4
 
 
@@ -95,7 +97,7 @@ class Planner:
         self._host_bytes = host_bytes
         self._step = step_of(profile, step_seconds)
         self._priced = _priced(self._step)
-        self._answers: dict[int, Answer] = {}
+        self._answers: dict[int, tuple[float, Answer]] = {}
         self._pins = pins or {}
         self.pinned = Pinned(self._pins, self._priced, self._offered() if pins else ())
         self._original = Choice((), simulate(self._step), optimal=True, bound_seconds=0.0)
@@ -124,7 +126,7 @@ class Planner:
         lowest = self._front.lowest.peak_bytes
         if not self.pinned.forced:
             lowest = min(lowest, self.simulated_original)
-        choice = self._within(lowest)
+        choice = self._within(lowest, _GLANCE)
         assert choice is not None
         return choice
 
@@ -189,7 +191,7 @@ class Planner:
         found = []
         for step in range(points + 1):
             budget = high - (high - low) * step // points
-            choice = self._within(budget) or self.floor
+            choice = self._within(budget, _GLANCE) or self.floor
             found.append(self._point(choice.outcome, choice.options, bias, budget))
         return (*found, *self._by_hand(bias))
 
@@ -326,7 +328,7 @@ class Planner:
     def _exact(self) -> _Alone | None:
         """The options that change no bit, where there are others."""
         options = enumerate(self._problem.options)
-        return self._alone([n for n, one in options if _equivalence(one) == "BITWISE"])
+        return self._alone([n for n, one in options if equivalence_of(one) == "BITWISE"])
 
     def _alone(self, numbers: list[int]) -> _Alone | None:
         if not 0 < len(numbers) < len(self._problem.options):
@@ -347,7 +349,7 @@ class Planner:
             for option in unit.options(step):
                 places = {option.where, f"{name}:{option.where}"}
                 barred = not places.isdisjoint(self._exclude)
-                if barred or not _allowed(_equivalence(option), self._allow):
+                if barred or not _allowed(equivalence_of(option), self._allow):
                     continue
                 edit = unit.edits(step, option)
                 if edit is not None:
@@ -370,11 +372,11 @@ class Planner:
         more = self._edits(self._overwritten(self._priced, free))
         return [*found, *(one for one in more if (one[0].technique, one[0].where) not in known)]
 
-    def _within(self, budget: int) -> Choice | None:
-        """The quickest choice whose simulated peak is within a budget."""
+    def _within(self, budget: int, seconds: float = _SEARCH) -> Choice | None:
+        """The quickest choice whose simulated peak is within a budget, looked for during some seconds."""
         if self.simulated_original <= budget and not self.pinned.forced:
             return self._original
-        answer = self._proof(budget)
+        answer = self._proof(budget, seconds)
         point = self._front.within(budget)
         if point is None:
             return None
@@ -394,18 +396,18 @@ class Planner:
         integer = Integer(self._problem)
         return integer if integer.fits else None
 
-    def _proof(self, budget: int) -> Answer | None:
-        """What the integer program says of a budget. Its choice joins the others if it is proven to be the
-        quickest: a looser budget then gets none that is slower."""
+    def _proof(self, budget: int, seconds: float) -> Answer | None:
+        """What the integer program says of a budget. Its choice joins the others, so that a looser budget
+        gets none that is slower."""
         if self._integer is None:
             return None
-        if budget not in self._answers:
+        searched, answer = self._answers.get(budget, (0.0, None))
+        if answer is None or (searched < seconds and not answer.proven):
             known = self._front.within(budget)
-            answer = self._integer.quickest(budget, known.chosen if known else None)
-            if answer.proven:
-                self._offer(answer)
-            self._answers[budget] = answer
-        return self._answers[budget]
+            answer = self._integer.quickest(budget, known.chosen if known else None, seconds)
+            self._offer(answer)
+            self._answers[budget] = seconds, answer
+        return answer
 
     def _offer(self, answer: Answer) -> None:
         if answer.chosen is not None:
@@ -462,26 +464,6 @@ def _by_offload(problem: Problem) -> tuple[list[int], list[int]]:
     return offloads, [number for number in count if not problem.edits[number].trips]
 
 
-def _equivalence(option: Option) -> Equivalence:
-    return option.equivalence or technique(option.technique).equivalence
-
-
-def techniques_of(options: Iterable[Option]) -> tuple[Technique, ...]:
-    """The options of a plan: those of one technique with the same settings together."""
-    places: defaultdict[tuple[str, Settings, Equivalence], list[str]] = defaultdict(list)
-    for option in options:
-        places[option.technique, option.settings, _equivalence(option)].append(option.where)
-    return tuple(
-        Technique(
-            name=name,
-            where=tuple(where),
-            options=dict(settings),
-            equivalence=equivalence,
-        )
-        for (name, settings, equivalence), where in places.items()
-    )
-
-
 def _edits_of(step: Step, options: Iterable[Option]) -> list[Edit]:
     """What options change in a step."""
     edits = (technique(option.technique).edits(step, option) for option in options)
@@ -492,8 +474,3 @@ def _settled(step: Step, one: Technique) -> Technique:
     """A technique with what can be said of all its places together."""
     unit = technique(one.name)
     return unit.settled(step, one) if isinstance(unit, Settles) else one
-
-
-def where_of(techniques: Iterable[Technique]) -> list[str]:
-    """All places of a plan."""
-    return [where for one in techniques for where in one.where]

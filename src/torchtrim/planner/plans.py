@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
 
 import msgspec
 
 from torchtrim import __version__
 from torchtrim.planner.stages.calls import passes_in
+from torchtrim.records.finding import Equivalence
 from torchtrim.records.pipeline import Pipeline
 from torchtrim.records.plan import MemoryKind, Plan, Prediction, Status, Technique
 from torchtrim.records.profile import Profile
+from torchtrim.techniques.base import Option, Settings, technique
 
 
 def made_plan(
@@ -73,3 +76,29 @@ def _within(script: str, project: str) -> str:
     """The script's path from its project, since a plan is committed there."""
     path = PurePath(script)
     return path.relative_to(project).as_posix() if path.is_relative_to(project) else script
+
+
+def equivalence_of(option: Option) -> Equivalence:
+    """How equal the result is with an option."""
+    return option.equivalence or technique(option.technique).equivalence
+
+
+def techniques_of(options: Iterable[Option]) -> tuple[Technique, ...]:
+    """The options of a plan: those of one technique with the same settings together."""
+    places: defaultdict[tuple[str, Settings, Equivalence], list[str]] = defaultdict(list)
+    for option in options:
+        places[option.technique, option.settings, equivalence_of(option)].append(option.where)
+    return tuple(
+        Technique(
+            name=name,
+            where=tuple(where),
+            options=dict(settings),
+            equivalence=equivalence,
+        )
+        for (name, settings, equivalence), where in places.items()
+    )
+
+
+def where_of(techniques: Iterable[Technique]) -> list[str]:
+    """All places of a plan."""
+    return [where for one in techniques for where in one.where]

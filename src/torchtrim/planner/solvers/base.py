@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 from torchtrim.planner.front import Front
-from torchtrim.planner.problem import Problem
+from torchtrim.planner.problem import Chosen, Problem
 
 
 class Solved(NamedTuple):
@@ -13,6 +13,17 @@ class Solved(NamedTuple):
 
     front: Front
     optimal: bool
+
+
+class Answer(NamedTuple):
+    """A choice within the budget, None if none was found, and whether none is better.
+
+    `bound`: what any choice within the budget adds at least, in seconds; of the lowest, its bytes.
+    """
+
+    chosen: Chosen | None
+    bound: float
+    proven: bool
 
 
 class Solver(Protocol):

@@ -1,4 +1,5 @@
-"""Local search on the simulator, begun from rankings of the options and from partitions of chains.
+"""Local search on the simulator, begun from rankings of the options, from partitions of chains, and from
+prices of a byte.
 
 Every set of options that is tried is simulated as a whole, so one that moves the peak elsewhere is seen, and
 each is offered to the front. First the peak is brought down as far as it goes, one change at a time, from the
@@ -24,6 +25,8 @@ _WORK = 4_000_000
 _FEW = 60
 _NEAR = 10
 _STARTS = 4
+_PRICES = 40
+_PEAKS = 3
 _LEAST_SECONDS = 1e-7
 _NONE: frozenset[int] = frozenset()
 Exchange = tuple[float, frozenset[int], frozenset[int]]
@@ -59,6 +62,8 @@ class _Search:
             starts = [start for ranking in self._rankings() for start in self._beginnings(ranking)]
             partitions = self._chains.partitions() if pool is pools[0] else []
             self._descend_from([*starts, *partitions])
+        self._pool, self._allowed = pools[0], frozenset(pools[0])
+        self._try_prices()
         lowest = self._front.lowest.peak_bytes
         for number in range(_BUDGETS):
             budget = lowest + (whole - lowest) * number // _BUDGETS
@@ -76,6 +81,37 @@ class _Search:
             return [every]
         of = [[i for i in every if self._problem.options[i].technique == name] for name in names]
         return [every, *of]
+
+    def _try_prices(self) -> None:
+        """What is worth its time where a byte at the peak has a price, for many prices: the relaxation of
+        Everett, "Generalized Lagrange multiplier method" (Operations Research 1963). As the peak moves, what
+        is freed there counts."""
+        tasks = [self._try(()).task]
+        for _ in range(_PEAKS):
+            found = [self._try(self._worth(price, tasks)) for price in self._prices(tasks)]
+            moved = [one.task for one in found if one.task not in tasks]
+            if not moved:
+                return
+            tasks.append(moved[len(moved) // 2])
+
+    def _freed(self, number: int, tasks: Sequence[int]) -> float:
+        return sum(self._problem.freed(number, task) for task in tasks) / len(tasks)
+
+    def _prices(self, tasks: Sequence[int]) -> list[float]:
+        """Seconds a byte, from where nothing is worth it to where all is."""
+        problem = self._problem
+        freed = {i: self._freed(i, tasks) for i in self._pool}
+        rates = sorted(problem.seconds[i] / size for i, size in freed.items() if size > 0)
+        if not rates:
+            return []
+        low, high = max(rates[0], 1e-30), max(rates[-1], 1e-30)
+        return [low * (high / low) ** (number / _PRICES) for number in range(_PRICES + 1)]
+
+    def _worth(self, price: float, tasks: Sequence[int]) -> Chosen:
+        """Options that free more than they cost, the best first."""
+        gains = {i: price * self._freed(i, tasks) - self._problem.seconds[i] for i in self._pool}
+        order = sorted((i for i, gain in gains.items() if gain > 0), key=lambda i: -gains[i])
+        return tuple(sorted(self._problem.apart(order)))
 
     def _try(self, chosen: Chosen) -> Outcome:
         before = self._problem.tried

@@ -1,0 +1,188 @@
+"""An integer program that is asked with more and more moments at which memory counts.
+
+There are thousands of moments, and few of them matter. So the program is solved with the highest alone,
+those join it at which the answer is over the budget, and it is solved again, first in fractions of options,
+which is soon done, then in whole ones: the cutting planes of Dantzig, Fulkerson and Johnson, "Solution of a
+large-scale traveling-salesman problem" (1954).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy
+
+from torchtrim.data.queued import now
+from torchtrim.planner.linear import Linear, Moment, Row
+from torchtrim.planner.problem import Chosen
+from torchtrim.planner.solvers import highs
+from torchtrim.planner.solvers.base import Answer
+
+# Bytes are given in units of which the peak has so many, and the solver takes what is off by 1e-6 for equal.
+# Its rounding adds up, hence the slack; every choice is simulated before it counts.
+_UNITS = 4096
+_SLACK = 1e-4
+_JOIN = 24
+_ENOUGH = 1.0
+"""Seconds for which the best is looked for, when what is near it is known."""
+_IMPOSSIBLE = Answer(None, math.inf, proven=True)
+
+
+class Heights:
+    """Memory at each moment, for values of the columns."""
+
+    def __init__(self, model: Linear) -> None:
+        self._rises = numpy.array(model.rises, dtype=float)
+        self._changes = _Sparse(model.changes)
+        self._moments = _Sparse([moment.terms for moment in model.moments])
+        self._stretches = numpy.array([moment.stretch for moment in model.moments], dtype=int)
+        self._bytes = numpy.array([moment.bytes for moment in model.moments], dtype=float)
+
+    def of(self, values: Any) -> Any:
+        """Bytes at each moment."""
+        levels = numpy.cumsum(self._rises + self._changes.times(values))
+        return levels[self._stretches] + self._bytes + self._moments.times(values)
+
+    def worst(self, values: Any, limit: float, most: int) -> list[int]:
+        """Moments over a limit: the highest of each of as many parts of the step, with the highest of all."""
+        high = self.of(values)
+        over = numpy.flatnonzero(high > limit)
+        order = over[numpy.argsort(-high[over], kind="stable")]
+        width = max(len(self._rises) // most, 1)
+        of_part: dict[int, int] = {}
+        for moment in order.tolist():
+            of_part.setdefault(int(self._stretches[moment]) // width, moment)
+        return list(of_part.values())
+
+
+class _Sparse:
+    """A matrix of few terms a row."""
+
+    def __init__(self, rows: Sequence[Sequence[tuple[int, float]]]) -> None:
+        self._rows = len(rows)
+        self._row = numpy.repeat(numpy.arange(len(rows)), [len(row) for row in rows])
+        self._column = numpy.array([column for row in rows for column, _ in row], dtype=int)
+        self._factor = numpy.array([factor for row in rows for _, factor in row], dtype=float)
+
+    def times(self, values: Any) -> Any:
+        products = self._factor * values[self._column]
+        return numpy.bincount(self._row, products, minlength=self._rows)
+
+
+class Search:
+    """One question, asked with more and more moments until its answer holds at all of them.
+
+    `limit`: a budget; None where the smallest peak is looked for, which is then a column of its own. `near`:
+    how far over the bound the costs may be where the best takes long, and `seconds`: when it stops anyway.
+    """
+
+    def __init__(
+        self,
+        model: Linear,
+        heights: Heights,
+        costs: Sequence[float],
+        limit: int | None,
+        near: float,
+        seconds: float,
+    ) -> None:
+        self._model, self._heights, self._limit, self._near = model, heights, limit, near
+        highest = heights.of(numpy.zeros(model.columns)).max(initial=1.0)
+        self._unit = max(highest / _UNITS, 1e-3)
+        self._rows = list(model.rows)
+        self._moments: set[int] = set()
+        self._costs = [*costs, *[0.0] * (model.columns - len(costs))]
+        self._until = now() + seconds
+        self._bound = -math.inf
+
+    def run(self, start: Chosen | None) -> Answer:
+        """The answer, from a choice that is known."""
+        self._join(self._heights.worst(self._none, -math.inf, 1))
+        if not self._ask_in_fractions():
+            return _IMPOSSIBLE
+        return self._ask_in_whole(None if start is None else (*start, *self._forced))
+
+    def _ask_in_whole(self, known: Chosen | None) -> Answer:
+        best, lowest, enough = None, math.inf, 0.0
+        while (left := self._until - now()) > 0:
+            found = highs.solve(self._program(whole=True), left, known, enough)
+            if found.infeasible:
+                return _IMPOSSIBLE
+            self._bound = max(self._bound, found.bound)
+            if found.values is None:
+                break
+            values = numpy.round(found.values[: self._model.columns])
+            over = self._over(found.values, values)
+            if not over:
+                best = self._chosen(values)
+                if found.proven or enough:
+                    return Answer(best, self._bytes_or_costs, found.proven)
+                known, enough = (*best, *self._forced), _ENOUGH
+                continue
+            high = self._heights.of(values).max(initial=0.0)
+            if self._limit is None and high < lowest:
+                best, lowest = self._chosen(values), high
+            self._join(over)
+        return Answer(best, self._bytes_or_costs, proven=False)
+
+    @property
+    def _bytes_or_costs(self) -> float:
+        unit = self._unit if self._limit is None else 1.0
+        return max(self._bound, 0.0) * unit
+
+    @property
+    def _none(self) -> Any:
+        return numpy.zeros(self._model.columns)
+
+    @property
+    def _forced(self) -> range:
+        return range(self._model.options - self._model.forced, self._model.options)
+
+    def _ask_in_fractions(self) -> bool:
+        """Let those moments join at which fractions of options are over; False where even they cannot."""
+        while (left := self._until - now()) > 0:
+            found = highs.solve(self._program(whole=False), left)
+            if found.infeasible:
+                return False
+            if found.values is None:
+                return True
+            self._bound = max(self._bound, found.bound)
+            over = self._over(found.values, found.values[: self._model.columns])
+            if not over:
+                return True
+            self._join(over)
+        return True
+
+    def _over(self, found: Any, values: Any) -> list[int]:
+        """Moments at which an answer is over the limit, or over the peak that it claims."""
+        limit = self._limit if self._limit is not None else found[-1] * self._unit
+        over = self._heights.worst(values, limit + 2 * _SLACK * self._unit, _JOIN)
+        return [moment for moment in over if moment not in self._moments]
+
+    def _join(self, moments: Sequence[int]) -> None:
+        for number in moments:
+            self._moments.add(number)
+            self._rows.append(self._row(self._model.at(self._model.moments[number])))
+
+    def _row(self, moment: Moment) -> Row:
+        """The row that keeps memory at a moment under the limit, in units."""
+        terms = tuple((column, size / self._unit) for column, size in moment.terms)
+        if self._limit is not None:
+            return Row(-math.inf, (self._limit - moment.bytes) / self._unit + _SLACK, terms)
+        peak = self._model.columns
+        return Row(-math.inf, -moment.bytes / self._unit, (*terms, (peak, -1.0)))
+
+    def _program(self, *, whole: bool) -> highs.Program:
+        model = self._model
+        lower = [0.0] * model.columns
+        lower[self._forced.start : self._forced.stop] = [1.0] * model.forced
+        upper, costs = [1.0] * model.columns, self._costs
+        if self._limit is None:
+            lower, upper, costs = [*lower, 0.0], [*upper, math.inf], [*costs, 1.0]
+        return highs.Program(
+            lower, upper, costs, model.options if whole else 0, self._rows, self._near
+        )
+
+    def _chosen(self, values: Any) -> Chosen:
+        return tuple(numpy.flatnonzero(values[: self._forced.start] > 0.5).tolist())
