@@ -48,6 +48,7 @@ from torchtrim.run.trials import Progress, Workload, run_trial
 from torchtrim.techniques.base import exportable, names, technique
 from torchtrim.techniques.export import exported
 from torchtrim.techniques.fingerprint import sha256_of
+from torchtrim.techniques.overheads import overheads
 from torchtrim.units import format_bytes, parse_bytes
 from torchtrim.verifier.as_asked import as_asked, asked_of, by_hand, limit_of
 from torchtrim.verifier.certify import Contest
@@ -126,7 +127,7 @@ class Fitting:
         """The original's trial."""
         if self.original is None:
             request = msgspec.structs.replace(self._request, times=_TIMES)
-            self.original = self._run(request, "original")
+            self.original = _with_overheads(self._run(request, "original"))
         return self.original
 
     def observe_longest(self) -> Trial:
@@ -136,7 +137,8 @@ class Fitting:
         if longest is not None:
             self.notes.append(uneven_note(original))
             self._request = recording(self._request, longest)
-            self.original = original = self._run(self._request, "original, its longest step")
+            trial = self._run(self._request, "original, its longest step")
+            self.original = original = _with_overheads(trial)
         return original
 
     def planner(self, original: Trial, only: str = "") -> Planner | Planners:
@@ -434,6 +436,14 @@ class Fitting:
     def _folder(self) -> Iterator[Path]:
         with working_folder() as folder:
             yield folder
+
+
+def _with_overheads(trial: Trial) -> Trial:
+    """The trial with what running again takes besides on this machine, where that is what takes the time."""
+    if trial.profile is None or not trial.profile.device.startswith("cpu"):
+        return trial
+    profile = msgspec.structs.replace(trial.profile, overheads=overheads())
+    return msgspec.structs.replace(trial, profile=profile)
 
 
 def _nothing_helps(budget: int, whole: int, set_by: str) -> InfeasibleBudget:

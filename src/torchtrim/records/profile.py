@@ -255,6 +255,17 @@ class Replica(Struct, frozen=True, array_like=True, gc=False):
     bucket_views: bool
 
 
+class Overheads(Struct, frozen=True, kw_only=True):
+    """What running again takes besides the operators' own seconds, on the machine of the profile: for each
+    part that runs again and each operator in it, each tensor that is made again, and each operator that is
+    watched for that."""
+
+    part: Seconds
+    operator: Seconds
+    tensor: Seconds
+    watched: Seconds
+
+
 class Profile(Struct, frozen=True, kw_only=True, weakref=True):
     """The record of one step, or, where it has `growths`, of the frames of a stream.
 
@@ -294,6 +305,7 @@ class Profile(Struct, frozen=True, kw_only=True, weakref=True):
     collectives: list[Collective] = []
     replicas: list[Replica] = []
     loader: LoaderCost | None = None
+    overheads: Overheads | None = None
 
     def place_of(self, operator: int) -> Place | None:
         """Where the operator was asked for, in the user's own source if it was, else in the library's."""

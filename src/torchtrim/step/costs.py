@@ -10,7 +10,7 @@ from torchtrim.sync.model.modelled import price_syncs
 from torchtrim.sync.model.roofline import estimate
 
 _BOUND_BY_DEVICE = 0.9
-_NO_OVERHEAD = Overhead(task=0.0, span=2e-5, random_state=0)
+_NO_OVERHEAD = Overhead(task=0.0, span=2e-5, random_state=0, recipe=0.0, watched=0.0)
 
 
 def on_device(step: Step, device: Device) -> Step:

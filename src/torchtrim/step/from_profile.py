@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from torchtrim.records.profile import ALWAYS, Operator, Profile, SavedTensor, Storage
 from torchtrim.records.remembered import remembered
-from torchtrim.step.step import OVERHEAD, Call, Hold, Module, Span, Step, Task, Tensor
+from torchtrim.step.step import OVERHEAD, Call, Hold, Module, Overhead, Span, Step, Task, Tensor
 
 _BACKWARD = ("backward", "recompute")
 
@@ -24,13 +24,18 @@ def step_of(profile: Profile, seconds: float | None = None) -> Step:
             for c in profile.calls
         ),
         seconds=profile.step_seconds if seconds is None else seconds,
-        overhead=OVERHEAD if _is_of_host(profile) else OVERHEAD._replace(random_state=0),
+        overhead=_overhead(profile),
         profile=profile,
     )
 
 
-def _is_of_host(profile: Profile) -> bool:
-    return profile.device.startswith("cpu")
+def _overhead(profile: Profile) -> Overhead:
+    found, own = OVERHEAD, profile.overheads
+    if own is not None:
+        found = found._replace(
+            task=own.operator, span=own.part, recipe=own.tensor, watched=own.watched
+        )
+    return found if profile.device.startswith("cpu") else found._replace(random_state=0)
 
 
 def _task(op: Operator) -> Task:

@@ -98,17 +98,19 @@ class Call(NamedTuple):
 
 
 class Overhead(NamedTuple):
-    """What running again takes besides the tasks' own: seconds for each task and for each span, bytes for
-    each span.
+    """What running again takes besides the tasks' own: seconds for each task and for each span, for each
+    recipe of a tensor and for each task that is watched for one, and bytes for each span.
 
-    Seconds are those of `bench.planning` on an AMD EPYC: spans of tiny operators, less the same run once.
-    `random_state`: the CPU generator's state, which is kept from the first run of a span to the second; none
-    where the step's memory is a device's, since it is on the host.
+    Seconds are those of `bench.planning` and `bench.replay` on an AMD EPYC with others at work, and hold
+    where a profile has not its machine's. `random_state`: the CPU generator's state, which is kept from the
+    first run of a span to the second; none where the step's memory is a device's, since it is on the host.
     """
 
     task: float = 2.7e-5
     span: float = 4.8e-4
     random_state: int = 5_056
+    recipe: float = 1.2e-4
+    watched: float = 2.5e-5
 
 
 OVERHEAD = Overhead()

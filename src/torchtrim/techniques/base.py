@@ -197,6 +197,7 @@ _SERVING = (
     "narrow_states",
     "network",
     "norms",
+    "overheads",
     "overwriting",
     "places",
     "python_state",

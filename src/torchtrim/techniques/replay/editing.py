@@ -11,10 +11,6 @@ from torchtrim.step.step import DEVICE, Span, Step
 from torchtrim.techniques.replay.groups import GroupCall
 from torchtrim.techniques.replay.reading import Made
 
-_SECONDS_A_RECIPE = 1.2e-4
-"""What a recipe takes besides its operators, by `bench.replay` on an AMD EPYC with others at work."""
-_SECONDS_WATCHED = 2.5e-5
-"""What watching an operator takes, with the tensors that it saves; measured likewise."""
 _PACKING, _UNPACKING = 0.07, 0.08
 """What it takes to make bits of noise, and noise of bits, as shares of drawing it: on an Intel Xeon 0.32,
 0.37 and 5.0 ns an element."""
@@ -63,12 +59,7 @@ def edit_of(step: Step, group: GroupCall) -> Edit:
 def _watching(step: Step, group: GroupCall) -> float:
     """Seconds that watching the call takes, shared among the groups that are found in it."""
     operators = group.call.span.last - group.call.span.first
-    return _of_host(step, operators * _SECONDS_WATCHED / group.sharing)
-
-
-def _of_host(step: Step, seconds: float) -> float:
-    """Seconds of the host's, which count for nothing where the device is what takes the time."""
-    return seconds if step.overhead.task else 0.0
+    return operators * step.overhead.watched / group.sharing
 
 
 def _moments(members: tuple[Made, ...]) -> list[_Again]:
@@ -136,6 +127,4 @@ def _insert(step: Step, at: int, several: list[_Again]) -> Insert:
         done = (here[n] for n, user in last.items() if user is one and here[n].until <= at)
         level -= sum(step.tensors[each.made.tensor].bytes for each in done)
     makes = sum(step.tensors[n].bytes for n, one in here.items() if one.until > at)
-    return Insert(
-        at, seconds + _of_host(step, len(several) * _SECONDS_A_RECIPE), max(rise, level), makes
-    )
+    return Insert(at, seconds + len(several) * step.overhead.recipe, max(rise, level), makes)
