@@ -1,9 +1,11 @@
-"""How long planning takes: one option more or less, and a whole front, by the number of operators. And what
-running again takes besides the operators themselves, which the simulator's `Overhead` is set to.
+"""How long planning takes: one option more or less, and a whole front, by the number of operators; and a plan
+of a real decoder of 10,000 operators with all that can be done in it. And what running again takes besides
+the operators themselves on this machine.
 
     python -m bench.planning
 
-Steps are chains of small blocks with their backward; each block, and each two in a row, may run again.
+Steps are chains of small blocks with their backward; each block, and each two in a row, may run again. Times
+are the processor's, in one thread.
 """
 
 from __future__ import annotations
@@ -13,23 +15,30 @@ import statistics
 import time
 from typing import Any
 
+import msgspec
 import torch
-from torch import nn
 
+from bench import zoo
 from bench.machine import save
+from torchtrim import TrainStep
+from torchtrim.loops.optimize import Fitting
+from torchtrim.memory.timeline import by_kind, peak_operator
+from torchtrim.planner.planner import Planner
 from torchtrim.planner.problem import Problem
 from torchtrim.planner.solvers.local import Local
+from torchtrim.records.trial import Request
 from torchtrim.step.edits import Edit
 from torchtrim.step.incremental import Simulation
 from torchtrim.step.rerun import rerun
 from torchtrim.step.step import Hold, Span, Step, Task, Tensor
 from torchtrim.techniques.base import Option
-from torchtrim.techniques.rerun import rerun_whole
+from torchtrim.techniques.overheads import measured
 
 BLOCKS = (250, 2500)
 ROUNDS = 5
 KB = 1024
-SPANS = 20
+LAYERS = 38
+_NARROW = {"n_positions": 64, "vocab_size": 500, "n_embd": 32, "n_head": 2}
 
 
 def chain(rng: random.Random, blocks: int) -> tuple[Step, list[Edit]]:
@@ -58,16 +67,16 @@ def measure(blocks: int) -> dict[str, Any]:
     options = [Option("recompute", str(number)) for number in range(len(edits))]
     fronts, switches = [], []
     for _ in range(ROUNDS):
-        begin = time.perf_counter()
+        begin = time.process_time()
         problem = Problem(step, options, edits)
         Local().solve(problem)
-        fronts.append(time.perf_counter() - begin)
+        fronts.append(time.process_time() - begin)
         simulation = Simulation(step, edits)
-        begin = time.perf_counter()
+        begin = time.process_time()
         for number in range(len(edits)):
             simulation.switch([number])
             _ = simulation.peak_bytes
-        switches.append((time.perf_counter() - begin) / len(edits) * 1e6)
+        switches.append((time.process_time() - begin) / len(edits) * 1e6)
     return {
         "operators": len(step.tasks),
         "options": len(edits),
@@ -78,48 +87,39 @@ def measure(blocks: int) -> dict[str, Any]:
     }
 
 
-class Tiny(nn.Module):
-    """So many operators that take next to no time."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.count = count
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The sigmoid of the sigmoid, and so on."""
-        for _ in range(self.count):
-            x = torch.sigmoid(x)
-        return x
-
-
-def overhead() -> dict[str, float]:
-    """Microseconds a span and an operator that run again, by a line through spans of several lengths.
-
-    The least of many rounds, plain and rerun by turns, since whatever else runs can only add.
-    """
-    x = torch.randn(4, 8, requires_grad=True)
-    lengths, added = (1, 2, 4, 8, 16), []
-    for count in lengths:
-        plain, rerun_ = (nn.Sequential(*(Tiny(count) for _ in range(SPANS))) for _ in range(2))
-        for block in rerun_:
-            rerun_whole(block)
-        rounds = [(_seconds(plain, x), _seconds(rerun_, x)) for _ in range(80)]
-        least, least_again = (min(times) for times in zip(*rounds, strict=True))
-        added.append((least_again - least) / SPANS * 1e6)
-    slope, start = statistics.linear_regression(lengths, added)
-    return {"span_us": round(start), "operator_us": round(slope, 1)}
-
-
-def _seconds(model: nn.Module, x: torch.Tensor) -> float:
-    begin = time.perf_counter()
-    model(x).sum().backward()
-    return time.perf_counter() - begin
+def planned(layers: int) -> dict[str, Any]:
+    """A plan for half of what activations take in a decoder, from its profile on."""
+    make = zoo.transformer("GPT2", "CausalLM", 64, 2, **{**_NARROW, "n_layer": layers})
+    sample = make()
+    optimizer = torch.optim.AdamW(sample.model.parameters(), 1e-4)
+    work = TrainStep(sample.model.train(), sample.loss, optimizer, sample.batch)
+    fitting = Fitting(work, Request(steps=2), lambda _: None)
+    profile = fitting.observe().profile
+    assert profile is not None
+    kept = by_kind(profile, peak_operator(profile)).get("activation", 0)
+    begin = time.process_time()
+    planner = Planner(profile, step_seconds=profile.step_seconds, fingerprint={})
+    plan = planner.plan(int(profile.peak_bytes - kept / 2))
+    return {
+        "operators": len(profile.operators),
+        "seconds": round(time.process_time() - begin, 2),
+        "gap": plan.gap,
+        "techniques": {one.name: len(one.where) for one in plan.techniques},
+    }
 
 
 def main() -> None:
-    """Both sizes, and the overhead."""
+    """Both sizes, a decoder, and the overheads."""
     torch.set_num_threads(1)
-    found = {"steps": [measure(blocks) for blocks in BLOCKS], "overhead": overhead()}
+    zoo.import_libraries()
+    found = {
+        "steps": [measure(blocks) for blocks in BLOCKS],
+        "decoder": planned(LAYERS),
+        "overheads": {
+            f"{name}_us": round(seconds * 1e6, 1)
+            for name, seconds in msgspec.structs.asdict(measured()).items()
+        },
+    }
     save("planning", found)
     print(found)
 

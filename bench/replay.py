@@ -4,7 +4,7 @@ of the bytes of activations at the peak are kept, with the technique and without
     python -m bench.replay [MODEL ...]
 
 Peaks are simulated, which agrees with measured ones (tests/techniques/test_replay.py). Times are medians of
-interleaved rounds, as shares of the original's. And what a recipe and a watched operator take besides.
+interleaved rounds, as shares of the original's.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from bench.machine import save
 from torchtrim import InfeasibleBudget, TrainStep
 from torchtrim.memory.timeline import by_kind, peak_operator
 from torchtrim.planner.planner import Planner
-from torchtrim.records.plan import Plan, Technique
+from torchtrim.records.plan import Plan
 from torchtrim.techniques.apply import apply_plan
-from torchtrim.techniques.replay import TECHNIQUE
 
 ROUNDS = 7
 SHARES = (0.7, 0.5)
@@ -179,38 +178,10 @@ def _planned(model: nn.Module, plan: Plan | None) -> Iterator[None]:
         applied.revert()
 
 
-class Tiny(nn.Module):
-    """So many products and gelus that take next to no time."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.count = count
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(self.count):
-            x = F.gelu(x) * x
-        return x
-
-
-def overhead(count: int = 200) -> dict[str, float]:
-    """Microseconds that watching an operator takes, and a recipe besides: the least of many rounds."""
-    x, gelus = torch.randn(4, 8, requires_grad=True), tuple(f"Tiny:gelu.{i}" for i in range(count))
-    seconds = {}
-    for name, where in {"plain": (), "watched": ("Tiny:gelu.999",), "recipes": gelus}.items():
-        model = Tiny(count)
-        TECHNIQUE.apply({"Tiny": model}, Technique(name="replay", where=where))
-        rounds = [_rounds({name: (model, x, None)})[name] for _ in range(9)]
-        seconds[name] = min(one for several in rounds for one in several)
-    watched = (seconds["watched"] - seconds["plain"]) / (2 * count)
-    recipe = (seconds["recipes"] - seconds["watched"]) / count
-    return {"watched_us": round(watched * 1e6, 1), "recipe_us": round(recipe * 1e6, 1)}
-
-
 def main() -> None:
     """The named models, or all."""
     torch.set_num_threads(1)
-    found = {"overhead": overhead(), "models": {}}
-    print(found["overhead"], flush=True)
+    found: dict[str, Any] = {"models": {}}
     for name in sys.argv[1:] or CASES:
         found["models"][name] = measure(name)
         print(name, found["models"][name], flush=True)
