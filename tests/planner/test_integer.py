@@ -11,7 +11,7 @@ import draws
 from planner.test_planner import planner_of, profile_of
 from planner.test_solvers import CASES, brute, problem_of
 from torchtrim.planner import planner
-from torchtrim.planner.solvers import moments
+from torchtrim.planner.solvers import integer, moments
 from torchtrim.planner.solvers.integer import Integer
 
 pytest.importorskip("highspy")
@@ -67,3 +67,23 @@ def test_plans_are_proven_and_without_the_solver_no_quicker(
         assert sure.predicted.step_seconds <= found.predicted.step_seconds
         assert found.bound_seconds is not None
         assert found.bound_seconds <= sure.predicted.step_seconds
+
+
+@pytest.mark.parametrize("near", [0.0, 0.05, 0.5])
+def test_what_is_near_enough_is_no_further_from_its_bound(
+    near: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By as much of the step as is allowed, and within the budget; with nothing allowed, the quickest."""
+    monkeypatch.setattr(integer, "_NEAR", near)
+    monkeypatch.setattr(moments, "_ENOUGH", 0.0)
+    for number in range(12):
+        problem = problem_of(random.Random(number), 5)
+        every = brute(problem.step, list(problem.edits))
+        budget = sorted(size for size, _ in every)[len(every) // 3]
+        best = min(seconds for size, seconds in every if size <= budget)
+        answer = Integer(problem).quickest(budget)
+        assert answer.chosen is not None
+        assert problem.run(answer.chosen).peak_bytes <= budget
+        allowed = near * problem.step.seconds + 1e-9
+        assert answer.bound - 1e-9 <= best <= problem.sum(answer.chosen) + 1e-9
+        assert problem.sum(answer.chosen) - answer.bound <= allowed + 1e-5 * best
