@@ -109,16 +109,31 @@ class _Finder:
         }
 
     def _sets(self) -> Iterator[tuple[int, tuple[Made, ...]]]:
-        """For each saved tensor: itself, then with what it is made from, ever further back."""
+        """For each saved tensor: itself, then with one of what it is made from, with all of that, and ever
+        further back."""
         for number in range(len(self._step.tensors)):
             if (target := self._worth(number)) is None:
                 continue
-            members: dict[int, Made] | None = {target.tensor: target}
+            members = {target.tensor: target}
             for _ in range(_DEEPEST):
-                if members is None or not self._close(members):
+                if not self._close(members):
                     break
-                yield number, tuple(sorted(members.values(), key=lambda made: made.tasks[0]))
-                members = self._deeper(members)
+                yield number, _in_order(members)
+                more = self._makers(members)
+                if not more:
+                    break
+                if len(more) > 1:
+                    yield from ((number, _in_order(one)) for one in self._with_each(members, more))
+                members = {**members, **more}
+
+    def _with_each(
+        self, members: dict[int, Made], more: dict[int, Made]
+    ) -> Iterator[dict[int, Made]]:
+        """The members with one more of what they are made from: noise, for one, is cheaper than the rest."""
+        for number, made in more.items():
+            several = {**members, number: made}
+            if self._close(several):
+                yield several
 
     def _worth(self, number: int) -> Made | None:
         if self._step.tensors[number].bytes < self._least:
@@ -140,11 +155,10 @@ class _Finder:
                     return False
         return len(members) <= _MOST_MEMBERS
 
-    def _deeper(self, members: dict[int, Made]) -> dict[int, Made] | None:
-        """The members with those that they are made from, as far as these can be made again."""
+    def _makers(self, members: dict[int, Made]) -> dict[int, Made]:
+        """What members are made from and can be made again too."""
         inputs = {n for made in members.values() for n in made.inputs if n not in members}
-        more = {n: made for n in inputs if (made := self._reader.made(n)) is not None}
-        return {**members, **more} if more else None
+        return {n: made for n in sorted(inputs) if (made := self._reader.made(n)) is not None}
 
     def _reads(self, made: Made) -> Iterator[tuple[int, int]]:
         """What a tensor is made from, with the tasks that read it."""
@@ -183,6 +197,10 @@ class _Finder:
         name = self._reader.names[task]
         among = self._places[name]
         return Run(name, bisect_left(among, task) - bisect_left(among, first))
+
+
+def _in_order(members: dict[int, Made]) -> tuple[Made, ...]:
+    return tuple(sorted(members.values(), key=lambda made: made.tasks[0]))
 
 
 def _last(members: Iterable[Made]) -> int:
