@@ -1,18 +1,22 @@
 """Simulated pipelines beside measured ones: time and rise of a step of each rank, for torch's schedules.
 
-    python -m bench.pipelines [SCHEDULE...] [--ranks 2] [--microbatches 8] [--depth 8] [--width 256] [--json]
+    python -m bench.pipelines [SCHEDULE...] [--ranks 2] [--microbatches 8] [--depth 8] [--width 256]
+        [--rounds 3] [--json]
 
-A small causal transformer of that depth and width, 16 samples of 64 tokens, is recorded once. Each schedule
-is planned for it, and run in real processes over gloo, with one thread each. The quickest step of each
-counts, which is the one that other work on the machine has disturbed least; times mean something where there
-is a core for each rank.
-`order` is the rank correlation of simulated and measured times over the schedules.
+A small causal transformer of that depth and width, 16 samples of 64 tokens, is recorded once, and the
+actions of its stages are clocked in one process. Each schedule is planned, and run in processes over gloo,
+with one thread each, in rounds over all schedules. The median step of a round counts, and the median of the
+rounds; times mean something where there is a free core for each rank.
+`order` is the rank correlation of simulated and measured times over the schedules. `pairs`: of those pairs of
+schedules whose measured times differ by more than either one's rounds do, how many are simulated in their
+order.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import statistics
 import tempfile
@@ -26,16 +30,16 @@ from bench import machine
 from torchtrim import __version__
 from torchtrim.api import Script
 from torchtrim.loops.optimize import Fitting
-from torchtrim.loops.pipeline import Runs
+from torchtrim.loops.pipeline import Runs, clocked
 from torchtrim.pipelines.orders import order_of
 from torchtrim.planner.stages.chain import Reader
-from torchtrim.planner.stages.choose import Chosen, Ways, choose
+from torchtrim.planner.stages.choose import Candidate, Ways, choose, pipeline_of
 from torchtrim.planner.stages.timing import step_rise
-from torchtrim.records.pipeline import SCHEDULES, Schedule
+from torchtrim.records.pipeline import SCHEDULES, Pipeline, Schedule
 from torchtrim.records.plan import Plan, Prediction
 from torchtrim.records.trial import Request
 
-STEPS = 30
+STEPS = 12
 SCRIPT = """
 import torch
 from torch import nn
@@ -84,33 +88,62 @@ for _ in range(40):
 """
 
 
-def measured(script: Script, chosen: Chosen) -> dict[str, Any]:
-    """Simulated and measured figures of one pipeline: milliseconds of a step, and the rise of each rank."""
+def runs_in(folder: str, script: Script, pipeline: Pipeline) -> Runs:
+    """Runs of a pipeline, with a folder of their own."""
     plan = Plan(
         torchtrim=__version__,
         script=script.target,
         fingerprint={},
         budget_bytes=2**40,
         predicted=Prediction(peak_bytes=0, step_seconds=0.0),
-        pipeline=chosen.pipeline,
+        pipeline=pipeline,
     )
+    return Runs(script, plan, STEPS, Path(folder), lambda _: None)
+
+
+def measured(script: Script, pipeline: Pipeline) -> tuple[float, list[int]]:
+    """Milliseconds of a step of one pipeline, in the middle, and the rise of each rank."""
     with tempfile.TemporaryDirectory() as folder:
-        ran = Runs(script, plan, STEPS, Path(folder), lambda _: None).run("pipeline", measured=True)
-    best = chosen.best
-    end = max(bar.end for line in best.simulated.bars for bar in line)
-    rises = [step_rise(best.stages, best.order, rank) for rank in range(chosen.pipeline.ranks)]
-    found = [trial.peak_bytes for trial, _ in ran.trials]
+        ran = runs_in(folder, script, pipeline).run("pipeline", measured=True)
     times = [max(one) for one in zip(*(trial.seconds for trial, _ in ran.trials), strict=True)]
+    return 1e3 * statistics.median(times[2::2]), [trial.peak_bytes for trial, _ in ran.trials]
+
+
+def row(one: Candidate, recorded: float, runs: Sequence[tuple[float, list[int]]]) -> dict[str, Any]:
+    """Simulated and measured figures of a pipeline; `recorded`: simulated from the whole batch."""
+    rises = [step_rise(one.stages, one.order, rank) for rank in range(len(one.order.ranks))]
+    found = runs[0][1]
+    middle = statistics.median(ms for ms, _ in runs)
     return {
-        "schedule": chosen.pipeline.schedule,
-        "cuts": chosen.pipeline.cuts,
-        "bubble": chosen.pipeline.bubble,
-        "simulated_ms": 1e3 * end,
-        "measured_ms": 1e3 * min(times[2::2]),
+        "schedule": one.schedule,
+        "cuts": [stage.where for stage in one.stages[1:]],
+        "bubble": one.simulated.bubble,
+        "recorded_ms": recorded,
+        "simulated_ms": simulated(one),
+        "measured_ms": middle,
+        "rounds_ms": [ms for ms, _ in runs],
+        "time_off": simulated(one) / middle - 1,
         "simulated_bytes": rises,
         "measured_bytes": found,
         "bytes_off": max(abs(a / b - 1) for a, b in zip(rises, found, strict=True)),
     }
+
+
+def simulated(one: Candidate) -> float:
+    """Milliseconds of forward and backward of a step."""
+    return 1e3 * max(bar.end for line in one.simulated.bars for bar in line)
+
+
+def pairs(rows: Sequence[dict[str, Any]]) -> tuple[int, int]:
+    """Pairs that differ by more than the rounds of either do: those simulated in their order, and all."""
+    right = total = 0
+    for one, other in itertools.combinations(rows, 2):
+        apart = one["measured_ms"] - other["measured_ms"]
+        spread = max(max(each["rounds_ms"]) - min(each["rounds_ms"]) for each in (one, other))
+        if abs(apart) > spread:
+            total += 1
+            right += apart * (one["simulated_ms"] - other["simulated_ms"]) > 0
+    return right, total
 
 
 def order(rows: Sequence[dict[str, Any]]) -> float:
@@ -134,10 +167,11 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--depth", type=int, default=8)
     parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    rows = []
+    schedules = cast(Sequence[Schedule], args.schedules or SCHEDULES)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "train.py"
         path.write_text(SCRIPT.replace("DEPTH", str(args.depth)).replace("WIDTH", str(args.width)))
@@ -145,23 +179,33 @@ def main() -> None:
         fitting = Fitting(script, Request(), lambda _: None)
         trial = fitting.observe()
         reader = Reader(fitting.planner(trial).profile, trial.seconds)
-        for schedule in cast(Sequence[Schedule], args.schedules or SCHEDULES):
-            ways = Ways(args.ranks, 1, (schedule,), (args.microbatches,))
-            row = measured(script, choose(functools.cache(reader.chain), ways, None, order_of))
-            rows.append(row)
-            if not args.json:
-                print(
-                    f"{schedule:22s} simulated {row['simulated_ms']:7.1f} ms, measured "
-                    f"{row['measured_ms']:7.1f} ms; bytes off by {row['bytes_off']:.1%} at most",
-                    flush=True,
-                )
+        ways = Ways(args.ranks, 1, schedules, (args.microbatches,))
+        before = choose(functools.cache(reader.chain), ways, None, order_of)
+        with tempfile.TemporaryDirectory() as clocks:
+            chosen, note = clocked(runs_in(clocks, script, before.pipeline), before, ways)
+        assert not note, note
+        recorded = {one.schedule: simulated(one) for one in before.others}
+        runs: dict[str, list[tuple[float, list[int]]]] = {one: [] for one in schedules}
+        for one in (*chosen.others,) * args.rounds:
+            pipeline = pipeline_of(chosen.pipeline.root, one, ways)
+            runs[one.schedule].append(measured(script, pipeline))
+    rows = [row(one, recorded[one.schedule], runs[one.schedule]) for one in chosen.others]
+    right, total = pairs(rows)
     data = {
         "ranks": args.ranks,
         "microbatches": args.microbatches,
         "rows": rows,
         "order": order(rows),
+        "pairs": f"{right} of {total}",
+        "time_off": max(abs(one["time_off"]) for one in rows),
     }
-    print(json.dumps(data, indent=1) if args.json else f"order {data['order']:.2f}")
+    for one in () if args.json else rows:
+        print(
+            f"{one['schedule']:22s} simulated {one['simulated_ms']:7.1f} ms, measured "
+            f"{one['measured_ms']:7.1f} ms; bytes off by {one['bytes_off']:.1%} at most"
+        )
+    said = f"order {data['order']:.2f}, pairs {data['pairs']}, time off by {data['time_off']:.1%}"
+    print(json.dumps(data, indent=1) if args.json else said)
     machine.save("pipelines", data)
 
 

@@ -14,7 +14,7 @@ from torchtrim import __version__
 from torchtrim.api import Script
 from torchtrim.errors import ApplyFailed, ScriptFailed, UsageError
 from torchtrim.loops.optimize import Fitting
-from torchtrim.loops.pipeline import Runs, first_difference, verify_pipeline
+from torchtrim.loops.pipeline import Runs, clocked, first_difference, verify_pipeline
 from torchtrim.pipelines.orders import order_of
 from torchtrim.planner.stages.chain import Reader
 from torchtrim.planner.stages.choose import Chosen, Ways, choose
@@ -88,12 +88,33 @@ def test_gradients_are_those_of_accumulation_bit_for_bit(schedule: Schedule, ran
 
 def chosen(schedule: Schedule, ranks: int) -> Chosen:
     """The cut if all operators took as long, so that it is the same on a loaded machine."""
+    return chosen_of(Ways(ranks, 1, (schedule,), (4,)))
+
+
+def chosen_of(ways: Ways) -> Chosen:
     fitting = Fitting(script(), Request(), lambda _: None)
     trial = fitting.observe()
     profile = fitting.planner(trial).profile
     reader = Reader(profile, trial.seconds, [1e-5] * len(profile.operators))
-    ways = Ways(ranks, 1, (schedule,), (4,))
     return choose(functools.cache(reader.chain), ways, None, order_of)
+
+
+def test_stages_are_clocked_and_what_does_not_run_in_stages_says_why(tmp_path: Path) -> None:
+    def runs(folder: Path, *args: str) -> Runs:
+        folder.mkdir()
+        return Runs(script(*args), planned(before.pipeline), 1, folder, lambda _: None)
+
+    ways = Ways(2, 1, ("1F1B", "ZBVZeroBubble"), (2, 4))
+    before = chosen_of(ways)
+    found, note = clocked(runs(tmp_path / "runs"), before, ways)
+    assert not note
+    assert len(found.shortlist) == len(before.shortlist) == 4
+    assert {one.schedule for one in found.others} == {"1F1B", "ZBVZeroBubble"}
+    assert all(stage.forward != 1e-5 for one in found.others for stage in one.stages)
+    same, note = clocked(runs(tmp_path / "refused", "--sums"), before, ways)
+    assert same is before
+    assert "the stages were not run" in note
+    assert "mean" in note
 
 
 def most_off(schedule: Schedule, ranks: int) -> float:

@@ -1,6 +1,6 @@
 """A script whose step is `loss_fn(model(x), y)`, with dropout and clipped gradients.
 
-`--wrong` mixes samples; with `--dies` rank 1 does.
+`--wrong` mixes samples; with `--dies` rank 1 does; `--sums` adds up losses, which micro-batches cannot.
 """
 
 import os
@@ -48,7 +48,7 @@ def say(text):
 torch.manual_seed(0)
 model = Model()
 optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-loss_fn = nn.CrossEntropyLoss()
+loss_fn = nn.CrossEntropyLoss(reduction="sum" if "--sums" in sys.argv else "mean")
 for step in range(8):
     if "--dies" in sys.argv and os.environ.get("RANK") == "1" and step == 1:
         os._exit(9)

@@ -8,21 +8,28 @@ import os
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from torchtrim import __version__
-from torchtrim.errors import UsageError
+from torchtrim.errors import TorchtrimError, UsageError
 from torchtrim.loops.findings import report_of, subject_of
 from torchtrim.loops.made_for import check_script
 from torchtrim.loops.optimize import Fitting
 from torchtrim.pipelines.orders import order_of
 from torchtrim.planner.plans import pipeline_plan
 from torchtrim.planner.stages.chain import Reader
-from torchtrim.planner.stages.choose import Candidate, Chosen, Ways, choose
+from torchtrim.planner.stages.choose import (
+    Candidate,
+    Chosen,
+    Ways,
+    choose,
+    pipeline_of,
+    rechosen,
+)
 from torchtrim.records.certificate import Certificate, Difference, Verdict
-from torchtrim.records.pipeline import Bar, Pipeline, PipelineReport, ScheduleFigures
+from torchtrim.records.pipeline import Bar, Clocked, Pipeline, PipelineReport, ScheduleFigures
 from torchtrim.records.plan import Plan
 from torchtrim.records.profile import Profile, is_emulated
 from torchtrim.records.report import Report, Result
@@ -63,17 +70,41 @@ def plan_pipeline(
     reader = Reader(planner.profile, trial.seconds, _times(planner.profile))
     chain_of = functools.lru_cache(maxsize=None)(reader.chain)
     progress("looking for cuts, a schedule and micro-batches")
-    chosen = choose(chain_of, Ways(stages, replicas), budget, order_of)
-    plan = pipeline_plan(
+    ways = Ways(stages, replicas)
+    chosen = choose(chain_of, ways, budget, order_of)
+    plan_of = functools.partial(
+        pipeline_plan,
         planner.profile,
-        chosen.pipeline,
         fingerprint=trial.fingerprint,
         budget_bytes=budget,
         script_sha256=sha256_of(script.path) if script.path else "",
     )
+    note = ""
+    if planner.profile.device == "cpu":
+        with working_folder() as folder:
+            runs = Runs(script, plan_of(chosen.pipeline), 1, folder, progress)
+            chosen, note = clocked(runs, chosen, ways)
+    plan = plan_of(chosen.pipeline)
     report = with_plan(report_of("plan", script, trial), plan, "allocated", budget)
-    report = msgspec.structs.replace(report, pipeline=_shown(chosen), findings=())
+    notes = (*report.notes, note) if note else report.notes
+    report = msgspec.structs.replace(report, pipeline=_shown(chosen), findings=(), notes=notes)
     return Result(report, trial.profile, None, plan)
+
+
+def clocked(runs: Runs, chosen: Chosen, ways: Ways) -> tuple[Chosen, str]:
+    """The choice by what the stages' actions take here, run one by one in one process.
+
+    Where they do not run it is the one that was given, and the text says why.
+    """
+    several = [pipeline_of(chosen.pipeline.root, one, ways) for one in chosen.shortlist]
+    try:
+        clocks = runs.clocks(several)
+    except TorchtrimError as error:
+        return chosen, (
+            "the stages were not run, so that their times are those of the whole batch's operators, and a "
+            f"backward that is split in two costs no more than a whole one: {error}"
+        )
+    return rechosen(chosen, clocks, ways), ""
 
 
 def _times(profile: Profile) -> Sequence[float] | None:
@@ -161,12 +192,19 @@ class Runs:
         with working_folder() as folder:
             return _sums(cls(script, plan, steps, folder, lambda _: None))[0]
 
-    def run(
-        self, how: How, *, still: bool = False, double: bool = False, measured: bool = False
-    ) -> Run:
-        """One run."""
-        ranks = self.pipeline.processes if how == "pipeline" else 1
-        task = StageTask(
+    def clocks(self, pipelines: Sequence[Pipeline]) -> list[tuple[Clocked, ...]]:
+        """What the actions of each stage take, of each of the pipelines, in one process."""
+        several = tuple({_runs_as(one): one for one in pipelines}.values())
+        task = msgspec.structs.replace(self._task("clocked"), clocked=several)
+        folder = self._folder / "clocked"
+        folder.mkdir()
+        tell = lambda text: self._tell(f"clocking stages: {text}")  # noqa: E731
+        found = run_stages(self._script, task, 1, folder, tell)[0][0].clocks
+        known = dict(zip(map(_runs_as, several), found, strict=True))
+        return [known[_runs_as(one)] for one in pipelines]
+
+    def _task(self, how: How, *, double: bool = False) -> StageTask:
+        return StageTask(
             target=self._script.target if self._script.module else str(self._script.path),
             module=self._script.module,
             args=self._script.args,
@@ -174,15 +212,28 @@ class Runs:
             how=how,
             steps=self._steps,
             threads=self._threads,
-            still=still,
             double=double,
-            measured=measured,
+        )
+
+    def run(
+        self, how: How, *, still: bool = False, double: bool = False, measured: bool = False
+    ) -> Run:
+        """One run."""
+        ranks = self.pipeline.processes if how == "pipeline" else 1
+        task = msgspec.structs.replace(
+            self._task(how, double=double), still=still, measured=measured
         )
         said = f"{how}{', in float64' if double else ''}"
         folder = self._folder / said.replace(" ", "-").replace(",", "") / str(still)
         folder.mkdir(parents=True)
         tell = lambda text: self._tell(f"{said}: {text}")  # noqa: E731
         return Run(run_stages(self._script, task, ranks, folder, tell))
+
+
+def _runs_as(pipeline: Pipeline) -> tuple[Any, ...]:
+    """What sets which actions its stages have, whatever their order."""
+    again = tuple(stage.recompute for stage in pipeline.stages)
+    return pipeline.cuts, pipeline.microbatches, again
 
 
 def verify_pipeline(

@@ -124,7 +124,7 @@ class Engine:
         self._pipeline = pipeline
         self._executor = executor
         self._window = window
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._mode = _fake_mode()
         self._known: dict[Any, tuple[Shapes, Any]] = {}
         self._steps = 0
         self._prepared = False
@@ -168,10 +168,9 @@ class Engine:
         """What a micro-batch looks like from stage to stage, and the whole batch's output."""
         if given.key() not in self._known:
             part = given.rows(0, share)
+            shapes = recorded(self._window, part, self._mode)
             with self._mode, torch.random.fork_rng():
-                args, kwargs = self._fake(part)
-                shapes = self._window.record(args, kwargs)
-                args, kwargs = self._fake(given)
+                args, kwargs = _fake(given, self._mode)
                 whole = self._window.root_forward(*args, **kwargs)
             self._known[given.key()] = shapes, whole
             if not self._prepared:
@@ -179,19 +178,30 @@ class Engine:
                 self._executor.prepare(shapes)
         return self._known[given.key()]
 
-    def _fake(self, given: Given) -> tuple[Any, Any]:
-        leaves = [
-            self._mode.from_tensor(one) if isinstance(one, Tensor) else one for one in given.leaves
-        ]
-        args, kwargs = pytree.tree_unflatten(leaves, given.spec)
-        return args, kwargs
-
     def _run(self, step: Step) -> None:
         numbers = numbers_before(step.loss)
         values = self._executor.run(step, numbers)
         for node, value in zip(numbers, values, strict=True):
             node.value = value
         self.told(float(values[-1]))
+
+
+def recorded(window: Window, part: Given, mode: FakeTensorMode | None = None) -> Shapes:
+    """What goes from stage to stage in a call of the model with a micro-batch; nothing is computed."""
+    mode = mode or _fake_mode()
+    with mode, torch.random.fork_rng():
+        args, kwargs = _fake(part, mode)
+        return window.record(args, kwargs)
+
+
+def _fake_mode() -> FakeTensorMode:
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def _fake(given: Given, mode: FakeTensorMode) -> tuple[Any, Any]:
+    leaves = [mode.from_tensor(one) if isinstance(one, Tensor) else one for one in given.leaves]
+    args, kwargs = pytree.tree_unflatten(leaves, given.spec)
+    return args, kwargs
 
 
 def _surroundings() -> Callable[[], contextlib.AbstractContextManager[None]]:

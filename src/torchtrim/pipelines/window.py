@@ -83,12 +83,15 @@ class _Recording:
 class Window:
     """A model that runs as a whole, or as any one of its stages. `close` makes it what it was.
 
-    `cuts` are the modules, paths below the root, before which a new stage begins.
+    `cuts` are the modules, paths below the root, before which a new stage begins. `forward` is the root's
+    own where another has its place.
     """
 
-    def __init__(self, root: nn.Module, cuts: Sequence[str]) -> None:
+    def __init__(
+        self, root: nn.Module, cuts: Sequence[str], forward: Callable[..., Any] | None = None
+    ) -> None:
         self._cuts = tuple(cuts)
-        self.root_forward: Callable[..., Any] = root.forward
+        self.root_forward: Callable[..., Any] = forward or root.forward
         self._now: _Running | _Recording | None = None
         self.root = root
         self._check()

@@ -54,6 +54,18 @@ class Order(NamedTuple):
         return tuple(found[0])
 
 
+class Clocked(Struct, frozen=True, kw_only=True):
+    """Seconds that the actions of a stage were measured to take for a micro-batch.
+
+    `backward` is whole; `inputs` and `weights` are its halves, 0 where they were not measured.
+    """
+
+    forward: Seconds
+    backward: Seconds
+    inputs: Seconds = 0.0
+    weights: Seconds = 0.0
+
+
 class Stage(Struct, frozen=True, kw_only=True):
     """One stage, and what it is predicted to need for a micro-batch.
 

@@ -18,7 +18,11 @@ from torchtrim.errors import TorchtrimError
 from torchtrim.observe.count import Counter
 from torchtrim.observe.modules import Modules
 from torchtrim.observe.watch import Listener, Watcher
+from torchtrim.pipelines.clocks import clocking
+from torchtrim.pipelines.engine import Engine
+from torchtrim.pipelines.lone import in_one_process
 from torchtrim.records.files import write_atomically
+from torchtrim.records.pipeline import Clocked, Pipeline
 from torchtrim.records.plan import Plan
 from torchtrim.records.trial import Crash
 from torchtrim.run.evidence import bytes_of, digest_of
@@ -28,13 +32,14 @@ from torchtrim.run.wide import Wide
 from torchtrim.run.worker import Stop, crash_of, run_in_folder, run_target, seed_all
 
 VALUES = "gradient"
-How = Literal["whole", "in order", "pipeline"]
+How = Literal["whole", "in order", "pipeline", "clocked"]
 
 
 class StageTask(msgspec.Struct, frozen=True, kw_only=True):
     """What the parent asks for.
 
-    `how`: the script as it is, in one process in the schedule's order, or in several.
+    `how`: the script as it is, in one process in the schedule's order, in several, or the actions of each of
+    the pipelines in `clocked` one by one.
 
     `still`: nothing is dropped out. `double`: in float64. `method`: how the ranks find each other.
     `measured`: bytes are counted.
@@ -51,13 +56,15 @@ class StageTask(msgspec.Struct, frozen=True, kw_only=True):
     double: bool = False
     measured: bool = False
     method: str = ""
+    clocked: tuple[Pipeline, ...] = ()
 
 
 class StageTrial(msgspec.Struct, kw_only=True):
     """What a run left. `steps`: digests of gradients before each update and of parameters after it, by name.
 
     `losses`: of each step. `dropped`: whether it drops out. `peak_bytes` is the highest that storages rose in
-    a step's schedule, over what was there when it began; `seconds` what the schedule of each step took.
+    a step's schedule, over what was there when it began; `seconds` what the schedule of each step took;
+    `clocks` what the actions of each stage take, of each pipeline.
     """
 
     steps: list[dict[str, str]] = []
@@ -66,6 +73,7 @@ class StageTrial(msgspec.Struct, kw_only=True):
     dropped: bool = False
     peak_bytes: int = 0
     seconds: list[float] = []
+    clocks: list[tuple[Clocked, ...]] = []
     crash: Crash | None = None
 
 
@@ -155,7 +163,10 @@ class StageRunner:
         self.root = self.pipeline.root
         if self.task.how != "whole":
             several = self.task.how == "pipeline"
-            self.puts = PutsInStages(self.task.plan, several=several, refused=_Refused)
+            engine_of = self._clocking if self.task.how == "clocked" else in_one_process
+            self.puts = PutsInStages(
+                self.task.plan, several=several, refused=_Refused, engine_of=engine_of
+            )
 
     def run(self) -> None:
         """Run the script until its steps are done, it ends or it fails; leave the outcome."""
@@ -188,7 +199,7 @@ class StageRunner:
                 return Crash(kind="refused", message=str(error))
             except BaseException as error:
                 return crash_of(error)
-        if not self.trial.steps:
+        if not self.trial.steps and not self.trial.clocks:
             return Crash(kind="no step", message="the script ended, and no optimizer had stepped")
         return None
 
@@ -211,6 +222,13 @@ class StageRunner:
             yield
         self.trial.seconds.append(time.perf_counter() - begin)
         self.trial.peak_bytes = max(self.trial.peak_bytes, counting.rise)
+
+    def _clocking(self, root: nn.Module, _: Pipeline) -> Engine:
+        return clocking(root, self.task.clocked, self._heard)
+
+    def _heard(self, clocks: list[tuple[Clocked, ...]]) -> NoReturn:
+        self.trial.clocks = clocks
+        self.done()
 
     def done(self) -> NoReturn:
         """End the script: its steps are there."""

@@ -30,17 +30,24 @@ _PATIENCE = datetime.timedelta(minutes=5)
 class PutsInStages(Listener):
     """Puts the plan's model in stages when it appears. `refused`: raises what stops the script.
 
-    `executor` is this rank's, None where all is in one process. `watches` is called when it is done.
+    `engine_of` makes the engine in one process. `executor` is this rank's, None where all is in one process.
+    `watches` is called when it is done.
     """
 
     def __init__(
-        self, plan: Plan, *, several: bool, refused: Callable[[str], BaseException]
+        self,
+        plan: Plan,
+        *,
+        several: bool,
+        refused: Callable[[str], BaseException],
+        engine_of: Callable[[nn.Module, Pipeline], Engine] = in_one_process,
     ) -> None:
         assert plan.pipeline is not None
         self._plan = plan
         self._pipeline: Pipeline = plan.pipeline
         self._several = several
         self._refused = refused
+        self._engine_of = engine_of
         self._modules = Modules()
         self._stack = contextlib.ExitStack()
         self.root: nn.Module | None = None
@@ -60,7 +67,7 @@ class PutsInStages(Listener):
             self.engine, self.executor = in_several_processes(root, self._pipeline)
             self._stack.enter_context(clipping_together(among(self.executor.group)))
         else:
-            self.engine = in_one_process(root, self._pipeline)
+            self.engine = self._engine_of(root, self._pipeline)
             self._stack.enter_context(clipping_together(alone))
         Swapped(root, self.engine.wrap)
         self.watches()

@@ -7,10 +7,10 @@ import pytest
 from torchtrim.errors import InfeasibleBudget, Unsupported
 from torchtrim.pipelines.orders import order_of
 from torchtrim.planner.stages.chain import Chain, Segment
-from torchtrim.planner.stages.choose import Ways, choose
+from torchtrim.planner.stages.choose import Ways, choose, rechosen
 from torchtrim.planner.stages.costs import Link, StageCost, stages_of
 from torchtrim.planner.stages.timing import rank_peak, timed
-from torchtrim.records.pipeline import Order, Schedule
+from torchtrim.records.pipeline import Clocked, Order, Schedule
 
 FREE = Link(latency=0.0, bytes_per_second=float("inf"))
 
@@ -80,6 +80,19 @@ def test_a_budget_is_met_by_recomputing_or_said_to_be_out_of_reach() -> None:
     assert tight.pipeline.seconds > loose.pipeline.seconds
     with pytest.raises(InfeasibleBudget, match="more --memory or more --stages"):
         choose(lambda _: held(4), Ways(2, 1, ("GPipe",), (4,)), 1500, order_of)
+
+
+@pytest.mark.parametrize(("half", "first"), [(1.0, "ZBVZeroBubble"), (1.6, "Interleaved1F1B")])
+def test_what_a_split_backward_was_clocked_at_sets_the_order(half: float, first: str) -> None:
+    """Where both halves together cost more than a whole backward, a filled bubble is not worth it."""
+    ways = Ways(2, 1, ("Interleaved1F1B", "ZBVZeroBubble"), (8,))
+    before = choose(lambda _: held(4), ways, None, order_of)
+    assert before.best.schedule == "ZBVZeroBubble"
+    assert len(before.shortlist) == len(before.others) == 2
+    one = Clocked(forward=1.0, backward=2.0, inputs=half, weights=half)
+    found = rechosen(before, [(one,) * 4] * 2, ways)
+    assert found.best.schedule == found.pipeline.schedule == first
+    assert found.pipeline.peaks == found.best.simulated.peaks
 
 
 def test_too_few_places_and_batches_that_do_not_divide_say_so() -> None:

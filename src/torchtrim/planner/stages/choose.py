@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 from torchtrim.errors import InfeasibleBudget, Unsupported
 from torchtrim.planner.stages.chain import Chain
-from torchtrim.planner.stages.costs import Link, StageCost, stages_of
+from torchtrim.planner.stages.costs import Link, StageCost, clocked_as, stages_of
 from torchtrim.planner.stages.cut import Cuts, balanced, improved
 from torchtrim.planner.stages.timing import Simulated, rank_peak, step_seconds, timed
 from torchtrim.records.pipeline import (
     SCHEDULES,
     SPLITS_BACKWARD,
+    Clocked,
     Order,
     Pipeline,
     Schedule,
@@ -25,6 +26,7 @@ Orders = Callable[[Schedule, int, int, int], Order | None]
 _MOST_MICROBATCHES = 64
 _STAGES_A_RANK = (1, 2)
 _IMPROVED = 8
+_SHORT = 2
 
 
 class Ways(NamedTuple):
@@ -55,11 +57,15 @@ class Candidate(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """The quickest that fits, and the best of each schedule, the quickest first."""
+    """The quickest that fits, and the best of each schedule, the quickest first.
+
+    `shortlist`: the few quickest of each schedule, for whose stages it pays to be clocked.
+    """
 
     best: Candidate
     others: tuple[Candidate, ...]
     pipeline: Pipeline
+    shortlist: tuple[Candidate, ...]
 
 
 def choose(
@@ -77,11 +83,33 @@ def choose(
     fits = [one for one in found if budget is None or one.peak <= budget]
     if not fits:
         raise _infeasible(min(found, key=lambda one: one.peak))
-    fits.sort(key=lambda one: (one.simulated.seconds, one.peak))
-    best = fits[0]
-    by_schedule = {one.schedule: one for one in reversed(fits)}
-    others = sorted(by_schedule.values(), key=lambda one: one.simulated.seconds)
-    return Chosen(best, tuple(others), _pipeline(chain_of(1.0).root, best, ways))
+    return _chosen(fits, chain_of(1.0).root, ways)
+
+
+def rechosen(chosen: Chosen, clocks: Sequence[Sequence[Clocked]], ways: Ways) -> Chosen:
+    """The choice from the shortlist again, with what the actions of each one's stages were clocked at."""
+    found = []
+    for one, clocked in zip(chosen.shortlist, clocks, strict=True):
+        stages = tuple(clocked_as(*both) for both in zip(one.stages, clocked, strict=True))
+        simulated = timed(stages, one.order, one.microbatches, ways.link)
+        found.append(one._replace(stages=stages, simulated=simulated))
+    return _chosen(found, chosen.pipeline.root, ways)
+
+
+def _chosen(fits: list[Candidate], root: str, ways: Ways) -> Chosen:
+    fits = sorted(fits, key=lambda one: (one.simulated.seconds, one.peak))
+    by_schedule: dict[Schedule, list[Candidate]] = {}
+    for one in fits:
+        by_schedule.setdefault(one.schedule, []).append(one)
+    others = tuple(several[0] for several in by_schedule.values())
+    few = (one for several in by_schedule.values() for one in _shortened(several))
+    return Chosen(fits[0], others, pipeline_of(root, fits[0], ways), tuple(few))
+
+
+def _shortened(several: Sequence[Candidate]) -> list[Candidate]:
+    """The first few that differ in more than where they are cut."""
+    found = {(one.microbatches, len(one.stages)): one for one in reversed(several)}
+    return sorted(found.values(), key=lambda one: one.simulated.seconds)[:_SHORT]
 
 
 def _candidates(
@@ -188,7 +216,8 @@ def _over(stages: Sequence[StageCost], one: Candidate, budget: int | None) -> fl
     return max(0.0, peak / budget - 1)
 
 
-def _pipeline(root: str, best: Candidate, ways: Ways) -> Pipeline:
+def pipeline_of(root: str, best: Candidate, ways: Ways) -> Pipeline:
+    """The candidate as a plan has it."""
     return Pipeline(
         root=root,
         cuts=tuple(stage.where for stage in best.stages[1:]),

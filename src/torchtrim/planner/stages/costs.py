@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from torchtrim.planner.stages.chain import Chain, Segment
+from torchtrim.records.pipeline import Clocked
 
 
 class Link(NamedTuple):
@@ -91,6 +92,16 @@ def stage_of(segments: Sequence[Segment], first: int, last: int, *, again: bool)
         gradients=sum(one.gradients for one in own),
         state=sum(one.state for one in own),
         recompute=again,
+    )
+
+
+def clocked_as(cost: StageCost, clocked: Clocked) -> StageCost:
+    """The stage with the seconds at which its actions were clocked."""
+    return cost._replace(
+        forward=clocked.forward,
+        backward=clocked.backward,
+        inputs=clocked.inputs,
+        weights=clocked.weights,
     )
 
 

@@ -1,0 +1,179 @@
+"""What each action of a pipeline takes: its stages run in one process, as its ranks would run them.
+
+A backward that is split in two costs more than a whole one: a layer's inputs are read by both halves, torch
+looks through the graph for each micro-batch, and each group of parameters is a backward of its own. So it is
+measured, with torch's own functions. See `torch.distributed.pipelining.stage._PipelineStageBase`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining._backward import (
+    stage_backward,
+    stage_backward_input,
+    stage_backward_weight,
+)
+
+from torchtrim.pipelines.engine import Engine, StageModule, Step, part_loss, recorded
+from torchtrim.pipelines.promise import Node
+from torchtrim.pipelines.window import Shapes, Window
+from torchtrim.records.pipeline import Clocked, Pipeline
+
+_ROUNDS = 7
+_PATIENCE = 15.0
+_Notes = defaultdict[tuple[str, int], list[float]]
+
+
+class Clocks:
+    """An executor that clocks the actions of several pipelines, and tells once instead of adding gradients.
+
+    Rounds over all of them alternate, so that what disturbs one disturbs the others. The first warms up.
+    """
+
+    def __init__(
+        self,
+        window: Window,
+        pipelines: Sequence[Pipeline],
+        told: Callable[[list[tuple[Clocked, ...]]], None],
+    ) -> None:
+        self._window = window
+        self._pipelines = pipelines
+        self._told = told
+        self._shapes: dict[tuple[tuple[str, ...], int], Shapes] = {}
+
+    def prepare(self, shapes: Shapes) -> None:
+        """Nothing: each pipeline is cut when its turn comes."""
+
+    def run(self, step: Step, numbers: Sequence[Node]) -> Sequence[Tensor]:
+        """Clock all pipelines on the step's first micro-batches; the numbers are not computed."""
+        notes: list[_Notes] = [defaultdict(list) for _ in self._pipelines]
+        until = time.monotonic() + _PATIENCE
+        for number in range(_ROUNDS):
+            if number > 1 and time.monotonic() > until:
+                break
+            for pipeline, one in zip(self._pipelines, notes, strict=True):
+                if number == 1:
+                    one.clear()
+                self._round(step, pipeline, one)
+        both = zip(self._pipelines, notes, strict=True)
+        self._told([_medians(one, len(pipeline.cuts) + 1) for pipeline, one in both])
+        return [torch.zeros(()) for _ in numbers]
+
+    def _round(self, step: Step, pipeline: Pipeline, notes: _Notes) -> None:
+        window = Window(self._window.root, pipeline.cuts, self._window.root_forward)
+        try:
+            count = pipeline.microbatches * pipeline.replicas
+            shapes = self._known(window, pipeline.cuts, count, step)
+            stages = [StageModule(window, pipeline, n, shapes) for n in range(window.count)]
+            one = step._replace(shapes=shapes)
+            for stage in stages:
+                stage.begin(one)
+            passed = _Passed(one, stages, count, notes)
+            passed.whole()
+            if not any(stage.recompute for stage in pipeline.stages):
+                passed.split()
+        finally:
+            window.close()
+
+    def _known(self, window: Window, cuts: tuple[str, ...], count: int, step: Step) -> Shapes:
+        if (cuts, count) not in self._shapes:
+            self._shapes[cuts, count] = recorded(window, step.given.rows(0, count))
+        return self._shapes[cuts, count]
+
+
+class _Passed:
+    """One micro-batch through all stages and back, each action clocked."""
+
+    def __init__(
+        self, step: Step, stages: Sequence[StageModule], count: int, notes: _Notes
+    ) -> None:
+        self._step, self._stages, self._count, self._notes = step, stages, count, notes
+
+    def whole(self) -> None:
+        """Forward, and each stage's backward in one."""
+        passes, grads = self._forward(), None
+        for number, (received, sent) in reversed([*enumerate(passes)]):
+            with self._clocked("B", number):
+                grads = _whole(sent, grads, received)
+
+    def split(self) -> None:
+        """Forward, backward to the inputs and then to the weights; the first stage leaves all to the last."""
+        passes, grads = self._forward(), None
+        groups: dict[int, list[dict[str, Any]]] = {}
+        for number in range(len(passes) - 1, 0, -1):
+            received, sent = passes[number]
+            with self._clocked("I", number):
+                weights = self._stages[number].parameters()
+                grads, groups[number] = stage_backward_input(
+                    [sent], _listed(grads), received, weights
+                )
+        for number, found in groups.items():
+            with self._clocked("W", number):
+                stage_backward_weight(self._stages[number].parameters(), found)
+        received, sent = passes[0]
+        with self._clocked("W", 0):
+            _whole(sent, grads, received)
+
+    def _forward(self) -> list[tuple[list[Tensor], Tensor]]:
+        """What each stage received and gave; the last gives the loss."""
+        tensors = self._step.given.rows(0, self._count).tensors()
+        passes: list[tuple[list[Tensor], Tensor]] = []
+        received: list[Tensor] = []
+        for number, stage in enumerate(self._stages):
+            with self._clocked("F", number):
+                sent = stage.of_batch(0, received[0] if received else None, tensors)
+                if number == len(self._stages) - 1:
+                    sent, _ = part_loss(self._step, sent, 0, self._count, [])
+            passes.append((received, sent))
+            arrived = sent.detach()
+            received = [arrived.requires_grad_(arrived.is_floating_point())]
+        return passes
+
+    @contextlib.contextmanager
+    def _clocked(self, kind: str, stage: int) -> Iterator[None]:
+        """CPU seconds where there is one thread, since other work on the machine adds nothing to them."""
+        clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+        begin = clock()
+        yield
+        self._notes[kind, stage].append(clock() - begin)
+
+
+def _whole(
+    sent: Tensor, grads: Sequence[Tensor | None] | None, received: list[Tensor]
+) -> tuple[Tensor | None, ...]:
+    return stage_backward(sent if grads is None else (sent,), grads, received)
+
+
+def _listed(grads: Sequence[Tensor | None] | None) -> list[Tensor] | None:
+    return None if grads is None else [one for one in grads if one is not None]
+
+
+def _medians(notes: _Notes, stages: int) -> tuple[Clocked, ...]:
+    middle = {key: statistics.median(values) for key, values in notes.items()}
+    return tuple(
+        Clocked(
+            forward=middle["F", stage],
+            backward=middle["B", stage],
+            inputs=middle.get(("I", stage), 0.0),
+            weights=middle.get(("W", stage), 0.0),
+        )
+        for stage in range(stages)
+    )
+
+
+def clocking(
+    root: nn.Module,
+    pipelines: Sequence[Pipeline],
+    told: Callable[[list[tuple[Clocked, ...]]], None],
+) -> Engine:
+    """The model, whose next backward clocks the pipelines and tells what each stage's actions take."""
+    window = Window(root, pipelines[0].cuts)
+    return Engine(root, pipelines[0], Clocks(window, pipelines, told), window)
