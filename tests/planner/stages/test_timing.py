@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 
 from torchtrim.errors import InfeasibleBudget, Unsupported
@@ -9,8 +11,8 @@ from torchtrim.pipelines.orders import order_of
 from torchtrim.planner.stages.chain import Chain, Segment
 from torchtrim.planner.stages.choose import Ways, choose, rechosen
 from torchtrim.planner.stages.costs import Link, StageCost, stages_of
-from torchtrim.planner.stages.timing import rank_peak, timed
-from torchtrim.records.pipeline import Clocked, Order, Schedule
+from torchtrim.planner.stages.timing import rank_peak, step_rise, timed
+from torchtrim.records.pipeline import Action, Clocked, Order, Schedule
 
 FREE = Link(latency=0.0, bytes_per_second=float("inf"))
 
@@ -52,6 +54,19 @@ def test_peaks_count_what_is_in_flight() -> None:
     assert [rank_peak(stages, order, rank, 8) for rank in range(4)] == [44, 34, 24, 14]
     order = known("GPipe", 4, 4, 8)
     assert rank_peak(stages, order, 0, 8) == 84
+
+
+@pytest.mark.parametrize("batches", [1, 2, 5])
+def test_what_goes_from_stage_to_stage_of_a_rank_takes_the_place_of_the_last_steps(
+    batches: int,
+) -> None:
+    """Each micro-batch ends as it began: 10 - 4 are held after the first stage, 10 more after the second."""
+    first = Segment("a", 1.0, 1.0, 1.0, held=10, rise=10, back=10, first=10)
+    stages = stages_of(Chain("Net", (first, first._replace(given=4)), 8), (1,))
+    once: tuple[tuple[Literal["F", "B"], int], ...] = (("F", 0), ("F", 1), ("B", 1), ("B", 0))
+    line = tuple(Action(kind, stage, batch) for batch in range(batches) for kind, stage in once)
+    assert step_rise(stages, Order((line,), (0, 0)), 0) == 16
+    assert rank_peak(stages, Order((line,), (0, 0)), 0, batches) == 16 + 8 * batches
 
 
 def test_sending_takes_time_between_ranks_alone() -> None:

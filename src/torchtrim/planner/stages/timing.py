@@ -148,8 +148,9 @@ def step_rise(stages: Sequence[StageCost], order: Order, rank: int) -> int:
 def _levels(stages: Sequence[StageCost], order: Order, rank: int) -> Iterator[int]:
     """The highest bytes during each action.
 
-    Torch's schedules keep what they have sent until the step is over; a stage's first backward makes its
-    gradients.
+    Torch's schedules keep what they have sent until the step is over. What a stage hands on to one of its own
+    rank stays until the next step hands on another in its place, so a step begins with that of the one
+    before, forward and backward. A stage's first backward makes its gradients.
     """
     now = 0
     grown: set[int] = set()
@@ -158,6 +159,8 @@ def _levels(stages: Sequence[StageCost], order: Order, rank: int) -> Iterator[in
         if kind == "F":
             yield now + one.rise
             now += one.held
+            if stage + 1 < len(stages) and order.homes[stage + 1] == rank:
+                now -= one.passed
             continue
         ends = kind in "BW"
         waiting = one.waiting if kind == "W" else 0
@@ -171,8 +174,7 @@ def _levels(stages: Sequence[StageCost], order: Order, rank: int) -> Iterator[in
         if kind == "I":
             now += one.waiting
         elif ends:
-            goes = stage + 1 < len(stages) and order.homes[stage + 1] != rank
-            now -= one.held + waiting - (one.passed if goes else 0)
+            now -= one.held + waiting - one.passed
 
 
 def _above(one: StageCost, kind: str, stage: int, new: bool) -> int:
