@@ -11,7 +11,7 @@ import pytest
 from torchtrim.errors import Unsupported
 from torchtrim.loops.fitted import fitted
 from torchtrim.loops.optimize import Fit, Fitting
-from torchtrim.loops.sharding import sharded_lever
+from torchtrim.loops.sharding import sharded_lever, with_shard
 from torchtrim.loops.verify import verify_pair, verify_report
 from torchtrim.records.plan import Technique
 from torchtrim.records.terms import Terms
@@ -70,6 +70,12 @@ def test_sharding_is_a_lever_of_replicas_with_the_command_that_says_more() -> No
     assert "--ranks 2 --fsdp -- --batch 512" in lever.needs
     alone = Trial(request=REQUEST, device="cpu", profile=original.profile)
     assert sharded_lever(workload, alone, original.peak_bytes) == ()
+    assert with_shard((lever,), workload, original, original.peak_bytes) == (lever,)
+    others = tuple(
+        msgspec.structs.replace(lever, technique=one) for one in ("shard + recompute", "replay")
+    )
+    named = [one.technique for one in with_shard(others, workload, original, original.peak_bytes)]
+    assert named == ["shard + recompute", "replay", "shard"]
 
 
 @pytest.mark.slow

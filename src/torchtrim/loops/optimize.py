@@ -26,7 +26,7 @@ from torchtrim.loops.candidates import Target, Timed, others, quickest
 from torchtrim.loops.lengths import longest_step, recording, uneven_note
 from torchtrim.loops.levers import LEAST_SAVING, Reached, levers_of, refusals
 from torchtrim.loops.sharding import NAME as SHARD
-from torchtrim.loops.sharding import may_shard, sharded_lever
+from torchtrim.loops.sharding import may_shard, with_shard
 from torchtrim.loops.surviving import (
     failing_places,
     failure_note,
@@ -411,7 +411,8 @@ class Fitting:
             Reached(found.plan.techniques, tried.used, seconds),
             self._exclude,
             self._allowed,
-        ) + sharded_lever(self.workload, original, whole)
+        )
+        levers = with_shard(levers, self.workload, original, whole)
         missed = self.planner(original).infeasible(budget, tried.used)
         if not found.plan.techniques:
             missed = _nothing_helps(budget, tried.used, missed.set_by)

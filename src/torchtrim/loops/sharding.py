@@ -27,6 +27,15 @@ def may_shard(original: Trial, allowed: Allowance, exclude: Collection[str]) -> 
     return bool(choices(original, (NAME,), (), allowed))
 
 
+def with_shard(
+    levers: tuple[Lever, ...], workload: Workload, original: Trial, whole: int
+) -> tuple[Lever, ...]:
+    """The levers, and what sharding alone would need where none of them says so."""
+    if any(one.technique == NAME for one in levers):
+        return levers
+    return levers + sharded_lever(workload, original, whole)
+
+
 def sharded_lever(workload: Workload, original: Trial, whole: int) -> tuple[Lever, ...]:
     """What FSDP2 would need on each rank of a job with `DistributedDataParallel`, from a dry run of one.
 
