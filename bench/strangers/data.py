@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import pickle
 import random
@@ -76,6 +77,28 @@ def classes(folder: Path, count: int = 64, size: int = 64) -> None:
     for part in ("train", "val"):
         for name in ("cats", "dogs"):
             pictures(folder / part / name, count, size)
+
+
+def photographs(folder: Path, count: int = 96, wide: int = 2048, high: int = 1536) -> None:
+    """JPEG files as a camera's, large and noisy, in a folder for each of two classes of train and val."""
+    kinds = [_photograph(seed, wide, high) for seed in range(8)]
+    for part, share in (("train", 1), ("val", 10)):
+        for name in ("cats", "dogs"):
+            (folder / part / name).mkdir(parents=True)
+            for number in range(count // share):
+                (folder / part / name / f"{number:04d}.jpg").write_bytes(kinds[number % len(kinds)])
+
+
+def _photograph(seed: int, wide: int, high: int) -> bytes:
+    from PIL import Image
+
+    draw = numpy.random.default_rng(seed)
+    smooth = draw.integers(0, 256, (high // 16, wide // 16, 3), dtype=numpy.uint8)
+    values = numpy.asarray(Image.fromarray(smooth).resize((wide, high)), dtype=numpy.int16)
+    noisy = values + draw.integers(-12, 13, values.shape, dtype=numpy.int16)
+    packed = io.BytesIO()
+    Image.fromarray(noisy.clip(0, 255).astype(numpy.uint8)).save(packed, "JPEG", quality=90)
+    return packed.getvalue()
 
 
 def masks(folder: Path, count: int = 64, size: int = 64) -> None:
@@ -326,6 +349,7 @@ GENERATORS: dict[str, Callable[[Path], None]] = {
     "many_pictures": many_pictures,
     "classes": classes,
     "masks": masks,
+    "photographs": photographs,
     "characters": characters,
     "shards": shards,
     "words": words,

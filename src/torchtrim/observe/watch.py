@@ -187,7 +187,7 @@ class Watcher:
             if unwatched or _is_traced() or isinstance(module, ScriptModule):
                 return original(module, *args, **kwargs)
             if self._depth == 0 and _is_without_values(module.parameters()):
-                with self._aside():
+                with self.aside():
                     return original(module, *args, **kwargs)
             with self._running(module, args, kwargs) as done:
                 output = original(module, *args, **kwargs)
@@ -197,7 +197,7 @@ class Watcher:
         return call
 
     @contextlib.contextmanager
-    def _aside(self) -> Iterator[None]:
+    def aside(self) -> Iterator[None]:
         """Nothing is watched meanwhile."""
         self._is_aside = True
         try:

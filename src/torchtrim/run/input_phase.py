@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torchtrim.observe.input_steps import InputSteps, Loaders, cost_of, waited_cost
@@ -12,17 +13,22 @@ from torchtrim.records.trial import Trial
 from torchtrim.run.tried_loaders import TriedLoaders
 
 Line = Callable[[], tuple[str, int]]
+Aside = Callable[[], AbstractContextManager[None]]
 
 
 class InputPhase:
     """Begins after the last compared step, where the loop has a loader. `line` says who makes a loader.
 
+    `aside`: nothing is watched in it, such as modules with which a data set changes the samples that it is
+    asked for.
+
     At first steps are run with the loader and without it; then, where that is asked for, the loader is
     tried with other settings.
     """
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: Line, aside: Aside) -> None:
         self.loaders = Loaders(line)
+        self._aside = aside
         self._steps: InputSteps | None = None
         self._tried: TriedLoaders | None = None
         self._cost: LoaderCost | None = None
@@ -104,9 +110,16 @@ class InputPhase:
     def _costs(self, trial: Trial) -> LoaderCost | None:
         """What the loader costs a step; by the waits alone where nothing could be compared."""
         if self._cost is None and self._last is not None:
-            self._cost = cost_of(self._steps, self.loaders) if self._steps is not None else None
-            timed = self._waits[trial.request.warmup + 1 :] or self._waits[-1:]
-            if self._cost is None and timed:
-                waited = statistics.median(timed)
-                self._cost = waited_cost(self._last, trial.seconds, waited, self.loaders)
+            with self._aside():
+                self._cost = self._compared() or self._by_waits(trial)
         return self._cost
+
+    def _compared(self) -> LoaderCost | None:
+        return cost_of(self._steps, self.loaders) if self._steps is not None else None
+
+    def _by_waits(self, trial: Trial) -> LoaderCost | None:
+        timed = self._waits[trial.request.warmup + 1 :] or self._waits[-1:]
+        if not timed:
+            return None
+        waited = statistics.median(timed)
+        return waited_cost(self._last, trial.seconds, waited, self.loaders)
