@@ -82,6 +82,16 @@ def test_eight_workers_on_two_cores_are_never_chosen() -> None:
     assert found.before_seconds < found.after_seconds
 
 
+def test_where_nothing_is_read_ahead_little_is_thrown_away() -> None:
+    settings = LoaderSettings(workers=4)
+    search = Search(parts(decoding=0.04), settings, Consumer(0.009), Limits(2))
+    assert search.window(settings) == (4, 12)
+    machine = Machine(search.parts, search.consumer, 2)
+    assert sum(machine.run(settings, 4, 12)) / 12 == pytest.approx(machine.rate(settings), rel=0.1)
+    slower = Search(parts(decoding=0.04), settings, Consumer(0.02), Limits(2))
+    assert slower.window(settings) == window(settings) == (12, 12)
+
+
 def test_memory_sets_how_much_is_ahead() -> None:
     batch = replace(parts(reading=0.08, decoding=0.01), bytes=100 << 20)
     for most in (250 << 20, 350 << 20, 550 << 20, 2 << 30):

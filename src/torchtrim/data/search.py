@@ -21,6 +21,7 @@ _BETTER = 0.97
 _PROMISING = 0.9
 _UNEVEN = 0.5
 _SLOWER = 1.1
+_EMPTIED = 2.0
 
 
 class Limits:
@@ -66,6 +67,17 @@ class Search:
         assert self._asked is not None
         taken = statistics.fmean(seconds)
         self.tried.append(Tried(settings=self._asked, seconds=taken, batches=len(seconds)))
+
+    def window(self, settings: LoaderSettings) -> tuple[int, int]:
+        """How many batches a run of it throws away, and how many it times.
+
+        Where batches take twice as long as what is done with them none are read ahead, beyond the first that
+        each worker makes while the others begin.
+        """
+        dropped, timed = window(settings)
+        if self.foreseen(settings) >= _EMPTIED * self.consumer.seconds:
+            dropped = min(dropped, settings.workers or 1)
+        return dropped, timed
 
     @property
     def best(self) -> Tried:

@@ -18,7 +18,7 @@ from torchtrim.data.here import cores_here, has_device
 from torchtrim.data.model import Consumer
 from torchtrim.data.parts import Source, parts_of
 from torchtrim.data.rebuild import check_loader, end_workers, rebuilt, settings_of, written
-from torchtrim.data.search import Limits, Search, window
+from torchtrim.data.search import Limits, Search
 from torchtrim.errors import UsageError
 from torchtrim.records.loader import LoaderSettings, Tuning
 from torchtrim.units import format_seconds, parse_bytes
@@ -92,7 +92,7 @@ def searched(search: Search, bench: Bench, seconds: float, clock: Clock = CLOCK)
     begin = clock.now()
     skipped: list[str] = []
     while (settings := search.ask()) is not None:
-        dropped, timed = window(settings)
+        dropped, timed = search.window(settings)
         lasts = search.foreseen(settings) * (dropped + timed)
         if search.tried and clock.now() - begin + lasts > seconds:
             skipped.append(f"{said_of(settings)}: there was no time left to try it")

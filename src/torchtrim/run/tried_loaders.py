@@ -11,7 +11,7 @@ from torchtrim.data.clock import CLOCK, Clock
 from torchtrim.data.here import cores_here
 from torchtrim.data.model import Consumer
 from torchtrim.data.rebuild import end_workers, rebuilt
-from torchtrim.data.search import Limits, Search, window
+from torchtrim.data.search import Limits, Search
 from torchtrim.data.tuner import for_cores, said_of, tuning_of
 from torchtrim.records.loader import LoaderCost, LoaderSettings, Tuning
 from torchtrim.records.trial import Tunes
@@ -77,7 +77,7 @@ class TriedLoaders:
         if self._settings is None:
             return
         took = self._clock.now() - self._began
-        dropped, timed = window(self._settings)
+        dropped, timed = self._search.window(self._settings)
         self._seen += self._cost.batches
         if self._clean and self._seen > dropped:
             self._taken.append(took / self._cost.batches)
@@ -107,7 +107,7 @@ class TriedLoaders:
     def _begin(self) -> bool:
         """Make the next loader that is worth a try, if there is one and the time for it."""
         while (settings := self._search.ask()) is not None:
-            dropped, timed = window(settings)
+            dropped, timed = self._search.window(settings)
             lasts = self._search.foreseen(settings) * (dropped + timed)
             spent = self._clock.now() - self._start
             if self._search.tried and spent + lasts > self._tunes.seconds:
