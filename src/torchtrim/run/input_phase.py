@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 from torchtrim.observe.input_steps import InputSteps, Loaders, cost_of, waited_cost
+from torchtrim.observe.places import Places
 from torchtrim.records.loader import LoaderCost
 from torchtrim.records.trial import Trial
 from torchtrim.run.tried_loaders import TriedLoaders
 
-Line = Callable[[], tuple[str, int]]
 Aside = Callable[[], AbstractContextManager[None]]
 
 
 class InputPhase:
-    """Begins after the last compared step, where the loop has a loader. `line` says who makes a loader.
+    """Begins after the last compared step, where the loop has a loader. `places` say who makes a loader.
 
     `aside`: nothing is watched in it, such as modules with which a data set changes the samples that it is
     asked for.
@@ -26,8 +27,8 @@ class InputPhase:
     tried with other settings.
     """
 
-    def __init__(self, line: Line, aside: Aside) -> None:
-        self.loaders = Loaders(line)
+    def __init__(self, places: Places, aside: Aside) -> None:
+        self.loaders = Loaders(lambda: places.users_line(sys._getframe(3))[:2])
         self._aside = aside
         self._steps: InputSteps | None = None
         self._tried: TriedLoaders | None = None

@@ -99,9 +99,7 @@ class Session(Listener):
         self._watched: Watched | None = None
         self._idled = self._over = False
         self._times: Times | None = None
-        self._input = InputPhase(
-            lambda: self._places.users_line(sys._getframe(3))[:2], lambda: self.watcher.aside()
-        )
+        self._input = InputPhase(self._places, self.watcher.aside)
         self._digests: list[str] = []
         self._lines: list[tuple[str, int, bool]] = []
         self._replicas = Replicas()
