@@ -2,19 +2,75 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
 from profiles import exchanging_step
+from torchtrim.observe.modules import Modules
+from torchtrim.observe.replicas import Replicas
 from torchtrim.step.buckets import CAPS, MIB, Link, Overlap, Ready, in_buckets, link_of, overlap_of
 
 FOUR = tuple(Ready(float(number), 4 * MIB) for number in range(1, 5))
 
 
 def test_a_bucket_is_closed_that_has_reached_its_size() -> None:
-    found = [*in_buckets(FOUR, 8 * MIB)]
+    found = in_buckets(FOUR, 8 * MIB, 8 * MIB)
     assert found == [Ready(2.0, 8 * MIB), Ready(4.0, 8 * MIB)]
-    assert [one.bytes // MIB for one in in_buckets(FOUR, 9 * MIB)] == [12, 4]
-    assert [*in_buckets(FOUR, 256 * MIB)] == [Ready(4.0, 16 * MIB)]
+    assert [one.bytes // MIB for one in in_buckets(FOUR, 9 * MIB, 9 * MIB)] == [12, 4]
+    assert in_buckets(FOUR, 256 * MIB, 256 * MIB) == [Ready(4.0, 16 * MIB)]
+
+
+def test_the_first_bucket_is_small_and_last_where_unused_parameters_are_looked_for() -> None:
+    assert in_buckets(FOUR, 8 * MIB, MIB) == [
+        Ready(1.0, 4 * MIB),
+        Ready(3.0, 8 * MIB),
+        Ready(4.0, 4 * MIB),
+    ]
+    assert in_buckets(FOUR, 8 * MIB, MIB, rebuilt=False) == [
+        Ready(1.0, 4 * MIB),
+        Ready(3.0, 8 * MIB),
+        Ready(4.0, 4 * MIB),
+    ]
+    assert in_buckets(FOUR[:3], 8 * MIB, MIB, rebuilt=False) == [
+        Ready(2.0, 8 * MIB),
+        Ready(3.0, 4 * MIB),
+    ]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"bucket_cap_mb": 2},
+        {"find_unused_parameters": True},
+        {"find_unused_parameters": True, "bucket_cap_mb": 2},
+    ],
+)
+def test_buckets_are_those_of_torch(given: dict[str, Any], tmp_path: Path) -> None:
+    """As its reducer says after a few steps; each parameter is ready after those behind it."""
+    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        net = nn.Sequential(*(nn.Linear(300, 300) for _ in range(6)), nn.Linear(300, 3000))
+        wrapped = nn.parallel.DistributedDataParallel(net, **given)
+        for _ in range(3):
+            wrapped(torch.ones(2, 300)).sum().backward()
+        modules = Modules()
+        modules.add_root(wrapped)
+        (replica,) = Replicas().put_into(exchanging_step([]), modules).replicas
+        said = wrapped._get_ddp_logging_data()
+    finally:
+        dist.destroy_process_group()
+    torchs = said.get("rebuilt_bucket_sizes") or said["bucket_sizes"]
+    behind = enumerate(reversed([*net.parameters()]))
+    ready = [Ready(float(number), one.numel() * 4) for number, one in behind]
+    cap, first = replica.bucket_bytes, replica.first_bytes or replica.bucket_bytes
+    ours = in_buckets(ready, cap, first, rebuilt=not replica.find_unused)
+    assert [one.bytes for one in ours] == [int(one) for one in torchs.split(", ")]
 
 
 def test_exchanges_follow_each_other_and_outlast_backward() -> None:
@@ -23,7 +79,10 @@ def test_exchanges_follow_each_other_and_outlast_backward() -> None:
     assert overlap.exposed_seconds(4 * MIB) == pytest.approx(1 + 4 * 1.5 - 4)
     assert overlap.exposed_seconds(8 * MIB) == pytest.approx(2 + 2 * 2.5 - 4)
     assert overlap.exposed_seconds(25 * MIB) == pytest.approx(4.5)
-    assert overlap.exposed_seconds(25 * MIB, width=0.5) == pytest.approx(2.5)
+    assert overlap.exposed_now(width=0.5) == pytest.approx(2.5)
+    small = overlap._replace(first=MIB)
+    assert small.exposed_now() == pytest.approx(4 + 3.5 - 4)
+    assert small.exposed_seconds(25 * MIB) == pytest.approx(4.5)
 
 
 def test_small_buckets_are_best_where_bytes_count_and_large_ones_where_latency_does() -> None:

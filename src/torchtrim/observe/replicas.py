@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from msgspec.structs import replace
 from torch import nn
 
@@ -70,7 +71,14 @@ def _replica(number: int, module: Any, unused: int) -> Replica:
         find_unused=bool(module.find_unused_parameters),
         static_graph=bool(module.static_graph),
         bucket_views=bool(module.gradient_as_bucket_view),
+        first_bytes=_first_bytes(module),
     )
+
+
+def _first_bytes(module: Any) -> int:
+    """The size of the first bucket: torch's own, unless the script has set that of all."""
+    own = getattr(module, "bucket_bytes_cap_default", False)
+    return int(torch.distributed._DEFAULT_FIRST_BUCKET_BYTES) if own else 0  # type: ignore[attr-defined]
 
 
 def _exchanged(module: Any) -> Iterator[nn.Parameter]:

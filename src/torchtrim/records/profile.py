@@ -243,7 +243,8 @@ class Replica(Struct, frozen=True, array_like=True, gc=False):
     """A module in `DistributedDataParallel`: `module` is the wrapper's index, the others its settings.
 
     `gradient_bytes` is what it exchanges once. `unused_bytes` is of parameters that had no part in the
-    loss, the most of all steps that were watched.
+    loss, the most of all steps that were watched. `first_bytes`: the size of the first bucket, where that is
+    another than `bucket_bytes`; 0 where it is not.
     """
 
     module: Count
@@ -253,6 +254,7 @@ class Replica(Struct, frozen=True, array_like=True, gc=False):
     find_unused: bool
     static_graph: bool
     bucket_views: bool
+    first_bytes: Count = 0
 
 
 class Overheads(Struct, frozen=True, kw_only=True):

@@ -100,11 +100,11 @@ def _each_brings(profile: Profile) -> Iterator[str]:
         overlap = overlap_of(profile, replica)
         if overlap is None:
             continue
-        now = overlap.exposed_seconds(overlap.cap)
+        now = overlap.exposed_now()
         cap, saved = overlap.best_cap()
         if saved > 0:
             yield f"; bucket_cap_mb={cap // MIB} hides {format_seconds(saved)} more"
-        halved = now - overlap.exposed_seconds(overlap.cap, width=0.5)
+        halved = now - overlap.exposed_now(width=0.5)
         if halved > 0:
             yield f"; bfloat16 takes {format_seconds(halved)} less (--allow semantic=compress_gradients)"
 
