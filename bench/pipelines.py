@@ -192,8 +192,6 @@ def main() -> None:
     rows = [row(one, recorded[one.schedule], runs[one.schedule]) for one in chosen.others]
     right, total = pairs(rows)
     data = {
-        "ranks": args.ranks,
-        "microbatches": args.microbatches,
         "rows": rows,
         "order": order(rows),
         "pairs": f"{right} of {total}",
@@ -206,7 +204,9 @@ def main() -> None:
         )
     said = f"order {data['order']:.2f}, pairs {data['pairs']}, time off by {data['time_off']:.1%}"
     print(json.dumps(data, indent=1) if args.json else said)
-    machine.save("pipelines", data)
+    known = machine.saved("pipelines").get("models", {})
+    name = f"{args.depth} blocks of {args.width}, {args.microbatches} micro-batches, {args.ranks} ranks"
+    machine.save("pipelines", {"models": {**known, name: data}})
 
 
 if __name__ == "__main__":
