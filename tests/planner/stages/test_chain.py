@@ -15,6 +15,7 @@ from torchtrim import TrainStep
 from torchtrim.errors import Unsupported
 from torchtrim.planner.stages.calls import passes_in
 from torchtrim.planner.stages.chain import Reader
+from torchtrim.planner.stages.costs import stages_of
 from torchtrim.records.profile import Profile
 
 
@@ -157,3 +158,13 @@ def test_a_step_that_accumulates_runs_its_model_more_than_once() -> None:
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         profile = torchtrim.record(TrainStep(model, loss, optimizer, torch.randn(16, 8)))
         assert passes_in(profile, "Sequential") == passes
+
+
+def test_what_the_model_returns_is_kept_by_the_last_stage_where_autograd_does_not() -> None:
+    """The loss keeps log-softmax of the scores and not the scores, of which a schedule has hold."""
+    chain = reader_of("gpt").chain(0.5)
+    scores = batch()[0].numel() // 2 * 32 * 4
+    assert chain.segments[-1].sent == scores
+    stages = stages_of(chain, (len(chain.segments) - 1,))
+    assert stages[-1].held == chain.segments[-1].held + scores
+    assert stages[-1].back == chain.segments[-1].back + scores

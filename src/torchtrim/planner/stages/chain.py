@@ -162,12 +162,14 @@ class Reader:
         return self._homes.get((number, kind), [])
 
     def _sent(self, number: int, share: float) -> int:
-        """What the segment's result needs where autograd does not keep it, and a stage has to."""
-        if number >= len(self._cuts):
-            return 0
-        cut = self._cuts[number]
-        kept = self._profile.storages[cut.storage].death > self._pass.last
-        return 0 if kept else int(cut.bytes * share)
+        """What the segment's result needs where autograd does not keep it, and a stage has to.
+
+        That of the last one is what the model returns, which torch's schedules keep until its backward.
+        """
+        inner = number < len(self._cuts)
+        results = {self._cuts[number].storage} if inner else {*self._pass.call.outputs}
+        kept = (self._profile.storages[one] for one in results)
+        return sum(int(one.bytes * share) for one in kept if one.death <= self._pass.last)
 
     def _home(self, operator: int) -> int:
         return max(bisect_right(self._starts, operator) - 1, 0)

@@ -126,4 +126,4 @@ def _bytes(own: Sequence[Segment]) -> tuple[int, int, int, int]:
         new = max(new, held + one.first + follows + grown)
         held += one.held
     sent = own[-1].sent
-    return held + sent, rise + sent, back + sent, new + sent
+    return held + sent, max(rise, held + sent), back + sent, new + sent
