@@ -327,6 +327,7 @@ class Inference(Scope):
         return PLAIN
 
     def _awaited(self, node: ast.Await | ast.Yield | ast.YieldFrom) -> Kind:
+        self.yields += not isinstance(node, ast.Await)
         self.value(node.value)
         return UNKNOWN
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from functools import cache, reduce
-from typing import Literal
+from typing import Literal, NamedTuple
 
 What = Literal[
     "unknown", "plain", "tensor", "sequence", "array", "device", "dtype", "layer", "mapping"
@@ -12,8 +11,7 @@ What = Literal[
 On = Literal["", "host", "device", "mixed"]
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
+class Kind(NamedTuple):
     """What an expression is.
 
     `plain` is what Python itself has: numbers, text, shapes, None. A `sequence` holds `part`, a `layer`
@@ -126,4 +124,4 @@ def together(*kinds: Kind) -> On:
 
 def singled(kind: Kind) -> Kind:
     """The same, of no dimensions."""
-    return replace(kind, single=True)
+    return kind._replace(single=True)
