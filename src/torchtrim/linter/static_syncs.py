@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import reduce
 from pathlib import PurePath
 from typing import NamedTuple
 
 from torchtrim.linter.annotations import annotated
+from torchtrim.linter.functions import referred
 from torchtrim.linter.guards import guard
 from torchtrim.linter.infer import Inference, computed
-from torchtrim.linter.kinds import PLAIN, UNKNOWN, Kind, is_open, joined, sequence
+from torchtrim.linter.kinds import PLAIN, UNKNOWN, Kind, is_open, joined, refined, sequence
 from torchtrim.linter.learning import is_asked_for, keeps
 from torchtrim.linter.scope import ClassFacts, Environment, FileFacts, Outside, Wait
 
 _ONCE = re.compile(
     r"__(init|new|setstate|getstate|repr|str|post_init|reduce|del|init_subclass)__|extra_repr|"
     r"_?(init|reset|load|save|convert|resize|prune|setup|build|export|plot|show|visualize|dump)(_\w*)?|"
-    r"lazy_init\w*|_?initiali[sz]e\w*|from_\w+|_?load_from\w*|register_\w+|post_init|tie_weights|dummy_inputs|main"
+    r"lazy_init\w*|_?initiali[sz]e\w*|from_\w+|_?load_from\w*|register_\w+|post_init|tie_weights|dummy_inputs|main|"
+    r"compute_(\w+_)?parameters"
 )
 _FOR_HOST = re.compile(
     r"\w*(Dataset|Sampler|Tokenizer|Processor\w*|FeatureExtractor|Collator\w*|DataLoader)"
@@ -125,8 +127,8 @@ class _Walk:
                 top = name.name.partition(".")[0]
                 self._facts.imports[name.asname or top] = name.name if name.asname else top
             else:
-                module = "." * node.level + (node.module or "")
-                self._facts.imports[name.asname or name.name] = f"{module}.{name.name}"
+                module = "." * node.level + (f"{node.module}." if node.module else "")
+                self._facts.imports[name.asname or name.name] = f"{module}{name.name}"
 
     def _declare(self, body: Iterable[ast.stmt], returns: Environment) -> None:
         """What functions return, by their annotations."""
@@ -139,13 +141,13 @@ class _Walk:
         return any(_STATEMENTS[type(statement)](self, statement) for statement in body)
 
     def _assign(self, node: ast.Assign) -> None:
-        kind = self._infer.value(node.value)
+        kind = self._infer.held(node.value)
         for target in node.targets:
             self._infer.assign(target, kind, node.value)
 
     def _annotated(self, node: ast.AnnAssign) -> None:
         said = annotated(node.annotation, self._infer.dotted)
-        kind = self._infer.value(node.value) if node.value is not None else UNKNOWN
+        kind = self._infer.held(node.value)
         self._infer.assign(node.target, kind if kind != UNKNOWN else said, node.value)
 
     def _augmented(self, node: ast.AugAssign) -> None:
@@ -305,14 +307,8 @@ class _Walk:
         if not kinds or not self._may_learn(node, this):
             return
         returns = self._facts.returns if this is None else this.returns
-        said = returns[node.name]
-        kind = reduce(joined, kinds)
-        is_property = any(_called(one) == "property" for one in node.decorator_list)
-        if kind == UNKNOWN and not is_property:
-            return
-        if said != UNKNOWN and not (kind.what == "tensor" and kind.sure):
-            return
-        if not is_property:
+        kind = refined(returns[node.name], reduce(joined, kinds))
+        if not any(_called(one) == "property" for one in node.decorator_list):
             returns[node.name] = kind
         elif this is not None:
             this.set(node.name, kind)
@@ -324,11 +320,17 @@ class _Walk:
         self._body(node)
         self._infer.env = outer
 
+    def _given(self, said: Kind, default: ast.expr) -> Kind:
+        """What a parameter is, by its annotation or the function that is its default."""
+        held = referred(self._infer, default)
+        return held if held.what == "function" and said in (UNKNOWN, PLAIN) else said
+
     def _body(self, node: _Function) -> list[Kind]:
         """Walk a function's code; what it returns."""
         arguments = node.args
-        for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
-            self._infer.env[one.arg] = annotated(one.annotation, self._infer.dotted)
+        for one, default in _with_defaults(arguments):
+            said = annotated(one.annotation, self._infer.dotted)
+            self._infer.env[one.arg] = said if default is None else self._given(said, default)
         for extra in (arguments.vararg, arguments.kwarg):
             if extra is not None:
                 said = annotated(extra.annotation, self._infer.dotted)
@@ -341,6 +343,14 @@ class _Walk:
         with self._infer.silent(bool(once)):
             self._block(node.body)
         return self._returned.pop()
+
+
+def _with_defaults(arguments: ast.arguments) -> Iterator[tuple[ast.arg, ast.expr | None]]:
+    """The parameters of a function, each with what it is where it is not given."""
+    by_place = [*arguments.posonlyargs, *arguments.args]
+    without = len(by_place) - len(arguments.defaults)
+    yield from zip(by_place, [*[None] * without, *arguments.defaults], strict=True)
+    yield from zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
 
 
 def merged(one: Environment, other: Environment) -> Environment:
