@@ -35,7 +35,7 @@ def referred(scope: Scope, node: ast.expr | None) -> Kind:
 def called(scope: Scope, held: Kind, call: Call) -> Kind:
     """What calling one of the functions gives that a name holds, by those of them that are known.
 
-    A wait is told of only where there is no other function that it may be.
+    A wait is reported only where it can be no other function.
     """
     with scope.silent(len(held.items) + (held.part is not None) > 1):
         given = [_called(scope, name, call) for name, _ in held.items]

@@ -170,7 +170,7 @@ def _is_of_a_tensor(scope: Scope, method: str, call: Call) -> bool:
 
 
 def _is_loss(node: ast.expr) -> bool:
-    """Whether it is called a loss, as what is differentiated is: by its name, or the key it is kept by."""
+    """Whether it has the name of a loss, by itself or as the key of a dict."""
     if isinstance(node, ast.Subscript):
         node = node.slice if isinstance(node.slice, ast.Constant) else node.value
     name = getattr(node, "id", getattr(node, "attr", getattr(node, "value", "")))

@@ -156,7 +156,7 @@ class _Change:
         return self._bytes(n for birth, until, n in (*lives, *others) if birth < at < until)
 
     def _until(self, number: int, *, saves: bool) -> int:
-        """Until when it is there; without what is saved, where there are no gradients."""
+        """Until when it is there; without gradients, nothing saved counts."""
         tensor = self._step.tensors[number]
         holds = (hold.until for hold in tensor.holds if saves or hold.saver < 0)
         return max(holds, default=tensor.birth + 1)
