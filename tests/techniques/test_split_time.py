@@ -31,6 +31,13 @@ FORMS = list(
 )
 
 
+class Own(nn.LSTM):
+    """An LSTM with a forward of its own."""
+
+    def forward(self, input: Tensor, hx: Any = None) -> Any:
+        return super().forward(2 * input, hx)
+
+
 def part_of(*where: str, **options: Any) -> Technique:
     return Technique(name="split_time", where=where, options=options, equivalence="ROUNDING")
 
@@ -129,6 +136,7 @@ def test_what_cannot_run_in_pieces_is_refused() -> None:
         TECHNIQUE.apply({}, part_of("Net", parts=2))
     for module, why in (
         (nn.Linear(2, 2), "no LSTM and no GRU"),
+        (Own(4, 4), "forward of its own"),
         (nn.LSTM(4, 4, proj_size=2), "projections"),
         (nn.LSTM(4, 4, 2, dropout=0.1), "random numbers"),
     ):

@@ -21,6 +21,8 @@ def split(where: str, module: nn.Module) -> Swapped:
     """Give an LSTM or GRU a forward in pieces of time. Raises `ApplyFailed` for another module."""
     if not isinstance(module, nn.LSTM | nn.GRU):
         raise _refused(where, f"is a {type(module).__name__}, no LSTM and no GRU")
+    if type(module).forward not in (nn.LSTM.forward, nn.GRU.forward):
+        raise _refused(where, "has a forward of its own")
     if module.proj_size:
         raise _refused(where, "has projections")
     if module.training and module.dropout > 0 and module.num_layers > 1:
