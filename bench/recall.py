@@ -1,8 +1,9 @@
 """How many of the host-device syncs inside a library `lint` finds, beside what its models do when they run.
 
-    python -m bench.recall [--models 80] [--seed 0] [--misses] [--json]
+    python -m bench.recall [--models 80] [--seed 0] [--libraries] [--misses] [--json]
 
-Needs transformers. Models of its language tasks, drawn at random and made small by their configuration, run
+Needs transformers, or with `--libraries` those of `bench/recall_libraries.py`, whose steps run in the
+place of models. Models of its language tasks, drawn at random and made small by their configuration, run
 once on an emulated device, forward and backward. Each line of the library at which the host waited then is a
 sync that is there; `lint` reads the source of the same files and has seen none of that. A model that does not
 run so small, or at all without its extra packages, is left out.
@@ -13,6 +14,9 @@ from __future__ import annotations
 import argparse
 import random
 import warnings
+from collections.abc import Callable, Iterable
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,7 @@ import torch
 import torchtrim
 from bench.lint import folder_of
 from bench.machine import save
+from bench.recall_libraries import LIBRARIES
 from torchtrim.fixes.reading.source import read_source
 from torchtrim.linter.text import lint_text
 from torchtrim.sync.table.lookup import row
@@ -106,6 +111,11 @@ def waited(model: Any, project: Path) -> set[Line]:
             )
         model(**inputs).loss.backward()
 
+    return lines_of(step, project)
+
+
+def lines_of(step: Callable[[], object], project: Path) -> set[Line]:
+    """The lines of a library at which the second of two calls waits on an emulated device."""
     with torchtrim.emulate():
         measured = torchtrim.measure(step, project=project, warmup=1)
     return {
@@ -128,17 +138,53 @@ def told(folder: Path, paths: set[str]) -> dict[str, list[tuple[int, int]]]:
 def measure(count: int, seed: int) -> tuple[dict[str, Any], list[str]]:
     """What ran, how many lines waited, how many of those are found; and those that are not."""
     folder = folder_of("transformers")
+    steps = ((name, partial(_small_waited, name, folder)) for name in names(count, seed))
+    lines, ran = _all_lines(steps)
+    found, missed = _beside_lint(folder, lines)
+    return {"models": ran, "drawn": count, "seed": seed, **found}, missed
+
+
+def _small_waited(name: str, folder: Path) -> set[Line]:
+    return waited(small(name), folder)
+
+
+def measure_libraries() -> tuple[dict[str, Any], list[str]]:
+    """The same of each library, and of all together."""
+    results: dict[str, Any] = {}
+    missed: list[str] = []
+    for library, steps in LIBRARIES.items():
+        folder = folder_of(library)
+        lines, ran = _all_lines((name, partial(lines_of, step, folder)) for name, step in steps())
+        lines = {one: name for one, name in lines.items() if Path(one[0]).is_relative_to(folder)}
+        found, misses = _beside_lint(folder, lines)
+        results[library] = {"version": version(library), "steps": ran, **found}
+        missed += misses
+    total = {
+        name: sum(one[name] for one in results.values()) for name in ("lines_that_waited", "found")
+    }
+    recall = round(total["found"] / max(1, total["lines_that_waited"]), 3)
+    return {"libraries": results, **total, "recall": recall}, missed
+
+
+def _all_lines(
+    steps: Iterable[tuple[str, Callable[[], set[Line]]]],
+) -> tuple[dict[Line, str], int]:
+    """The lines at which any of some steps waits, with the first that does; and how many steps ran."""
     lines: dict[Line, str] = {}
     ran = 0
-    for model_name in names(count, seed):
+    for name, step in steps:
         try:
-            seen = waited(small(model_name), folder)
-        except Exception as error:  # whatever a model may lack
-            print(f"{model_name}: {type(error).__name__} {str(error)[:80]}", flush=True)
+            seen = step()
+        except Exception as error:  # whatever a step may lack
+            print(f"{name}: {type(error).__name__} {str(error)[:80]}", flush=True)
             continue
         ran += 1
-        print(f"{model_name}: {len(seen)} lines", flush=True)
-        lines |= {one: model_name for one in seen if one not in lines}
+        print(f"{name}: {len(seen)} lines", flush=True)
+        lines |= {one: name for one in seen if one not in lines}
+    return lines, ran
+
+
+def _beside_lint(folder: Path, lines: dict[Line, str]) -> tuple[dict[str, Any], list[str]]:
     findings = told(folder, {path for path, _ in lines})
     missed = [
         f"{path}:{line} ({name})"
@@ -147,9 +193,6 @@ def measure(count: int, seed: int) -> tuple[dict[str, Any], list[str]]:
     ]
     found = len(lines) - len(missed)
     return {
-        "models": ran,
-        "drawn": count,
-        "seed": seed,
         "lines_that_waited": len(lines),
         "found": found,
         "recall": round(found / max(1, len(lines)), 3),
@@ -161,18 +204,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", type=int, default=80)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--libraries", action="store_true", help="steps of other libraries")
     parser.add_argument("--misses", action="store_true", help="name the lines that were not found")
     parser.add_argument(
-        "--json", action="store_true", help="write bench/results/MACHINE/recall.json"
+        "--json",
+        action="store_true",
+        help="write bench/results/MACHINE/recall*.json",
     )
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    result, missed = measure(options.models, options.seed)
+    if options.libraries:
+        result, missed = measure_libraries()
+    else:
+        result, missed = measure(options.models, options.seed)
     print(result)
     if options.misses:
         print(*missed, sep="\n")
     if options.json:
-        print(save("recall", result))
+        print(save("recall-libraries" if options.libraries else "recall", result))
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ REFUSED = [
         "another in each turn",
     ),
     ("w = torch.tensor([1.0], device=d)", "nothing else in the loop"),
-    ("w = torch.tensor([1.0], device=d)  # why\n        out.append(w + 1)", "stands behind it"),
+    ("w = torch.tensor([1.0], device=d)  # why\n        out.append(w + 1)", "follows it"),
 ]
 
 

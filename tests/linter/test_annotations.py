@@ -7,7 +7,18 @@ import ast
 import pytest
 
 from torchtrim.linter.annotations import annotated
-from torchtrim.linter.kinds import ARRAY, DTYPE, PLAIN, UNKNOWN, Kind, device, sequence, tensor
+from torchtrim.linter.kinds import (
+    ARRAY,
+    DTYPE,
+    PLAIN,
+    UNKNOWN,
+    Kind,
+    device,
+    mapping,
+    places,
+    sequence,
+    tensor,
+)
 
 NAMES = {"Tensor": "torch.Tensor", "torch": "torch", "np": "numpy"}
 
@@ -31,13 +42,14 @@ def dotted(node: ast.AST) -> str | None:
         ("'no python ('", UNKNOWN),
         ("int | None", PLAIN),
         ("bool", PLAIN),
-        ("dict[str, Tensor]", PLAIN),
+        ("dict[str, Tensor]", mapping({}, tensor(sure=False))),
+        ("dict", mapping({}, UNKNOWN)),
         ("np.ndarray", ARRAY),
         ("torch.device", device("")),
         ("torch.dtype", DTYPE),
         ("list[Tensor]", sequence(tensor(sure=False))),
         ("tuple[Tensor, ...]", sequence(tensor(sure=False))),
-        ("tuple[int, Tensor]", sequence(UNKNOWN)),
+        ("tuple[int, Tensor]", places([PLAIN, tensor(sure=False)])),
         ("Something", UNKNOWN),
         ("None", UNKNOWN),
     ],

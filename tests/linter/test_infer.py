@@ -15,6 +15,8 @@ from torchtrim.linter.kinds import (
     UNKNOWN,
     Kind,
     device,
+    function,
+    places,
     sequence,
     singled,
     tensor,
@@ -90,7 +92,13 @@ def value(text: str) -> Kind:
         ("x if n else None", DEVICE),
         ("len(x)", PLAIN),
         ("max(n, 3)", PLAIN),
-        ("lambda: x", UNKNOWN),
+        ("(x, n)", places([DEVICE, PLAIN])),
+        ("(x, n)[1]", PLAIN),
+        ("(x, x)", sequence(DEVICE)),
+        ("getattr(n, 'a', None) or n", PLAIN),
+        ("getattr(other, 'a')", UNKNOWN),
+        ("n or x", UNKNOWN),
+        ("lambda: x", function(gives=DEVICE)),
     ],
 )
 def test_kinds_of_expressions(text: str, kind: Kind) -> None:

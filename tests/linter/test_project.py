@@ -108,3 +108,11 @@ def test_the_truth_of_what_is_computed_and_annotated(tmp_path: Path) -> None:
             .replace("(x, m))", "(x)) else 0")
         )
         assert lines(tmp_path, text) == found, function
+
+
+@pytest.mark.parametrize("head", ["import losses as l", "from . import losses as l"])
+def test_a_function_that_is_called_through_its_module(tmp_path: Path, head: str) -> None:
+    (tmp_path / "losses.py").write_text(LOSSES)
+    text = f"import torch\n{head}\ndef f(x, m):\n    return float(l.masked(x, m))\n"
+    assert lines(tmp_path, text) == [4]
+    assert lines(tmp_path, text.replace("masked", "count")) == []

@@ -4,7 +4,7 @@ Each `.item()` waits until the device has computed the loss. Copies of the losse
 a list of their own; after the loop one `torch.stack(...).tolist()` reads them all and puts the numbers
 into the same list.
 
-What is computed of the numbers on the way is taken to be real, as what was watched.
+Values computed from the numbers on the way count as real, as in the run that was watched.
 
 Refused where somebody may look at the list before the loop is over: an attribute, a list that has another
 name too, a use within the loop, a `try` that goes on.

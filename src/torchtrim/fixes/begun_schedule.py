@@ -4,7 +4,7 @@ The first `scheduler.step` of a diffusers scheduler looks for its time step amon
 and reads the place. A loop over all of them begins at the first, so the host knows it.
 
 Needs a scheduler of diffusers that has `set_begin_index`, and a loop over all of its time steps in which it
-steps; refused where it is told elsewhere in the function.
+steps; refused where the function sets it elsewhere.
 """
 
 from __future__ import annotations

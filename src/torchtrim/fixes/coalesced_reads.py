@@ -7,7 +7,8 @@ The numbers are the same, since a Python number holds each value exactly; floats
 counts in 64 bits.
 
 Types that were seen are tested for, which needs no sync; others are read one by one. What is read is taken to
-be real, as what was watched. Refused where fewer than two are of one device and of types that go together.
+be real, as in the run that was watched. Refused where fewer than two are of one device and of types that go
+together.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def _next_line(source: Source, assign: ast.Assign) -> int:
     end = source.end(assign)
     stop = source.text.find("\n", end)
     if stop < 0 or source.text[end:stop].strip():
-        raise Refused("something stands behind it in its line")
+        raise Refused("something follows it in its line")
     return stop + 1
 
 

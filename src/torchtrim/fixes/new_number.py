@@ -1,7 +1,7 @@
 """`x.new_tensor(0.5)` becomes `x.new_full((), 0.5)`, which the device makes itself.
 
 `new_tensor` makes its tensor on the host and copies it, and the host waits. Both have the type and the
-device of `x`, unless they are told another.
+device of `x`, unless the call names another.
 
 Needs a number of Python's that is written there, and no larger than 32 bits hold.
 """

@@ -45,7 +45,7 @@ def write(match: Match, facts: Facts) -> Writing:
     number = bound.parts["C"]
     value = number.value if isinstance(number, ast.Constant) else None
     if type(value) not in (int, float) or not abs(value) < 2**15:  # type: ignore[arg-type]
-        raise Refused("what is repeated is not a small number that is written there")
+        raise Refused("the repeated value is not a small number that is written there")
     if "T" not in match.parts and not isinstance(value, float):
         raise Refused("an empty list would be of floats: give `dtype`")
     facts.need(f"`{match.text('N')[:60]}` is an integer", lambda v: v.N.kind == "int")

@@ -1,6 +1,6 @@
 """`torch.from_numpy(x.detach().cpu().numpy()).to(d)` becomes `x.detach().to(d, copy=True)`.
 
-The values go to the host, which waits for them, and back, for which it waits again. A copy on the device has
+The values go to the host and back, and the host waits both times. A copy on the device has
 the same values and type; in memory they may lie in another order, in which a sum rounds in another way.
 
 Needs a tensor that wants no gradient where none is cut off, as NumPy's arrays do.

@@ -1,7 +1,7 @@
 """`table[t.item()]`, and `table[t]` with a tensor of zero dimensions, become `table[t.view(1)][0]`.
 
 An index of zero dimensions is a number to PyTorch, which the host reads, with or without `.item()`. One of
-one dimension stays on the device. So `alphas_cumprod[t]` in a sampler's loop waits for nothing.
+one dimension stays on the device. So `alphas_cumprod[t]` in a sampler's loop does not wait.
 
 Its values are the same; in memory they may lie in another order, in which a sum rounds in another way.
 

@@ -13,12 +13,14 @@ from torchtrim.linter.kinds import (
     UNKNOWN,
     Kind,
     device,
+    mapping,
+    places,
     sequence,
     tensor,
 )
 
 _PLAIN_NAMES = """
-    int float bool str bytes complex None dict Dict Callable Path PathLike
+    int float bool str bytes complex None Callable Path PathLike
 """
 _PLAIN = frozenset(_PLAIN_NAMES.split())
 _SEQUENCES_NAMES = """
@@ -27,6 +29,7 @@ _SEQUENCES_NAMES = """
 _SEQUENCES = frozenset(_SEQUENCES_NAMES.split())
 _INT = ("LongTensor", "IntTensor", "ByteTensor")
 _FLOAT = ("FloatTensor", "HalfTensor", "DoubleTensor", "BFloat16Tensor", "Tensor", "Parameter")
+_DICTS = frozenset(("dict", "Dict", "Mapping", "MutableMapping"))
 Dotted = Callable[[ast.AST], str | None]
 
 
@@ -71,6 +74,8 @@ def _one(node: ast.AST, dotted: Dotted) -> Kind | None:
         return _of_torch(name, last)
     if name.startswith("numpy."):
         return ARRAY if last in ("ndarray", "array") else PLAIN
+    if last in _DICTS:
+        return mapping({}, UNKNOWN)
     return PLAIN if last in _PLAIN else UNKNOWN
 
 
@@ -89,11 +94,15 @@ def _of_torch(name: str, last: str) -> Kind:
 
 
 def _several(node: ast.Subscript, dotted: Dotted) -> Kind:
-    if _name(node.value) not in _SEQUENCES:
-        return PLAIN if _name(node.value) in ("dict", "Dict", "Callable", "Literal") else UNKNOWN
     inner = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-    kinds = {annotated(one, dotted) for one in inner if not _is_ellipsis(one)}
-    return sequence(kinds.pop() if len(kinds) == 1 else UNKNOWN)
+    if _name(node.value) in _DICTS:
+        return mapping({}, annotated(inner[-1], dotted))
+    if _name(node.value) not in _SEQUENCES:
+        return PLAIN if _name(node.value) in ("Callable", "Literal") else UNKNOWN
+    kinds = [annotated(one, dotted) for one in inner if not _is_ellipsis(one)]
+    if _name(node.value) in ("tuple", "Tuple") and len(kinds) == len(inner):
+        return places(kinds)
+    return sequence(kinds[0] if len(set(kinds)) == 1 else UNKNOWN)
 
 
 def _is_ellipsis(node: ast.AST) -> bool:

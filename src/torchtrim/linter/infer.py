@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
+from functools import reduce
 
 from torchtrim.linter import subscripts
 from torchtrim.linter import torch_names as names
+from torchtrim.linter.functions import KNOWN_MODULES, referred
 from torchtrim.linter.guards import Names, guard
 from torchtrim.linter.kinds import (
     ARRAY,
@@ -18,15 +20,24 @@ from torchtrim.linter.kinds import (
     UNKNOWN,
     Kind,
     device,
+    function,
     joined,
     mapping,
     part_of,
+    placed,
+    places,
     sequence,
     tensor,
     together,
     valued,
 )
-from torchtrim.linter.plain_calls import called_name, called_on, communicated, own_method
+from torchtrim.linter.plain_calls import (
+    called_held,
+    called_name,
+    called_on,
+    communicated,
+    own_method,
+)
 from torchtrim.linter.scope import Scope
 from torchtrim.linter.torch_calls import Call, called_function
 
@@ -34,7 +45,6 @@ _SETTINGS = frozenset(("config", "cfg", "args", "hparams", "opt", "kwargs", "log
 _CONFIGURATIONS = frozenset(("config", "cfg", "hparams"))
 _TENSORS = frozenset(("logits", "last_hidden_state"))
 _COMPUTED = (ast.BitAnd, ast.BitOr, ast.BitXor)
-_KNOWN_MODULES = ("torch.", "numpy.", "math.", "time.", "os.", "scipy.", "PIL.", "cv2.")
 
 
 class Inference(Scope):
@@ -47,16 +57,22 @@ class Inference(Scope):
         handle = _HANDLERS.get(type(node))
         return handle(self, node) if handle is not None else PLAIN
 
-    def truth(self, node: ast.expr) -> None:
-        """An expression whose truth decides something: a tensor is read for that."""
+    def held(self, node: ast.expr | None) -> Kind:
+        """What an expression is that is kept: a function that it names, too."""
+        kind = self.value(node)
+        return referred(self, node) if kind == UNKNOWN else kind
+
+    def truth(self, node: ast.expr) -> Kind:
+        """An expression whose truth decides something: a tensor is read for that. What it is."""
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             self.truth(node.operand)
-        elif isinstance(node, ast.BoolOp):
-            self._bool_operation(node)
-        else:
-            kind = self.value(node)
-            if kind.waits and kind.sure:
-                self.wait("item", node)
+            return PLAIN
+        if isinstance(node, ast.BoolOp):
+            return self._bool_operation(node)
+        kind = self.value(node)
+        if kind.waits and kind.sure:
+            self.wait("item", node)
+        return kind
 
     def assign(self, target: ast.expr, kind: Kind, node: ast.expr | None = None) -> None:
         """Bind what is left of `=`."""
@@ -100,12 +116,13 @@ class Inference(Scope):
                     inner = self.value(value)
                 self.assign(one, inner)
             return
-        for one in target.elts:
-            self.assign(one, part_of(kind))
+        known = placed(kind, len(target.elts))
+        for at, one in enumerate(target.elts):
+            self.assign(one, part_of(kind) if known is None else known[at])
 
     def _name(self, node: ast.Name) -> Kind:
         if (found := self.env.get(node.id)) is not None:
-            return found
+            return PLAIN if found == UNKNOWN and node.id in _CONFIGURATIONS else found
         if node.id in self.file.imports:
             return _imported(self.file.imports[node.id])
         if (found := self.file.own.get(node.id)) is not None:
@@ -166,7 +183,7 @@ class Inference(Scope):
             return PLAIN
         kind = self.value(node.operand)
         if kind.what == "tensor":
-            return tensor(kind.on, kind.dtype, single=kind.single)
+            return tensor(kind.on, kind.dtype, single=kind.single, sure=kind.sure)
         return kind
 
     def _compare(self, node: ast.Compare) -> Kind:
@@ -193,13 +210,12 @@ class Inference(Scope):
         return made
 
     def _bool_operation(self, node: ast.BoolOp) -> Kind:
-        found = UNKNOWN
+        kinds: list[Kind] = []
         before = dict(self.env)
         with self.silent(False):
             quieted = 0
             for at, value in enumerate(node.values):
-                self.truth(value) if not _is_plain_name(value) else self.value(value)
-                found = UNKNOWN
+                kinds.append(self.truth(value) if not _is_plain_name(value) else self.value(value))
                 said = guard(value)
                 is_and = isinstance(node.op, ast.And)
                 self.narrow(said.when_true if is_and else said.when_false)
@@ -208,7 +224,7 @@ class Inference(Scope):
                     quieted += 1
             self.quiet -= quieted
         self.env = before
-        return found
+        return PLAIN if all(kind == PLAIN for kind in kinds) else UNKNOWN
 
     def _conditional(self, node: ast.IfExp) -> Kind:
         self.truth(node.test)
@@ -229,12 +245,9 @@ class Inference(Scope):
 
     def _listed(self, node: ast.List | ast.Tuple | ast.Set) -> Kind:
         kinds = [self.value(one) for one in node.elts]
-        if not kinds:
-            return sequence(UNKNOWN)
-        found = kinds[0]
-        for kind in kinds[1:]:
-            found = joined(found, kind)
-        return sequence(found)
+        if isinstance(node, ast.Tuple) and not any(isinstance(x, ast.Starred) for x in node.elts):
+            return places(kinds)
+        return sequence(reduce(joined, kinds) if kinds else UNKNOWN)
 
     def _starred(self, node: ast.Starred) -> Kind:
         return part_of(self.value(node.value))
@@ -245,7 +258,7 @@ class Inference(Scope):
         for key, value in zip(node.keys, node.values, strict=True):
             if key is not None:
                 self.value(key)
-            kind, text = self.value(value), _text(key)
+            kind, text = self.held(value), _text(key)
             if text is not None:
                 items[text] = kind
             else:
@@ -309,9 +322,9 @@ class Inference(Scope):
         arguments = node.args
         for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
             self.env[one.arg] = UNKNOWN
-        self.value(node.body)
+        kind = self.value(node.body)
         self.env = before
-        return UNKNOWN
+        return function(gives=kind)
 
     def _walrus(self, node: ast.NamedExpr) -> Kind:
         kind = self.value(node.value)
@@ -327,6 +340,7 @@ class Inference(Scope):
         return PLAIN
 
     def _awaited(self, node: ast.Await | ast.Yield | ast.YieldFrom) -> Kind:
+        self.yields += not isinstance(node, ast.Await)
         self.value(node.value)
         return UNKNOWN
 
@@ -335,15 +349,18 @@ class Inference(Scope):
         call = self._arguments(node)
         communicated(self, function, call)
         full = self.dotted(function)
-        if full is not None and full.startswith(_KNOWN_MODULES):
+        if full is not None and full.startswith(KNOWN_MODULES):
             return called_function(full, call)
         if isinstance(function, ast.Name):
             return called_name(self, function, call)
         if not isinstance(function, ast.Attribute):
-            return tensor() if self.value(function).what == "layer" else UNKNOWN
+            return called_held(self, self.value(function), call)
         owner = function.value
         if isinstance(owner, ast.Name) and owner.id == "self" and self.this is not None:
             return own_method(self, function.attr, call)
+        given = UNKNOWN if full is None else self.file.outside(full)
+        if given != UNKNOWN:
+            return given
         return called_on(self, owner, self.value(owner), function.attr, call)
 
     def _arguments(self, node: ast.Call) -> Call:

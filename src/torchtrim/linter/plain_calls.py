@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 
+from torchtrim.linter import functions
 from torchtrim.linter import torch_names as names
 from torchtrim.linter.kinds import (
     DTYPE,
@@ -34,12 +35,19 @@ def called_name(scope: Scope, function: ast.Name, call: Call) -> Kind:
     name = function.id
     known = scope.env.get(name)
     if known is not None:
-        return tensor() if known.what == "layer" else UNKNOWN
+        return called_held(scope, known, call)
     if name in scope.file.returns:
         return scope.file.returns[name]
     if name in scope.file.imports:
         return scope.file.outside(scope.file.imports[name])
     return _builtin(scope, name, call)
+
+
+def called_held(scope: Scope, held: Kind, call: Call) -> Kind:
+    """What calling the value of a name, an attribute or a place gives."""
+    if held.what == "function":
+        return functions.called(scope, held, call)
+    return tensor() if held.what == "layer" else UNKNOWN
 
 
 def _builtin(scope: Scope, name: str, call: Call) -> Kind:
@@ -62,6 +70,8 @@ def _builtin(scope: Scope, name: str, call: Call) -> Kind:
         return part_of(args[0]) if args else PLAIN
     if name == "abs":
         return args[0] if args else PLAIN
+    if name == "getattr":
+        return PLAIN if args[:1] == (PLAIN,) else UNKNOWN
     if name in _ELEMENTS:
         return sequence(part_of(args[0])) if args else sequence(UNKNOWN)
     return PLAIN if name in _PLAIN_CALLS else UNKNOWN
@@ -99,8 +109,8 @@ def own_method(scope: Scope, method: str, call: Call) -> Kind:
         scope.this.set(str(first.value), tensor("", kind.dtype))
         return PLAIN
     known = scope.this.attribute(method)
-    if known is not None and known.what == "layer":
-        return tensor()
+    if known is not None and known.what in ("layer", "function"):
+        return called_held(scope, known, call)
     return scope.this.returned(method) or UNKNOWN
 
 
@@ -160,7 +170,7 @@ def _is_of_a_tensor(scope: Scope, method: str, call: Call) -> bool:
 
 
 def _is_loss(node: ast.expr) -> bool:
-    """Whether it is called a loss, as what is differentiated is: by its name, or the key it is kept by."""
+    """Whether it has the name of a loss, by itself or as the key of a dict."""
     if isinstance(node, ast.Subscript):
         node = node.slice if isinstance(node.slice, ast.Constant) else node.value
     name = getattr(node, "id", getattr(node, "attr", getattr(node, "value", "")))

@@ -47,8 +47,9 @@ def _returned(full: str, path: str, depth: int) -> tuple[Kind, tuple[str, ...]]:
 
     With the files that say so.
     """
-    module, _, name = full.rpartition(".")
-    file = _file_of(module or ".", path)
+    within = full.lstrip(".")
+    module, _, name = within.rpartition(".")
+    file = _file_of(full[: len(full) - len(within)] + module, path)
     if file is None or file == path:
         return UNKNOWN, ()
     stamp = _stamp(file)
@@ -61,7 +62,7 @@ def _returned(full: str, path: str, depth: int) -> tuple[Kind, tuple[str, ...]]:
     if known in (None, UNKNOWN) and depth and name in outline.imports:
         known, files = _returned(outline.imports[name], file, depth - 1)
         return known, (file, *files)
-    return known or UNKNOWN, (file,)
+    return known if known is not None and known.what != "function" else UNKNOWN, (file,)
 
 
 def _stamp(file: str) -> tuple[int, int]:

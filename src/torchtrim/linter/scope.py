@@ -69,7 +69,7 @@ class Scope:
     """Kinds of names. `wait` gets a row of the table of waits and a node.
 
     `env` are the names of the function, `this` is the class whose method it is; while `quiet` is over 0
-    no device runs the code.
+    no device runs the code. `yields` counts the values that generators gave.
     """
 
     def __init__(self, file: FileFacts, wait: Wait) -> None:
@@ -77,6 +77,7 @@ class Scope:
         self.env: Environment = {}
         self.this: ClassFacts | None = None
         self.quiet = 0
+        self.yields = 0
         self._told = wait
 
     def wait(self, row: str, node: ast.AST) -> None:

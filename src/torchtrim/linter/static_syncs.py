@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import reduce
 from pathlib import PurePath
 from typing import NamedTuple
 
 from torchtrim.linter.annotations import annotated
+from torchtrim.linter.functions import referred
 from torchtrim.linter.guards import guard
 from torchtrim.linter.infer import Inference, computed
-from torchtrim.linter.kinds import PLAIN, UNKNOWN, Kind, is_open, joined, sequence
-from torchtrim.linter.scope import ClassFacts, Environment, FileFacts, Outside
+from torchtrim.linter.kinds import PLAIN, UNKNOWN, Kind, is_open, joined, refined, sequence
+from torchtrim.linter.learning import is_asked_for, keeps
+from torchtrim.linter.scope import ClassFacts, Environment, FileFacts, Outside, Wait
 
 _ONCE = re.compile(
     r"__(init|new|setstate|getstate|repr|str|post_init|reduce|del|init_subclass)__|extra_repr|"
     r"_?(init|reset|load|save|convert|resize|prune|setup|build|export|plot|show|visualize|dump)(_\w*)?|"
-    r"lazy_init\w*|_?initiali[sz]e\w*|from_\w+|_?load_from\w*|register_\w+|post_init|tie_weights|dummy_inputs|main"
+    r"lazy_init\w*|_?initiali[sz]e\w*|from_\w+|_?load_from\w*|register_\w+|post_init|tie_weights|dummy_inputs|main|"
+    r"compute_(\w+_)?parameters"
 )
 _FOR_HOST = re.compile(
     r"\w*(Dataset|Sampler|Tokenizer|Processor\w*|FeatureExtractor|Collator\w*|DataLoader)"
@@ -48,13 +51,17 @@ class StaticSync(NamedTuple):
 
 
 def static_syncs(
-    tree: ast.Module, path: str, outside: Outside = lambda full: UNKNOWN
+    tree: ast.Module,
+    path: str,
+    outside: Outside = lambda full: UNKNOWN,
+    text: str | None = None,
 ) -> list[StaticSync]:
     """Every sync point of a file, in the order of the code. `outside` tells of functions of other files.
 
-    The code is walked twice: first for what functions return and what is kept on `self`.
+    The code is walked twice: first for what functions return and what is kept on `self`. Where the
+    `text` is given, functions that tell nothing that it asks for are left out there.
     """
-    walk = _Walk(path, facts_of(tree, path, outside))
+    walk = _Walk(path, facts_of(tree, path, outside, text))
     walk.file(tree)
     at = {(one.row, one.node): one for one in walk.found}
     return sorted(at.values(), key=lambda one: (one.node.lineno, one.node.col_offset))  # type: ignore[attr-defined]
@@ -67,10 +74,10 @@ def outline_of(tree: ast.Module, path: str) -> FileFacts:
     return facts
 
 
-def facts_of(tree: ast.Module, path: str, outside: Outside) -> FileFacts:
-    """What a file's own functions return, and what its classes keep."""
+def facts_of(tree: ast.Module, path: str, outside: Outside, text: str | None = None) -> FileFacts:
+    """What a file's own functions return, and what its classes keep; all of it where no `text` is given."""
     facts = FileFacts(outside=outside)
-    _Walk(path, facts, learns=True).file(tree)
+    _Walk(path, facts, learns=True, text=text).file(tree)
     for one in facts.classes.values():
         one.complete = True
     return facts
@@ -79,12 +86,15 @@ def facts_of(tree: ast.Module, path: str, outside: Outside) -> FileFacts:
 class _Walk:
     """Walks statements in the order in which they run, each once."""
 
-    def __init__(self, path: str, facts: FileFacts, *, learns: bool = False) -> None:
+    def __init__(
+        self, path: str, facts: FileFacts, *, learns: bool = False, text: str | None = None
+    ) -> None:
         self.found: list[StaticSync] = []
         self._facts = facts
         self._learns = learns
+        self._text = text
         self._returned: list[list[Kind]] = []
-        self._infer = Inference(self._facts, self._wait)
+        self._infer = Inference(self._facts, _into(self.found))
         self._pending: list[Callable[[], None]] = []
         self._one_shot = _ONE_SHOT_FILES.fullmatch(PurePath(path).stem) is not None
 
@@ -102,9 +112,6 @@ class _Walk:
         self._imports(tree.body)
         self._declare(tree.body, self._facts.returns)
 
-    def _wait(self, row: str, node: ast.AST) -> None:
-        self.found.append(StaticSync(row, node))
-
     def _imports(self, body: Iterable[ast.stmt]) -> None:
         """Imports at the top, those within `if` and `try` too."""
         for statement in body:
@@ -120,8 +127,8 @@ class _Walk:
                 top = name.name.partition(".")[0]
                 self._facts.imports[name.asname or top] = name.name if name.asname else top
             else:
-                module = "." * node.level + (node.module or "")
-                self._facts.imports[name.asname or name.name] = f"{module}.{name.name}"
+                module = "." * node.level + (f"{node.module}." if node.module else "")
+                self._facts.imports[name.asname or name.name] = f"{module}{name.name}"
 
     def _declare(self, body: Iterable[ast.stmt], returns: Environment) -> None:
         """What functions return, by their annotations."""
@@ -134,13 +141,13 @@ class _Walk:
         return any(_STATEMENTS[type(statement)](self, statement) for statement in body)
 
     def _assign(self, node: ast.Assign) -> None:
-        kind = self._infer.value(node.value)
+        kind = self._infer.held(node.value)
         for target in node.targets:
             self._infer.assign(target, kind, node.value)
 
     def _annotated(self, node: ast.AnnAssign) -> None:
         said = annotated(node.annotation, self._infer.dotted)
-        kind = self._infer.value(node.value) if node.value is not None else UNKNOWN
+        kind = self._infer.held(node.value)
         self._infer.assign(node.target, kind if kind != UNKNOWN else said, node.value)
 
     def _augmented(self, node: ast.AugAssign) -> None:
@@ -268,32 +275,40 @@ class _Walk:
         self._infer.env.pop(node.name, None)
 
     def _later(self, node: _Function, this: ClassFacts | None, *, quiet: bool = False) -> None:
+        if self._learns and not self._teaches(node, this):
+            return
+
         def walk() -> None:
             self._infer.env, self._infer.this = {" within": PLAIN}, this
+            before = self._infer.yields
             with self._infer.silent(quiet):
                 kinds = self._body(node)
             self._infer.this = None
-            if self._learns:
+            if self._learns and self._infer.yields == before:
                 self._learn(node, this, kinds)
 
         self._pending.append(walk)
 
+    def _teaches(self, node: _Function, this: ClassFacts | None) -> bool:
+        """Whether following a function may tell what the file asks for."""
+        asked = self._text is None or is_asked_for(node.name, self._text, method=this is not None)
+        return (asked and self._may_learn(node, this)) or keeps(node)
+
+    def _may_learn(self, node: _Function, this: ClassFacts | None) -> bool:
+        """Whether its `return`s say more than its annotation."""
+        returns = self._facts.returns if this is None else this.returns
+        said = returns.get(node.name)
+        if said is None or not is_open(said) or isinstance(node, ast.AsyncFunctionDef):
+            return False
+        return all(_called(one) in _TRANSPARENT for one in node.decorator_list)
+
     def _learn(self, node: _Function, this: ClassFacts | None, kinds: list[Kind]) -> None:
         """Note what a function returns by its `return`s, where no annotation says more."""
+        if not kinds or not self._may_learn(node, this):
+            return
         returns = self._facts.returns if this is None else this.returns
-        decorators = {_called(one) for one in node.decorator_list}
-        said = returns.get(node.name)
-        if said is None or not is_open(said) or not kinds or not decorators <= _TRANSPARENT:
-            return
-        kind = reduce(joined, kinds)
-        is_property = "property" in decorators
-        if isinstance(node, ast.AsyncFunctionDef) or (kind == UNKNOWN and not is_property):
-            return
-        if said != UNKNOWN and not (kind.what == "tensor" and kind.sure):
-            return
-        if any(map(_yields, ast.walk(node))):
-            return
-        if not is_property:
+        kind = refined(returns[node.name], reduce(joined, kinds))
+        if not any(_called(one) == "property" for one in node.decorator_list):
             returns[node.name] = kind
         elif this is not None:
             this.set(node.name, kind)
@@ -305,11 +320,17 @@ class _Walk:
         self._body(node)
         self._infer.env = outer
 
+    def _given(self, said: Kind, default: ast.expr) -> Kind:
+        """What a parameter is, by its annotation or the function that is its default."""
+        held = referred(self._infer, default)
+        return held if held.what == "function" and said in (UNKNOWN, PLAIN) else said
+
     def _body(self, node: _Function) -> list[Kind]:
         """Walk a function's code; what it returns."""
         arguments = node.args
-        for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
-            self._infer.env[one.arg] = annotated(one.annotation, self._infer.dotted)
+        for one, default in _with_defaults(arguments):
+            said = annotated(one.annotation, self._infer.dotted)
+            self._infer.env[one.arg] = said if default is None else self._given(said, default)
         for extra in (arguments.vararg, arguments.kwarg):
             if extra is not None:
                 said = annotated(extra.annotation, self._infer.dotted)
@@ -324,6 +345,14 @@ class _Walk:
         return self._returned.pop()
 
 
+def _with_defaults(arguments: ast.arguments) -> Iterator[tuple[ast.arg, ast.expr | None]]:
+    """The parameters of a function, each with what it is where it is not given."""
+    by_place = [*arguments.posonlyargs, *arguments.args]
+    without = len(by_place) - len(arguments.defaults)
+    yield from zip(by_place, [*[None] * without, *arguments.defaults], strict=True)
+    yield from zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+
+
 def merged(one: Environment, other: Environment) -> Environment:
     """Names after a branch: what both ways agree on. A name of one way only is what it is there."""
     if one is other:
@@ -335,6 +364,15 @@ def merged(one: Environment, other: Environment) -> Environment:
     return found
 
 
+def _into(found: list[StaticSync]) -> Wait:
+    """What adds to a list; it knows of no walk, so that a walk and its tree go as soon as it ends."""
+
+    def wait(row: str, node: ast.AST) -> None:
+        found.append(StaticSync(row, node))
+
+    return wait
+
+
 def _called(decorator: ast.expr) -> str:
     node = decorator.func if isinstance(decorator, ast.Call) else decorator
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
@@ -343,10 +381,6 @@ def _called(decorator: ast.expr) -> str:
 def _trains(node: _Function) -> bool:
     """Whether a loop of training is in it, which does not run once."""
     return any(isinstance(one, ast.Attribute) and one.attr == "backward" for one in ast.walk(node))
-
-
-def _yields(node: ast.AST) -> bool:
-    return isinstance(node, ast.Yield | ast.YieldFrom)
 
 
 def _is_for_host(node: ast.ClassDef) -> bool:

@@ -75,8 +75,8 @@ def _of_sequence(node: ast.Subscript, base: Kind, places: Places, wait: Wait) ->
         return base
     if len(places) == 1 and places[0][1].waits and places[0][1].sure:
         wait("item", node)
-    inner = part_of(base)
-    return inner if inner.what != "unknown" else UNKNOWN
+    at = places[0][0].value if len(places) == 1 and isinstance(places[0][0], ast.Constant) else ""
+    return dict(base.items).get(str(at), part_of(base))
 
 
 def _bounds(places: Places, wait: Wait) -> None:

@@ -87,7 +87,8 @@ def lint_source(
     `UnreadableInput` for code that is nested too deeply to be followed.
     """
     try:
-        syncs = static_syncs(source.tree, source.path, outside_of(source.path, used))
+        outside = outside_of(source.path, used)
+        syncs = static_syncs(source.tree, source.path, outside, source.text)
     except RecursionError:
         raise UnreadableInput(f"{source.path} is nested too deeply to be followed.") from None
     groups: dict[tuple[int, str], list[StaticSync]] = {}

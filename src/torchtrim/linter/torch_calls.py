@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from torchtrim.linter import torch_names as names
 from torchtrim.linter.kinds import (
@@ -250,7 +250,7 @@ def _made(last: str, call: Call) -> Kind:
         call.wait("item", call.node)
     made = _placed(last, call, "host")
     if last == "arange" and all(kind.dtype == "int" for kind in call.args):
-        return replace(made, dtype="int")
+        return made._replace(dtype="int")
     return singled(made) if last == "scalar_tensor" else made
 
 
@@ -285,7 +285,7 @@ def _new(receiver: Kind, method: str, call: Call) -> Kind:
             call.wait("new-tensor", call.node)
     _shape_of(method, call)
     made = _placed(method, call, receiver.on)
-    return made if "dtype" in call.words else replace(made, dtype=receiver.dtype)
+    return made if "dtype" in call.words else made._replace(dtype=receiver.dtype)
 
 
 def _from_data(last: str, call: Call) -> Kind:
@@ -330,7 +330,7 @@ def _moved(receiver: Kind, method: str, call: Call) -> Kind:
         call.wait("copy-to-host", call.node)
     if on == "device" and receiver.on == "host" and not free:
         call.wait("upload", call.node)
-    return replace(receiver, on=on, dtype=dtype, sure=True)
+    return receiver._replace(on=on, dtype=dtype, sure=True)
 
 
 def _target(receiver: Kind, target: Kind, node: ast.Call) -> tuple[On, str]:

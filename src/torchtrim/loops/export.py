@@ -18,7 +18,7 @@ from torchtrim.rules.registry import diagnose
 def perfetto_trace(path: Path, *, source: bool = True) -> bytes:
     """A saved profile as a trace for ui.perfetto.dev: operators, modules, waits, memory, findings.
 
-    Where a plan lies beside it, also the copies to and from the host that it plans.
+    Where a plan is beside it, also the copies to and from the host that it plans.
     """
     loaded = load_profile(path)
     findings, waiting = priced(loaded, diagnose(loaded))

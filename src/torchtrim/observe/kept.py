@@ -20,7 +20,7 @@ _AT_ONCE = 32
 
 
 class Kept:
-    """The tensors that Python still keeps; `note` is told a storage's number when it keeps it no longer."""
+    """The tensors that Python still keeps; `note` gets a storage's number when it keeps it no longer."""
 
     def __init__(self, note: Callable[[int], None]) -> None:
         self._note = note

@@ -59,7 +59,7 @@ class Places:
         return library, None
 
     def users_line(self, frame: FrameType | None) -> tuple[str, int, bool]:
-        """The innermost line of the user's own source, and whether the engine of autograd is not between;
+        """The innermost line of the project's own source, and whether the engine of autograd is not between;
         `("", 0, False)` for none."""
         direct = True
         while frame is not None:

@@ -48,7 +48,7 @@ class _Suspect:
 
 
 class StepGrowth:
-    """Told of the end of each of `steps` steps. `modules`: the roots so far. Of few steps nothing is told."""
+    """Told of the end of each of `steps` steps. `modules`: the roots so far. Few steps say nothing."""
 
     def __init__(
         self, steps: int, places: Places, modules: Callable[[], Iterable[nn.Module]]

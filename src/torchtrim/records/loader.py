@@ -32,7 +32,7 @@ class LoaderSettings(Struct, frozen=True, kw_only=True):
 class BatchParts(Struct, frozen=True, kw_only=True):
     """What one batch takes, in one process that does nothing else.
 
-    `reading`: time in which the processor had nothing to do, such as waits for a disk or a network.
+    `reading`: time in which the processor had nothing to do, such as that of a disk or a network.
     `decoding`: time in which it was at work to make the samples. `collating`: putting them together.
     `handing`: what the process that trains has to do to take a batch from a worker. `whole`: the time to
     ask the data set for all samples at once, None where it cannot. `sample_spread`: standard deviation of

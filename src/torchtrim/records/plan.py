@@ -27,7 +27,7 @@ class Technique(Struct, frozen=True, kw_only=True):
 class Prediction(Struct, frozen=True, kw_only=True):
     """What the planner expects of a planned step.
 
-    `stall_seconds` of it are spent on waiting for copies from and to the host, whose memory has `host_bytes`.
+    `stall_seconds` of it are spent until copies from and to the host end, whose memory has `host_bytes`.
     """
 
     peak_bytes: Bytes

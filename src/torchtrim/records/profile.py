@@ -90,7 +90,7 @@ class Storage(Struct, frozen=True, array_like=True, gc=False):
 
     `pool` is where its bytes are: `"device"` for the memory that the profile is about; in a profile of a
     GPU's memory, host memory is in `"pinned"` or `"host"`, and counts for none of its figures. Nor does
-    what is mapped to a `"file"`.
+    mappings of a `"file"`.
 
     `birth` is -1 for what was alive before the step; `death` is the number of operators for what
     outlives it. `name` is the parameter's, buffer's or state's, else empty. Python itself, in a local of a

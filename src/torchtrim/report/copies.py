@@ -1,4 +1,4 @@
-"""A planned step with activations away for a while: what its copies hide behind, who waits for them."""
+"""A planned step with activations away for a while: what its copies hide behind, where it waits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Copies:
     """Lanes of the planned step, in seconds from its start; spans have the operator's number.
 
     `out` and `home` have for each copy the operator that made what it copies. `awaited`: when compute
-    stands still for one. `bytes` are those of the copies in one direction.
+    pauses for one. `bytes` are those of the copies in one direction.
     """
 
     device_name: str

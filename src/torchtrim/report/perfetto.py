@@ -154,7 +154,7 @@ def _device(profile: Profile, drawn: Lanes) -> Iterator[_Event]:
 
 
 def _copies(profile: Profile, copies: Copies) -> Iterator[_Event]:
-    """The planned step: compute, each direction of the link, and when compute stands still."""
+    """The planned step: compute, each direction of the link, and when compute pauses."""
     title = {"name": f"planned, modelled for {copies.device_name}"}
     yield _Event(name="process_name", ph="M", pid=_PLANNED, args=title)
     yield _Event(name="process_sort_index", ph="M", pid=_PLANNED, args={"sort_index": _PLANNED})

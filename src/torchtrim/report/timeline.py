@@ -73,7 +73,7 @@ class CopiesView:
 
 
 def copies_view(profile: Profile, copies: Copies) -> CopiesView:
-    """Compute above the copies that hide behind it, and where it waits for them."""
+    """Compute above the copies that hide behind it, and where it waits."""
 
     def strip(name: str, spans: Sequence[Span], style: Callable[[Span], str]) -> Lane:
         return Lane(name=name, markup=_strip(spans, copies.seconds, style))

@@ -17,9 +17,7 @@ def tuned_lines(report: Report) -> list[str]:
     if tuning.path:
         lines[0] += f", at {tuning.path}:{tuning.line}"
     if tuning.source == "modelled":
-        lines.append(
-            f"modelled for {tuning.cores} cores from what was measured here; measure it there"
-        )
+        lines.append(f"modelled for {tuning.cores} cores from measurements here; measure it there")
     lines += map(_tried, sorted(tuning.tried, key=lambda one: one.seconds))
     return [*lines, *(f"not tried: {one}" for one in tuning.skipped)]
 

@@ -54,7 +54,7 @@ class Described(NamedTuple):
 
 
 def described(value: Any, opened: Opened = lambda _: None) -> Described:
-    """Describe a value. `opened` gives what is in an object; None for one that only its type stands for."""
+    """Describe a value. `opened` gives what is in an object; None for one whose type says it all."""
     writing = _Description(opened)
     text = writing.of(value, _DEEPEST)
     return Described(

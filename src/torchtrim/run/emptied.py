@@ -1,4 +1,4 @@
-"""What `Module.to_empty` leaves: in every run of a script the same small numbers, and who keeps them is told.
+"""What `Module.to_empty` leaves: the same small numbers in every run of a script, and who keeps them.
 
 Memory that nothing has written holds anything, so two runs of a script that trains on it never agree.
 """

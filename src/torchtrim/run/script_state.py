@@ -42,7 +42,7 @@ class ScriptState:
 
     A variable counts where it is a whole number, a truth value or a text; or a container, an object or a
     tensor that is the same one as a step before. So what each step makes anew does not count, nor does a
-    number with a fraction that stands in a variable alone, which is mostly a time. Nothing is kept alive that
+    number with a fraction in a variable alone, which is mostly a time. Nothing is kept alive that
     holds a graph or more than 64 KiB of tensors.
     """
 
@@ -89,7 +89,7 @@ class ScriptState:
         return self._opened(value) is not None
 
     def _scopes(self, frame: FrameType | None) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The variables of the user's functions that run, the inner ones first, and of their modules."""
+        """The variables of the script's functions that run, the inner ones first, and of their modules."""
         seen: set[str] = set()
         while frame is not None:
             if self._places.is_users((frame.f_code, frame.f_lasti)):
@@ -104,7 +104,7 @@ class ScriptState:
             frame = frame.f_back
 
     def _opened(self, value: Any) -> dict[str, Any] | None:
-        """What is in an object of the user's classes, or in one with a `state_dict`; None for others."""
+        """What is in an object of the script's classes, or in one with a `state_dict`; None for others."""
         kind = type(value)
         if isinstance(value, type) or inspect.isroutine(value):
             return None

@@ -63,7 +63,7 @@ class Spawning:
 
 
 class Over:
-    """What waits for processes of which none was started: all are over."""
+    """A handle of processes of which none was started: all are over."""
 
     processes: tuple[Any, ...] = ()
 

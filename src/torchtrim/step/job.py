@@ -12,7 +12,7 @@ from torchtrim.records.profile import Collective, Profile
 
 _LATE_SECONDS = 0.02
 _LATE_SHARE = 0.05
-"""Of a collective: how late its end may be noted. A thread waits for the interpreter 5 ms and more."""
+"""Of a collective: how late its end may be noted. A thread may not get the interpreter for 5 ms and more."""
 _POINT_TO_POINT = ("send", "recv", "recv_any_source")
 
 

@@ -1,7 +1,7 @@
-"""Trips to the host on one link: when each copy runs, what it hides behind, and who waits for it.
+"""Trips to the host on one link: when each copy runs, what it hides behind, and what waits.
 
 There is one lane in each direction. A copy begins when the copies queued before it on its lane are done, and
-a tensor comes back no earlier than it has gone. Where compute awaits a copy the whole step stands still, but
+a tensor comes back no earlier than it has gone. Where compute awaits a copy the whole step pauses, but
 for the link, which goes on: so what one copy is waited for is time that others have.
 """
 
@@ -19,7 +19,7 @@ Way = Literal["out", "home"]
 class Carried(NamedTuple):
     """A copy of a trip, in seconds from the start of the step with its edits.
 
-    `stall`: for how long compute stands still until it is done.
+    `stall`: for how long compute pauses until it is done.
     """
 
     trip: int

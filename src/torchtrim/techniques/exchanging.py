@@ -203,7 +203,7 @@ def halved(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
 
 
 def halved_by_hand(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """The same as a person would write it, who waits for each bucket."""
+    """The same as a person would write it: each bucket is awaited."""
     wide = bucket.buffer()
     half = wide.to(torch.bfloat16) / torch.distributed.get_world_size()
     torch.distributed.all_reduce(half)

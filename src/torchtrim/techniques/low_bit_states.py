@@ -20,7 +20,7 @@ rate has to be a tensor and whose step is compiled for each shape. It costs time
 
 `state_dict` gives the states widened, on the host, and beside them the narrow ones: a plain optimizer
 loads that, and this one goes on to the bit. One of a plain optimizer is narrowed when it is loaded.
-Reverting widens: what was rounded in a step stays so.
+Reverting widens: a rounded value stays rounded.
 
 It is another function: the certificate says AS ASKED where all else is as with the states narrowed by hand
 after each step, with the losses of both. Adam and AdamW alone: others have no counterpart in torchao. 4 bits

@@ -25,7 +25,7 @@ Tensors = Sequence[torch.Tensor]
 _UNSIGNED = ("exp_avg_sq", "max_exp_avg_sq")
 _PIECE = {"cpu": 2**14}
 _LARGE_PIECE = 2**22
-"""Elements, whole blocks of them: what is computed on the way takes some 40 bytes an element."""
+"""Elements, whole blocks of them: values on the way take some 40 bytes an element."""
 
 
 class Form(Protocol):
@@ -288,7 +288,7 @@ class _Saved:
         self._coming = saved.get(_BESIDE)
 
     def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
-        """What was loaded is narrowed: to what was saved beside it, if that is what it is of."""
+        """Loaded states are narrowed: to the states saved beside them, where they belong together."""
         coming, self._coming = self._coming, None
         ours = isinstance(coming, dict) and coming.get("states") == self._form.name
         beside = coming.get("state") if ours else None

@@ -15,13 +15,13 @@ where one asks alone, as in `if rank == 0: torch.save(model.state_dict(), ...)`,
 says so. The file of an optimizer that is made after the first forward has parts.
 
 On two ranks every sum is of two numbers, and a mean a halving: identical, bit for bit, where a step exchanges
-once and nothing adds up what is sharded. On more ranks, after micro-batches that each exchange, with clipping
+once and nothing adds up sharded tensors. On more ranks, after micro-batches that each exchange, with clipping
 by a norm, and with optimizers that use norms, such as LAMB, equal up to rounding: parts are added up first.
 
 It exchanges half as much again, so it is tried where no other plan fits the budget, each way in a run of its
 own, and other techniques plan within what is left. Refused are a script that keeps parameters in a list of
 its own, gradients from before, communication hooks, parameters that have no part in the loss or that
-`DistributedDataParallel` is told to ignore, and what `fully_shard` refuses. Mixed precision and parameters on
+`DistributedDataParallel` has to ignore, and what `fully_shard` refuses. Mixed precision and parameters on
 the host are left to scripts that call `fully_shard`.
 `where` names modules in `DistributedDataParallel`.
 """

@@ -12,7 +12,7 @@ again, as at the result of a convolution. Where a later step saves that input fo
 autograd raises, as it does for all that was overwritten.
 
 On a CPU the result is the same bit for bit: every sum is of one channel, and running statistics are written
-once. Kernels choose how they sum by the order in memory; so where a gradient lies in another than the result
+once. Kernels choose how they sum by the order in memory; so where a gradient has another than the result
 does, backward goes through all channels at once. On other devices a kernel may depend on how many channels
 there are, and it is ROUNDING. Calls without gradients, those in evaluation, and those with one place a
 channel run as they are. `where` names a BatchNorm, or a range of a Sequential that begins with one.

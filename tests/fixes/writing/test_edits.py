@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import draws
 from torchtrim.fixes.base import Edit, Fix, Match, Rewrite, Writing
+from torchtrim.fixes.reading.facts import Refused
 from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.writing.edits import compatible, diff_of, line_before, patch
 
@@ -60,3 +63,53 @@ def test_a_diff_of_what_changed_is_the_diff_of_all(numbers: list[int], data: st.
     after = [*before[:first], *(f"line {number}\n" for number in added), *before[last:]]
     whole = difflib.unified_diff(before, after, "a/case.py", "b/case.py")
     assert diff_of("case.py", "".join(before), "".join(after)) == "".join(whole)
+
+
+CLASS = """class A:
+    @property
+    def f(self):
+        return 1
+
+    def g(self):
+        return 2
+
+
+x = 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_python"),
+    [
+        ("return 1", "return 10", True),
+        ("@property", "@cached", True),
+        ("class A", "class B(A)", True),
+        ("return 2", "return (2", False),
+        ("        return 1", "    return 1", False),
+        ("    def f", "def f", False),
+        ("x = 3", "x = (3", False),
+    ],
+)
+def test_what_is_no_python_any_more_is_refused(before: str, after: str, is_python: bool) -> None:
+    source = Source("case.py", CLASS)
+    at = CLASS.index(before)
+    one = rewrite(source, Edit(at, at + len(before), after))
+    if is_python:
+        assert patch(source, [one]).text == CLASS.replace(before, after, 1)
+        return
+    with pytest.raises(SyntaxError):
+        ast.parse(CLASS.replace(before, after, 1))
+    with pytest.raises(Refused, match="no Python"):
+        patch(source, [one])
+
+
+def test_what_leaves_its_class_is_refused() -> None:
+    source = Source("case.py", CLASS)
+    at = CLASS.index("\n    def g")
+    with pytest.raises(Refused, match="no longer in its class"):
+        patch(source, [rewrite(source, Edit(at, at, "y = 1\n"))])
+
+
+def test_a_class_of_one_line_stays_python() -> None:
+    source = Source("case.py", "@d\nclass A: x = 1\n")
+    assert patch(source, [rewrite(source, Edit(16, 17, "2"))]).text == "@d\nclass A: x = 2\n"

@@ -80,7 +80,7 @@ def _called(function: ast.expr) -> str:
 def is_fallback(source: Source, node: ast.AST) -> bool:
     """Whether it is what a guard keeps for other ranks and types, which is not to be fixed again.
 
-    What is told of a node is kept, since much is asked about what is around the same ones.
+    The answer for a node is kept, since the same ones are asked about often.
     """
     chain: list[ast.AST] = []
     at: ast.AST | None = node

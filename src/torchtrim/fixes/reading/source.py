@@ -154,8 +154,8 @@ class Source:
         return self.text[self.start(node) : self.end(node)]
 
     def line_start(self, line: int) -> int:
-        """Where a line, counted from 1, begins."""
-        return self._lines[line - 1]
+        """Where a line, counted from 1, begins; the end of the text for one behind the last."""
+        return self._lines[line - 1] if line <= len(self._lines) else len(self.text)
 
     def line_of(self, offset: int) -> int:
         """The line, counted from 1, that holds an offset."""

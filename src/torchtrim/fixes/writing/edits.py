@@ -47,27 +47,53 @@ def patch(source: Source, rewrites: Sequence[Rewrite]) -> Patched:
         at = edit.end
     new = "".join([*text, source.text[at:]])
     try:
-        ast.parse(_edited(source, new, edits))
+        _parse(source, new, edits)
     except (SyntaxError, ValueError) as error:
         raise Refused(f"what it would write is no Python: {error}") from None
     regions = tuple(_region(new, rewrite, moved) for rewrite in rewrites)
     return Patched(new, regions)
 
 
-def _edited(source: Source, new: str, edits: Sequence[Edit]) -> str:
-    """The new text of the statements of the module that the edits lie in."""
+def _parse(source: Source, new: str, edits: Sequence[Edit]) -> None:
+    """Parse the new text of the statements, of the module or of one class in it, that the edits lie in.
+
+    Raises `SyntaxError` or `ValueError` where they are no Python.
+    """
     if not edits:
-        return ""
+        return
     first, last = edits[0].start, max(edit.end for edit in edits)
-    begin, end = 0, len(source.text)
-    for one in source.tree.body:
+    held, begin = _held(source, source.tree.body, first, last)
+    holder = held[0] if len(held) == 1 else None
+    inside = isinstance(holder, ast.ClassDef) and _is_below(source, holder, first)
+    if inside:
+        held, begin = _held(source, holder.body, first, last)  # type: ignore[union-attr]
+    lines = max([source.line_of(last), *(one.end_lineno or one.lineno for one in held)])
+    text = new[begin : source.line_start(lines + 1) + len(new) - len(source.text)]
+    if len(ast.parse(f"class _:\n{text}" if inside else text).body) > 1 and inside:
+        raise SyntaxError("what follows is no longer in its class")
+
+
+def _is_below(source: Source, holder: ast.ClassDef, first: int) -> bool:
+    """Whether a place is in the statements of a class, which begin on a line of their own."""
+    line = holder.body[0].lineno
+    return line > holder.lineno and source.line_start(line) <= first
+
+
+def _held(
+    source: Source, body: Sequence[ast.stmt], first: int, last: int
+) -> tuple[list[ast.stmt], int]:
+    """The statements of a block that lie between two places, and where their lines begin."""
+    held: list[ast.stmt] = []
+    begin = 0
+    for one in body:
         top = min([one, *getattr(one, "decorator_list", [])], key=lambda node: node.lineno)
         start = source.line_start(top.lineno)
-        begin = start if start <= first else begin
         if start > last:
-            end = start
             break
-    return new[begin : end + len(new) - len(source.text)]
+        if start <= first:
+            begin, held = start, []
+        held.append(one)
+    return held, begin
 
 
 def diff_of(path: str, before: str, after: str) -> str:

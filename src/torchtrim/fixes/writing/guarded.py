@@ -294,7 +294,7 @@ def for_names_seen(
     """The edits for names of the ranks and types that were seen alone, and else the original.
 
     `of`: the parts whose types decide what is written, all unless given. They follow from those of their
-    names, so nothing of them may be a function of the user's. Without evidence the edits are as they are.
+    names, so none of them may be a function of the script. Without evidence the edits are as they are.
     """
     source = match.source
     test, imports, nodes = names_tested(match, facts, of)
@@ -417,7 +417,7 @@ def guarded(
     """The edits made only where the test holds, and else the statements as they are.
 
     `span`: the first and the last statement that they change. `returns`: both ways end in a return. `kept`:
-    what is edited where the test does not hold.
+    the code before the edit where the test does not hold.
     """
     first, last = span
     blanks = source.indentation(first)

@@ -50,7 +50,7 @@ def is_between_devices(activity: str, kind: object = None) -> bool:
     """Whether a copy stays on devices, for which the host does not wait.
 
     `kind` is `args.kind` of the call, which ROCm's tracer writes: `hipMemcpyKind`, 1 to the device, 2 to the
-    host, 3 between devices. It is what was asked for; the activity's label may say "DtoD" of all three.
+    host, 3 between devices. It is the requested kind; the activity's label may say "DtoD" of all three.
     """
     asked = str(kind)
     if asked in _KINDS_OF_COPIES:

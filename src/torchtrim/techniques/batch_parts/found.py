@@ -34,7 +34,7 @@ def splits_of(step: Step) -> list[Split]:
     """The modules, and ranges of a Sequential, that take much for backward, those that take most first.
 
     That is what they keep, and what memory rises by besides in one task. A module may not be split that has
-    hooks of the user's, or BatchNorm over the samples, but what is between two of these may; what else
+    a person's hooks, or BatchNorm over the samples, but what is between two of these may; what else
     mixes samples is seen when it is tried.
     """
     if step.profile is None or step.profile.world > 1:

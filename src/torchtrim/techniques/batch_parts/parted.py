@@ -238,7 +238,7 @@ def _marked(leaf: Any) -> Any:
 
 
 def _run_backward(pairs: Sequence[tuple[GradientEdge, torch.Tensor]]) -> None:
-    """`torch.autograd.backward`, which whoever watches the step would take for another of the user's."""
+    """`torch.autograd.backward`, which whoever watches the step would take for another of the script."""
     edges, grads = zip(*pairs, strict=True)
     _engine_run_backward(
         edges, grads, False, False, (), allow_unreachable=True, accumulate_grad=True

@@ -147,7 +147,7 @@ class _Reader:
         )
 
     def _keeps_apart(self, turn: list[Call]) -> bool:
-        """Whether a norm takes statistics over a batch of layers, each channel of which lies as a whole."""
+        """Whether a norm takes statistics over a batch of layers, each channel of which is contiguous."""
         norm = turn[0]
         ops = self._profile.operators[norm.first : norm.last]
         if self._profile.modules[norm.module].hooked or len(norm.inputs) != 1:

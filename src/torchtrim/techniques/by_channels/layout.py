@@ -1,4 +1,4 @@
-"""How a batch of channels lies in memory, and which of them run together."""
+"""How a batch of channels is laid out in memory, and which of them run together."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def spans_of(count: int, layout: Layout, parts: int) -> tuple[tuple[int, int], .
 
 
 def layout_of(shape: Sequence[int], strides: Sequence[int]) -> Layout | None:
-    """How a tensor of these strides, in elements, lies; None where torch would not make it so.
+    """The layout of a tensor of these strides, in elements; None where torch would not make it so.
 
     A dimension of one place has its stride too: kernels choose by it.
     """

@@ -116,7 +116,7 @@ class _Channels(NamedTuple):
 
 
 class _Parts(torch.autograd.Function):
-    """A norm and what follows it; what is saved is its input.
+    """A norm and what follows it; only its input is saved.
 
     In backward the channels are together where the gradient does not lie as the result does: torch then sums
     by loops that depend on all of them.
@@ -195,7 +195,7 @@ def _counted(
 
 
 def _layout(tensor: Tensor) -> torch.memory_format | None:
-    """How all of it lies: contiguous, or channels last."""
+    """The layout of all of it: contiguous, or channels last."""
     found = layout_of(tensor.shape, tensor.stride())
     return (
         torch.contiguous_format if found == "contiguous" else _LAST[tensor.dim()] if found else None
@@ -203,7 +203,7 @@ def _layout(tensor: Tensor) -> torch.memory_format | None:
 
 
 def _of(tensor: Tensor, span: tuple[int, int]) -> Tensor:
-    """A copy of some channels that lies as all of them do; a view, if all lie in neither way."""
+    """A copy of some channels in the layout of all; a view, if that is neither."""
     some, layout = tensor[:, slice(*span)], _layout(tensor)
     return some if layout is None else some.clone(memory_format=layout)
 

@@ -12,21 +12,38 @@ _PART_SECONDS = 2e-4
 
 
 def edit_of(
-    step: Step, span: Span, parts: int, *, copies: bool = False, over: bool = False
+    step: Step,
+    span: Span,
+    parts: int,
+    *,
+    copies: bool = False,
+    over: bool = False,
+    within: tuple[int, int] | None = None,
 ) -> Edit | None:
     """The parts in place of the whole call; None where backward does not come by.
 
-    `copies`: a part is copied out of what goes in. `over`: the gradient of that is written over it.
+    `copies`: a part is copied out of what goes in. `over`: the gradient of that is written over it. `within`:
+    by how many bytes memory rises within a part, forward and backward, where that is known without the tasks.
     """
-    change = _Change(step, span, parts, copies=copies, over=over)
+    change = _Change(step, span, parts, copies=copies, over=over, within=within)
     return change.edit() if change.later else None
 
 
 class _Change:
     """The parts of the edit. `later`: the tasks of backward that are of the call."""
 
-    def __init__(self, step: Step, span: Span, parts: int, *, copies: bool, over: bool) -> None:
+    def __init__(
+        self,
+        step: Step,
+        span: Span,
+        parts: int,
+        *,
+        copies: bool,
+        over: bool,
+        within: tuple[int, int] | None,
+    ) -> None:
         self._step, self._span, self._parts = step, span, parts
+        self._within = within
         self._copies, self._over = copies, over
         self._now = range(*span)
         self.later = sorted(n for task in self._now for n in step.backward.get(task, ()))
@@ -97,11 +114,15 @@ class _Change:
 
     def _forward(self) -> int:
         """The result, and what a part makes besides."""
+        if self._within is not None:
+            return self._bytes(self._results) + self._within[0]
         return self._bytes(self._results) + self._again(saves=False) + self._copied()
 
     def _backward(self) -> int:
         """The gradients, of which those of parameters are added up; and a part that runs again, or its own
         backward, in which gradients of parameters are as large as ever."""
+        if self._within is not None:
+            return self._bytes(self._whole) + self._within[1]
         step, level = self._step, 0
         own = [n for n in self._gradients if step.tensors[n].kind == "gradient"]
         others = [
@@ -135,7 +156,7 @@ class _Change:
         return self._bytes(n for birth, until, n in (*lives, *others) if birth < at < until)
 
     def _until(self, number: int, *, saves: bool) -> int:
-        """Until when it is there; without what is saved, where there are no gradients."""
+        """Until when it is there; without gradients, nothing saved counts."""
         tensor = self._step.tensors[number]
         holds = (hold.until for hold in tensor.holds if saves or hold.saver < 0)
         return max(holds, default=tensor.birth + 1)

@@ -60,7 +60,7 @@ def _may_split(given: Tensor, parts: int) -> bool:
 
 
 class _Parts(torch.autograd.Function):
-    """A module's forward, a part of the rows at a time; what is saved is its input."""
+    """A module's forward, a part of the rows at a time; only its input is saved."""
 
     @staticmethod
     def forward(ctx: Any, forward: Forward, parts: int, given: Tensor, *owned: Tensor) -> Tensor:

@@ -129,7 +129,7 @@ class Moved:
     """One storage as autograd saved it: on the device, on the host, or on both while copies run.
 
     Made as it is saved, with `packs` counted by whoever saves a view of it. It may be asked for in several
-    backward passes. Nothing waits on the host; streams await each other's events.
+    backward passes. The host never waits; streams await each other's events.
     """
 
     def __init__(self, mover: Mover, storage: Any, device: torch.device, room: Room) -> None:

@@ -21,7 +21,7 @@ that begins there: offsets are packed from how long each tensor is away, so that
 different times share bytes. A copy awaits what was read there before.
 
 Where `--host-memory` leaves no room, a tensor may go to a memory-mapped file, with a slab of its own:
-` in file` says so. Compute stands still for such a copy. Without `--host-memory` nothing goes to a file, and
+` in file` says so. Compute pauses for such a copy. Without `--host-memory` nothing goes to a file, and
 on a CPU nothing goes anywhere else.
 
 When a tensor is let go and fetched is chosen by the link of the named device, as if every candidate was

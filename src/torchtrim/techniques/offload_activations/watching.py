@@ -74,7 +74,7 @@ class _Call:
 
 
 class Coming:
-    """What is fetched when backward comes to what one operator saved: once in a pass, as it is asked for."""
+    """The tensors that one operator saved are fetched when backward asks for them: once in a pass."""
 
     def __init__(self) -> None:
         self._moved: WeakValueDictionary[tuple[int, int], Moved] = WeakValueDictionary()

@@ -139,7 +139,7 @@ class _Reading:
         )
 
     def _in_file(self, one: Found, until: int, back: int) -> Edit:
-        """The same to a file: compute stands still for both copies, since pages of a file are not pinned."""
+        """The same to a file: compute pauses for both copies, since pages of a file are not pinned."""
         edit, size = self._edit(one, until, back), self._step.tensors[one.tensor].bytes
         seconds = size / min(self._link, DISK)
         device, host = edit.blocks

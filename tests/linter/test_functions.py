@@ -1,0 +1,94 @@
+"""What holds a function is known by what it holds: attributes, names, defaults, dicts, tuples of results."""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+
+import pytest
+
+from torchtrim.linter.static_syncs import static_syncs
+
+HEAD = """
+import functools
+import torch
+from torch import nn
+import torch.nn.functional as F
+
+ACTIVATIONS = {"gelu": F.gelu, "silu": F.silu}
+
+def counted(x: torch.Tensor):
+    return x.sum()
+
+def table(config) -> tuple[torch.Tensor, float]:
+    size = getattr(config, "size", None) or config.width
+    return torch.arange(size, dtype=torch.float), 1.0
+"""
+CLASS = """
+class M(nn.Module):
+    def __init__(self, act=F.gelu, norm=nn.LayerNorm):
+        self.held = {held}
+        self.norm = norm(4)
+        self.act = act
+
+    def total(self, x: torch.Tensor):
+        return x.sum()
+
+    @staticmethod
+    def rates(config) -> tuple[torch.Tensor, float]:
+        return torch.arange(config.size), 1.0
+
+    def forward(self, x, config):
+        {line}
+"""
+
+
+def found(text: str) -> list[str]:
+    whole = HEAD + textwrap.dedent(text)
+    return [one.row for one in static_syncs(ast.parse(whole), "m.py", text=whole)]
+
+
+@pytest.mark.parametrize(
+    ("held", "line", "rows"),
+    [
+        ("torch.nonzero", "return self.held(x)", ["nonzero"]),
+        ("F.gelu", "return self.held(x).item()", ["item"]),
+        ("F.gelu if act else torch.sin", "return self.held(x).item()", ["item"]),
+        ("functools.partial(F.softmax, dim=-1)", "return self.held(x).item()", ["item"]),
+        ("ACTIVATIONS[act]", "return self.held(x).item()", ["item"]),
+        ("lambda x: x.to(torch.float).sum(dim=0)", "return self.held(x).item()", ["item"]),
+        ("counted", "return float(self.held(x))", ["item"]),
+        ("self.total", "return float(self.held(x))", ["item"]),
+        ("None", "return float(self.act(x))", ["item"]),
+        ("None", "return float(self.norm(x))", ["item"]),
+        ("self.rates", "a, b = self.held(config)\n        return a.to(x.device)", ["upload"]),
+        ("self.rates", "a, b = self.held(config)\n        return float(b)", []),
+        ("table", "return table(config)[0].to(x.device)", ["upload"]),
+        ("table", "return float(table(config)[1])", []),
+        ("torch.nonzero if act else F.gelu", "return self.held(x)", []),
+        ("act", "return float(self.held.name)", []),
+        ("len", "return float(self.held(x))", []),
+    ],
+)
+def test_calls_of_what_an_attribute_holds(held: str, line: str, rows: list[str]) -> None:
+    assert found(CLASS.format(held=held, line=line)) == rows
+
+
+@pytest.mark.parametrize(
+    ("body", "rows"),
+    [
+        ("act = F.gelu\nreturn act(x).item()", ["item"]),
+        ("if x is None:\n    act = other\nelse:\n    act = F.gelu\nreturn act(x).item()", ["item"]),
+        ("act = F.gelu\nact = 3\nreturn float(act)", []),
+        ("return {'a': F.gelu}['a'](x).item()", ["item"]),
+        ("return float(F)", []),
+    ],
+)
+def test_calls_of_what_a_name_holds(body: str, rows: list[str]) -> None:
+    assert found("def f(x, other):\n" + textwrap.indent(body, "    ")) == rows
+
+
+def test_what_only_makes_parameters_runs_once() -> None:
+    text = "def compute_default_rope_parameters(x: torch.Tensor):\n    return x.item()\n"
+    assert found(text) == []
+    assert found(text.replace("_parameters", "")) == ["item"]
