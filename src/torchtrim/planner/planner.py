@@ -183,14 +183,16 @@ class Planner:
         """The best plan for budgets from the original's peak down to the smallest feasible, and what
         checkpointing by hand would need.
 
-        A looser budget never gets a slower plan than a tighter one.
+        A looser budget never gets a slower plan than a tighter one: all are looked for before any is taken.
         """
         low, high = self.floor.outcome.peak_bytes, self.simulated_original
         if self.pinned.forced:
             high = self._problem.run(()).peak_bytes
+        budgets = [high - (high - low) * step // points for step in range(points + 1)]
+        for budget in budgets:
+            self._within(budget, _GLANCE)
         found = []
-        for step in range(points + 1):
-            budget = high - (high - low) * step // points
+        for budget in budgets:
             choice = self._within(budget, _GLANCE) or self.floor
             found.append(self._point(choice.outcome, choice.options, bias, budget))
         return (*found, *self._by_hand(bias))
