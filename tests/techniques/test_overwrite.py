@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import torchtrim
-from torchtrim.errors import ApplyFailed
+from torchtrim.errors import ApplyFailed, InfeasibleBudget
 from torchtrim.observe.workload import TrainStep
 from torchtrim.planner.planner import Planner
 from torchtrim.records.plan import Technique
@@ -23,6 +23,8 @@ from torchtrim.techniques.overwrite import TECHNIQUE, TYPES
 MAKE: dict[str, Callable[[], nn.Module]] = {
     "ReLU": nn.ReLU,
     "LeakyReLU": lambda: nn.LeakyReLU(0.1),
+    "ReLU6": nn.ReLU6,
+    "Hardtanh": lambda: nn.Hardtanh(-0.2, 0.1),
 }
 
 
@@ -141,3 +143,102 @@ def test_a_place_that_is_none_is_refused_and_nothing_is_changed(where: str) -> N
     with pytest.raises(ApplyFailed, match=where):
         TECHNIQUE.apply({"Sequential": model}, technique("Sequential.2", where))
     assert not model[2].inplace
+
+
+CLAMPS: dict[str, Callable[[], nn.Module]] = {
+    "ReLU6": lambda: nn.ReLU6(inplace=True),
+    "Hardtanh": lambda: nn.Hardtanh(-0.2, 0.1, inplace=True),
+}
+
+
+def copying(name: str) -> nn.Module:
+    """A network whose clamps write over their input, and keep a copy of it."""
+    torch.manual_seed(0)
+    make = CLAMPS[name]
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), make(), Block(make()))
+
+
+@pytest.mark.parametrize("name", sorted(CLAMPS))
+def test_a_clamp_in_place_keeps_no_copy(name: str) -> None:
+    model = copying(name)
+    twin, step = copy.deepcopy(model), read_step(profile_of(model))
+    options = TECHNIQUE.options(step)
+    assert [one.where for one in options] == ["Sequential.2", "Sequential.3.act"]
+    tasks = [span.first for one in options for span in one.spans]
+    predicted = simulate(overwritten(step, tasks)).peak_bytes
+    assert predicted < 0.85 * simulate(step).peak_bytes
+    handle = TECHNIQUE.apply({"Sequential": model}, technique(*(one.where for one in options)))
+    assert predicted == pytest.approx(simulate(read_step(profile_of(model))).peak_bytes, rel=1e-3)
+    for _ in range(2):
+        x = torch.randn(4, 3, 24, 24)
+        for one in (model, twin):
+            one.zero_grad()
+            squares(one, x).backward()
+        for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)
+    handle.revert()
+    assert type(model[2]) is type(twin[2])
+
+
+@pytest.mark.parametrize("value", [-0.2, 0.1, -0.0, 0.0, float("nan"), float("inf"), -1e-45])
+def test_a_clamp_at_its_bounds_has_the_gradient_of_torch(value: float) -> None:
+    module = nn.Hardtanh(-0.2, 0.1)
+    found = []
+    for ours in (False, True):
+        handle = TECHNIQUE.apply({"Net": module}, technique("Net")) if ours else None
+        x = torch.full((3,), value, dtype=torch.float64, requires_grad=True)
+        y = module(x * 1.0)
+        (grad,) = torch.autograd.grad(y.sum() * 2, x, create_graph=True)
+        found.append((y.detach(), grad.detach()))
+        if handle is not None:
+            handle.revert()
+    assert all(
+        torch.equal(a, b) or (a.isnan() & b.isnan()).all() for a, b in zip(*found, strict=True)
+    )
+
+
+class Later(nn.Module):
+    """Something writes over the result of a clamp before backward."""
+
+    def __init__(self, *, inplace: bool) -> None:
+        super().__init__()
+        self.layer, self.act = nn.Conv2d(3, 8, 3), nn.ReLU6(inplace)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.layer(x)).add_(1.0)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_clamp_whose_result_is_written_over_stays(inplace: bool) -> None:
+    assert not TECHNIQUE.options(read_step(profile_of(Later(inplace=inplace))))
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_clamps_go_with_what_else_is_planned(inplace: bool) -> None:
+    """Recomputed blocks and replayed norms hold clamps that keep no copy, bit for bit."""
+    torch.manual_seed(0)
+    blocks = (Block(nn.ReLU6(inplace)) for _ in range(6))
+    step = step_of(nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *blocks))
+    with pytest.raises(InfeasibleBudget) as lowest:
+        torchtrim.fit(step, "1%", steps=2)
+    with torchtrim.fit(step, int(1.02 * lowest.value.smallest_bytes), steps=2) as fitted:
+        assert fitted.certificate is not None
+        assert fitted.certificate.verdict == "BITWISE"
+        names = {one.name for one in fitted.plan.techniques}
+        assert "overwrite" in names
+        assert len(names) > 1
+        assert fitted.planned is not None
+        assert fitted.planned.peak_bytes == pytest.approx(
+            fitted.plan.predicted.peak_bytes, rel=0.01
+        )
+
+
+def test_calls_without_gradients_are_as_they_were() -> None:
+    module = nn.ReLU6()
+    handle = TECHNIQUE.apply({"Net": module}, technique("Net"))
+    x = torch.randn(8)
+    with torch.no_grad():
+        y = module(x)
+    assert y is not x
+    assert torch.equal(module(input=x), x.clamp(0, 6))
+    handle.revert()

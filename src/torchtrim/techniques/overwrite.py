@@ -2,27 +2,32 @@
 
 Only where the input is dead the moment the result is there: nothing but the module's own backward, which can
 do with the result, reads it again, and no name holds it. It is OptNet's `inplace`
-(https://github.com/fmassa/optimize-net), decided by what a step was seen to do. Of PyTorch's modules with an
-`inplace`, ReLU6, Hardtanh and Threshold keep a copy for backward, and ELU and its kin round otherwise.
+(https://github.com/fmassa/optimize-net), decided by what a step was seen to do.
+
+PyTorch's ReLU6 and Hardtanh keep their input for backward, and a copy of it where they write over it. Their
+result does as well, since it is within the bounds where the input is: they overwrite, and keep no copy. Of
+the other modules with an `inplace`, Threshold does likewise and is rare, SiLU, Mish and Hardswish need their
+input, and ELU and its kin round otherwise.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torchtrim.records.finding import Equivalence
 from torchtrim.records.plan import Technique
-from torchtrim.records.profile import Call, Operator, Profile
+from torchtrim.records.profile import Call, Operator, Profile, TensorUse
 from torchtrim.step.edits import Edit
 from torchtrim.step.step import Span, Step
 from torchtrim.techniques.base import Handle, Option, Plain
-from torchtrim.techniques.overwriting import TYPES, overwrite_places
 
 if TYPE_CHECKING:
     from torch import nn
 
+_CLAMPS = frozenset(("ReLU6", "Hardtanh"))
+TYPES = frozenset(("ReLU", "LeakyReLU")) | _CLAMPS
 _COMPUTED = ("activation", "temporary")
 
 
@@ -48,11 +53,13 @@ class Overwrite:
         return Edit(overwrites=tuple(span.first for span in option.spans))
 
     def apply(self, roots: Mapping[str, nn.Module], technique: Technique) -> Handle:
-        """Set `inplace` on the named modules. Raises `ApplyFailed`, the model as it was."""
+        """Let the named modules overwrite. Raises `ApplyFailed`, the model as it was."""
+        from torchtrim.techniques.overwriting import overwrite_places
+
         return overwrite_places(roots, technique.where)
 
     def export(self) -> Plain:
-        """What sets `inplace` by itself."""
+        """What lets modules overwrite by itself."""
         return Plain("torchtrim.techniques.overwriting", "overwrite_places")
 
 
@@ -82,29 +89,52 @@ class _Reader:
         return tuple(Span(call.first, call.last) for call in calls) if may else ()
 
     def _may_overwrite(self, call: Call) -> bool:
-        """Whether its operator's result has the geometry of the input, which is dead then."""
-        operators, storages = self._profile.operators, self._profile.storages
-        op = operators[call.first]
-        if call.last == call.first or len(op.inputs) != 1 or len(op.outputs) != 1 or op.mutates:
+        """Whether its operator's result, or the copy that it keeps, can be one with its input."""
+        if call.last == call.first:
+            return False
+        op, *others = self._profile.operators[call.first : call.last]
+        if len(op.inputs) != 1 or len(op.outputs) != 1 or op.mutates:
             return False
         (read,), (made,) = op.inputs, op.outputs
-        if any(
-            _storages(other) != {made.storage} for other in operators[call.first + 1 : call.last]
-        ):
+        if not self._is_alike(read, made) or not self._is_computed(read.storage):
             return False
-        old, new = storages[read.storage], storages[made.storage]
+        if self._profile.modules[call.module].type not in _CLAMPS:
+            return _touch(others, made.storage) and self._is_dead(read.storage, call)
+        if op.name.startswith("aten::clone"):
+            kept, saved = read.storage, made.storage
+        else:
+            kept, saved = made.storage, read.storage
+        settled = self._is_settled(kept, call.last, self._left(saved, call))
+        return settled and _touch(others, kept) and self._is_dead(saved, call)
+
+    def _is_alike(self, read: TensorUse, made: TensorUse) -> bool:
+        old, new = self._profile.storages[read.storage], self._profile.storages[made.storage]
         alike = (read.dtype, read.shape, read.strides) == (made.dtype, made.shape, made.strides)
-        computed = old.birth >= 0 and old.kind in _COMPUTED and read.storage not in self._hooked
-        return alike and computed and old.bytes == new.bytes and self._is_dead(read.storage, call)
+        return alike and old.bytes == new.bytes
+
+    def _is_computed(self, storage: int) -> bool:
+        found = self._profile.storages[storage]
+        return found.birth >= 0 and found.kind in _COMPUTED and storage not in self._hooked
+
+    def _is_settled(self, storage: int, first: int, last: int) -> bool:
+        """Whether no operator of `first <= i < last` writes to a storage."""
+        return all(storage not in op.mutates for op in self._profile.operators[first:last])
+
+    def _left(self, storage: int, call: Call) -> int:
+        """When the last that reads a storage after a call is over."""
+        return max((reader + 1 for reader in self._readers[storage]), default=call.last)
 
     def _is_dead(self, storage: int, call: Call) -> bool:
         """Whether after the call only its own backward reads the storage, and lets go of it last."""
         after = [reader for reader in self._readers[storage] if reader >= call.last]
         own = all(self._profile.operators[reader].forward == call.first for reader in after)
-        end = max(after) + 1 if after else call.last
+        end = max(self._left(storage, call), call.last)
         return own and self._profile.storages[storage].death <= end
 
 
-def _storages(op: Operator) -> set[int]:
-    """What it reads and makes; a detached result is one more view of it."""
-    return {use.storage for use in (*op.inputs, *op.outputs)} | set(op.mutates)
+def _touch(others: Iterable[Operator], storage: int) -> bool:
+    """Whether operators read, make and write this storage alone; a detached result is one more view of it."""
+    return all(
+        {use.storage for use in (*op.inputs, *op.outputs)} | set(op.mutates) == {storage}
+        for op in others
+    )
