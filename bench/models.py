@@ -1,34 +1,36 @@
 """How far the peak of real models falls with BITWISE levers, and at what time, beside checkpointing by hand.
 
     pip install --no-deps torchvision==0.28.0 timm
-    python -m bench.models [MODEL ...]
+    python -m bench.models [MODEL ...] [--plan | --clock]
 
 Budgets keep 70, 50, 35 and 30 % of the bytes of kind activation at the original's peak, and the rest of the
 peak whole. Each plan is run and certified; 15 more budgets are predicted. By hand: each block, or
 every second one, is checkpointed; beside it is our plan for the peak which that reaches. Times are medians of
 rounds in random order, as shares of the original's, of steps after the first under a plan. They are the
-processor's, in one thread, so that other programs disturb them little; a step takes 0.5 s at least.
+processor's, in one thread; a step takes 0.5 s at least. Other programs disturb them through the caches that
+they share, so `--plan` does all but the times, and `--clock` those alone, later, when the machine is quiet.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import random
 import statistics
-import sys
 import time
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from torch import nn
 
 from bench import nets, zoo
-from bench.machine import RESULTS, save, slug
-from torchtrim import TrainStep
-from torchtrim.errors import TorchtrimError
+from bench.machine import save, saved
+from torchtrim import TrainStep, caches
+from torchtrim.errors import TorchtrimError, UsageError
 from torchtrim.loops.optimize import Fitting
 from torchtrim.memory.timeline import by_kind, peak_operator
 from torchtrim.planner.by_hand import checkpointed as blocks_among
@@ -39,7 +41,7 @@ from torchtrim.step.from_profile import step_of
 from torchtrim.techniques.apply import apply_plan, named_roots
 from torchtrim.techniques.base import Option, technique
 
-ROUNDS, PREDICTED = 5, 15
+ROUNDS, PREDICTED = 4, 15
 KEPT = (0.7, 0.5, 0.35, 0.3)
 GOALS = {0.7: 0.95, 0.5: 0.9, 0.35: 0.75, 0.3: 0.5}
 _TEXT = {"n_positions": 512, "vocab_size": 2000, "n_embd": 192, "n_layer": 6, "n_head": 6}
@@ -135,7 +137,7 @@ def timed(work: TrainStep, plans: dict[str, Plan | None]) -> dict[str, float]:
     """The median seconds of a step under each plan, in rounds of random order."""
     taken: dict[str, list[float]] = {name: [] for name in plans}
     roots = named_roots((work.model, *work.optimizers))
-    for _ in range(ROUNDS + 1):
+    for _ in range(ROUNDS):
         for name in random.sample(list(plans), len(plans)):
             plan = plans[name]
             applied = apply_plan(plan, roots) if plan is not None else None
@@ -145,15 +147,26 @@ def timed(work: TrainStep, plans: dict[str, Plan | None]) -> dict[str, float]:
             taken[name].append(time.process_time() - begin)
             if applied is not None:
                 applied.revert()
-    return {name: statistics.median(several[1:]) for name, several in taken.items()}
+    return {name: statistics.median(several) for name, several in taken.items()}
 
 
-def measure(make: zoo.Maker) -> dict[str, Any]:
-    """One model: what is reached, by hand and planned."""
+class Measured(NamedTuple):
+    """What is known of a model, and the plans whose times are wanted."""
+
+    found: dict[str, Any]
+    plans: dict[str, Plan | None]
+
+
+def built(make: zoo.Maker) -> TrainStep:
+    """A model's step, the same each time."""
     torch.manual_seed(0)
     sample = make()
     optimizer = torch.optim.AdamW(sample.model.parameters(), 1e-4)
-    work = TrainStep(sample.model.train(), sample.loss, optimizer, sample.batch)
+    return TrainStep(sample.model.train(), sample.loss, optimizer, sample.batch)
+
+
+def planned(work: TrainStep) -> Measured:
+    """One model: what is reached, by hand and planned."""
     fitting = Fitting(work, Request(steps=3), lambda _: None)
     original = fitting.observe()
     assert original.profile is not None
@@ -175,13 +188,35 @@ def measure(make: zoo.Maker) -> dict[str, Any]:
             plans[f"{share:.0%}"] = fit.plan
     found["hand"] = _hand(fitting, planner, peak, bias, plans)
     found["inversions"] = inversions(planner, bias)
+    found["predicted_original"] = planner.priced[1]
+    return Measured(found, plans)
+
+
+def clocked(work: TrainStep, measured: Measured) -> dict[str, Any]:
+    """What was found, with the times."""
+    found, plans = measured
     seconds = timed(work, plans)
     found["original_seconds"] = round(seconds["original"], 4)
-    found["predicted_original"] = planner.priced[1]
     found["threads"] = torch.get_num_threads()
     for name, value in seconds.items():
         _row(found, name)["time"] = round(value / seconds["original"] - 1, 4)
     return found
+
+
+def _path(name: str) -> Path:
+    return caches.folder() / "bench-models" / f"{name}.json"
+
+
+def _keep(name: str, measured: Measured) -> None:
+    """Until the machine is quiet."""
+    caches.write(_path(name), msgspec.json.encode(measured))
+
+
+def _kept(name: str) -> Measured:
+    try:
+        return msgspec.json.decode(_path(name).read_bytes(), type=Measured)
+    except FileNotFoundError:
+        raise UsageError(f"{name} has no plans yet: python -m bench.models --plan") from None
 
 
 def _figures(plan: Plan, trial: Trial) -> dict[str, Any]:
@@ -195,10 +230,8 @@ def _figures(plan: Plan, trial: Trial) -> dict[str, Any]:
 
 
 def _row(found: dict[str, Any], name: str) -> dict[str, Any]:
-    if name in found["reached"]:
-        row: dict[str, Any] = found["reached"][name]
-        return row
-    return found["hand"].setdefault(name, {})
+    row: dict[str, Any] = found["reached"].get(name) or found["hand"].setdefault(name, {})
+    return row
 
 
 def _hand(
@@ -260,17 +293,28 @@ def _is_same(by_hand: dict[str, Any], ours: dict[str, Any]) -> bool:
 
 def main() -> None:
     """The named models, or all; keeps the results of the others."""
+    parser = argparse.ArgumentParser(prog="python -m bench.models")
+    parser.add_argument("models", nargs="*", choices=[*MODELS, []])
+    parser.add_argument("--plan", action="store_true", help="all but the times")
+    parser.add_argument("--clock", action="store_true", help="the times of what --plan found")
+    options = parser.parse_args()
     torch.set_num_threads(1)
     zoo.import_libraries()
-    path = RESULTS / slug() / "models.json"
-    models = json.loads(path.read_text())["models"] if path.exists() else {}
-    for name in sys.argv[1:] or MODELS:
+    models = saved("models").get("models", {})
+    for name in options.models or MODELS:
         try:
-            models[name] = measure(MODELS[name])
+            work = built(MODELS[name])
+            measured = _kept(name) if options.clock else planned(work)
+            if options.plan:
+                _keep(name, measured)
+                print(name, "is planned", flush=True)
+                continue
+            models[name] = clocked(work, measured)
         except (TorchtrimError, RuntimeError) as error:
             print(f"{name}: {type(error).__name__}: {error}", flush=True)
             continue
-        gc.collect()
+        finally:
+            gc.collect()
         print(name, json.dumps(models[name]), flush=True)
         save("models", {"summary": summary(models), "models": models})
     print(json.dumps(summary(models), indent=1))
