@@ -53,16 +53,50 @@ def test_the_clock_goes_on_while_a_thread_sleeps() -> None:
     assert queued.now() - begin > 0.04
 
 
-def test_each_thread_has_its_own() -> None:
-    """Another thread's queue is not this one's."""
-    files = [queued._thread.file]
-    thread = threading.Thread(target=lambda: files.append(queued._thread.file))
-    thread.start()
-    thread.join()
-    assert len(set(files)) == 2
+def _open() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def test_each_thread_has_its_own_for_as_long_as_it_runs() -> None:
+    """Another thread's queue is not this one's, and threads that came and went leave nothing open."""
+    queued.queued_ns()
+    before, numbers = _open(), [queued._local.scheduled.number]
+    for _ in range(40):
+        thread = threading.Thread(target=lambda: numbers.append(queued._local.scheduled.number))
+        thread.start()
+        thread.join()
+    assert numbers[0] not in numbers[1:]
+    assert _open() == before
+
+
+def _fork_after_closing(mine: str, answers: multiprocessing.Queue) -> None:  # type: ignore[type-arg]
+    """Close all that is open, as a daemon does, and fork with a file of one's own in its place."""
+    number = queued._local.scheduled.number
+    os.close(number)
+    file = os.open(mine, os.O_RDONLY)
+    os.dup2(file, number)
+    child = os.fork()
+    if child == 0:
+        queued.queued_ns()
+        os._exit(0 if str(Path(f"/proc/self/fd/{number}").readlink()) == mine else 1)
+    answers.put(os.waitpid(child, 0)[1])
+
+
+def test_a_file_that_took_its_number_is_left_alone(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.write_text("1 2 3")
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    process = context.Process(target=_fork_after_closing, args=(str(mine), answers))
+    process.start()
+    assert answers.get(timeout=30) == 0
+    process.join()
 
 
 def test_nothing_is_said_where_there_is_nothing_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not on Linux, or the file is odd: 0."""
-    monkeypatch.setattr(queued._thread, "file", -1)
+    monkeypatch.setattr(queued._local, "scheduled", queued._Scheduled())
+    queued._local.scheduled.forget()
     assert queued.queued_ns() == 0
+    monkeypatch.setattr(queued.sys, "platform", "win32")
+    assert queued._Scheduled().number == -1

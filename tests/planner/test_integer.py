@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
 import draws
 from planner.test_planner import planner_of, profile_of
 from planner.test_solvers import CASES, brute, problem_of
+from step.random_steps import random_training
 from torchtrim.planner import planner
+from torchtrim.planner.problem import Problem
 from torchtrim.planner.solvers import integer, moments
 from torchtrim.planner.solvers.integer import Integer
+from torchtrim.step.rerun import rerun
+from torchtrim.techniques.base import Option
 
 pytest.importorskip("highspy")
 
@@ -87,3 +92,28 @@ def test_what_is_near_enough_is_no_further_from_its_bound(
         allowed = near * problem.step.seconds + 1e-9
         assert answer.bound - 1e-9 <= best <= problem.sum(answer.chosen) + 1e-9
         assert problem.sum(answer.chosen) - answer.bound <= allowed + 1e-5 * best
+
+
+def _nearly_alike(number: int) -> Problem:
+    """Tensors of billions of bytes, many of which differ by a few hundred."""
+    rng = random.Random(number)
+    step, edits = random_training(rng, rng.randrange(3, 5))
+    tensors = (
+        one._replace(bytes=one.bytes // 10 * 10**9 + rng.randrange(600)) for one in step.tensors
+    )
+    tasks = (one._replace(transient=one.transient * 10**8) for one in step.tasks)
+    step = replace(step, tensors=tuple(tensors), tasks=tuple(tasks))
+    edits = [made for one in edits if (made := rerun(step, one.claims)) is not None]
+    return Problem(step, [Option("recompute", str(i)) for i in range(len(edits))], edits)
+
+
+@pytest.mark.parametrize("number", draws.some(range(1, 101)))
+def test_a_budget_that_can_be_met_is_met_though_the_solver_rounds(number: int) -> None:
+    problem = _nearly_alike(number)
+    every = brute(problem.step, list(problem.edits))
+    program = Integer(problem)
+    for budget in sorted({size for size, _ in every})[::3]:
+        answer = program.quickest(budget)
+        assert answer.chosen is not None
+        assert problem.run(answer.chosen).peak_bytes <= budget
+        assert answer.bound <= min(seconds for size, seconds in every if size <= budget) + 1e-9

@@ -2,36 +2,59 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 import threading
 import time
 
 _SCHEDULED = "/proc/thread-self/schedstat"
 
 
-class _Thread(threading.local):
-    """The file in which Linux says what this thread waited for; -1 elsewhere."""
+class _Scheduled:
+    """The file in which Linux says what the thread that opens it waited for; -1 elsewhere.
+
+    It is closed with its thread, if the number is still that file's: a daemon closes all that is open.
+    """
 
     def __init__(self) -> None:
-        self.file = -1
-        self.reopen()
+        self.number, self._is = -1, (0, 0)
+        if sys.platform == "linux":
+            with contextlib.suppress(OSError):
+                self.number = os.open(_SCHEDULED, os.O_RDONLY | os.O_CLOEXEC)
+                self._is = _identity(self.number)
 
-    def reopen(self) -> None:
-        """Open it for the thread that asks: after a fork it is still that of the parent."""
-        self.__del__()
-        try:
-            self.file = os.open(_SCHEDULED, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            self.file = -1
+    def forget(self) -> None:
+        """It is another process's, and its number may be another file's."""
+        self.number = -1
 
     def __del__(self) -> None:
-        if self.file >= 0:
-            os.close(self.file)
+        with contextlib.suppress(OSError):
+            if self.number >= 0 and _identity(self.number) == self._is:
+                os.close(self.number)
 
 
-_thread = _Thread()
+def _identity(number: int) -> tuple[int, int]:
+    found = os.fstat(number)
+    return found.st_dev, found.st_ino
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.scheduled = _Scheduled()
+
+
+_local = _Local()
+
+
+def _begin_again() -> None:
+    """In a process that was forked the file is still that of the parent's thread."""
+    _local.scheduled.forget()
+    _local.scheduled = _Scheduled()
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_thread.reopen)
+    os.register_at_fork(after_in_child=_begin_again)
 
 
 def queued_ns() -> int:
@@ -39,8 +62,11 @@ def queued_ns() -> int:
 
     0 where the system does not say. A call takes less than a microsecond.
     """
+    number = _local.scheduled.number
+    if number < 0:
+        return 0
     try:
-        return int(os.pread(_thread.file, 64, 0).split()[1])
+        return int(os.pread(number, 64, 0).split()[1])
     except (OSError, ValueError, IndexError):
         return 0
 

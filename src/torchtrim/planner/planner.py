@@ -38,7 +38,7 @@ _SOLVERS = (Exact(), Local())
 _LEAST_SECONDS = 1e-9
 _SEARCH, _GLANCE = 20.0, 2.5
 """Seconds for which the quickest choice is looked for: for a plan, and for one of many points."""
-_ALIKE = 1 + 1e-4
+_ALIKE = 1e-4
 
 
 class Choice(NamedTuple):
@@ -143,6 +143,8 @@ class Planner:
         with the smallest feasible peak and what sets it.
         """
         choice = self._within(budget - bias)
+        if choice is None and self.floor.outcome.peak_bytes <= budget - bias:
+            choice = self.floor
         if choice is None:
             raise self.infeasible(budget, self.floor.outcome.peak_bytes + bias)
         return self._plan(choice, budget, bias, memory_kind)
@@ -386,7 +388,8 @@ class Planner:
         outcome = self._problem.run(point.chosen)
         proven = answer is not None and self._problem.is_additive
         bound = answer.bound if answer and proven else least_seconds(self._problem, budget)
-        optimal = self._solved[1] or outcome.added_seconds <= bound * _ALIKE
+        over = outcome.added_seconds - bound
+        optimal = self._solved[1] or over <= _ALIKE * abs(bound)
         forced = (option for option, _ in self._forced)
         return Choice((*self._free, *forced, *options), outcome, optimal, bound)
 

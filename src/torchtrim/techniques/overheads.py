@@ -9,6 +9,7 @@ from __future__ import annotations
 import platform
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -25,23 +26,42 @@ _PARTS, _FEW, _MANY = 10, 1, 11
 _GELUS = 60
 
 
-def overheads() -> Overheads:
-    """Those of this machine, from the user's cache folder if they are there."""
-    path = _path()
+def overheads() -> Overheads | None:
+    """Those of this machine, from the user's cache folder if they are there; None where there are none."""
     try:
+        path = _path()
         return msgspec.json.decode(path.read_bytes(), type=Overheads)
+    except RuntimeError:
+        return measured()  # a user without a home
     except (OSError, msgspec.DecodeError):
         found = measured()
-        write(path, msgspec.json.encode(found))
+        if found is not None:
+            write(path, msgspec.json.encode(found))
         return found
 
 
-def measured() -> Overheads:
-    """Measured now, in less than a second."""
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+def measured() -> Overheads | None:
+    """Measured now; None where the machine does so much else that what comes out makes no sense.
+
+    In a thread of its own, where no mode, hook, default or trace of the caller's is on.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(_measured).result()
+
+
+def _measured() -> Overheads | None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
         part, operator = _of_parts()
         tensor, watched = _of_tensors()
-    again = max(tensor - operator, 0.0)
+    except RuntimeError:
+        return None
+    finally:
+        torch.set_num_threads(threads)
+    again = tensor - operator
+    if min(part, operator, again, watched) <= 0.0:
+        return None
     return Overheads(part=part, operator=operator, tensor=again, watched=watched)
 
 
@@ -76,8 +96,8 @@ class _Gelus(nn.Module):
 def _of_parts() -> tuple[float, float]:
     """Seconds that a part takes besides its operators, and each operator besides its own."""
     few, many = (_added(count) / _PARTS for count in (_FEW, _MANY))
-    operator = max(many - few, 0.0) / (_MANY - _FEW)
-    return max(few - _FEW * operator, 0.0), operator
+    operator = (many - few) / (_MANY - _FEW)
+    return few - _FEW * operator, operator
 
 
 def _added(count: int) -> float:
@@ -100,7 +120,7 @@ def _of_tensors() -> tuple[float, float]:
         finally:
             handle.revert()
     watched, again = found
-    return max(again - watched, 0.0) / _GELUS, max(watched - _seconds(model), 0.0) / (2 * _GELUS)
+    return (again - watched) / _GELUS, (watched - _seconds(model)) / (2 * _GELUS)
 
 
 def _applied(model: nn.Module, name: str, places: list[str]) -> Handle:
@@ -110,7 +130,7 @@ def _applied(model: nn.Module, name: str, places: list[str]) -> Handle:
 
 def _seconds(model: nn.Module) -> float:
     """The least that a forward and backward takes."""
-    x, taken = torch.ones(2, 2, requires_grad=True), []
+    x, taken = torch.ones(2, 2, dtype=torch.float32, requires_grad=True), []
     for _ in range(_ROUNDS):
         begin = time.thread_time()
         model(x).sum().backward()

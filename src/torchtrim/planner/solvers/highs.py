@@ -59,9 +59,9 @@ def solve(
     solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
     for name, value in (
         ("output_flag", False),
-        ("threads", 1),
         ("random_seed", 0),
-        ("time_limit", _PATIENCE * seconds),
+        ("threads", 1),
+        ("time_limit", _PATIENCE * seconds if program.integers else seconds),
         ("mip_rel_gap", _GAP),
         ("mip_abs_gap", _GAP),
     ):
@@ -74,8 +74,17 @@ def solve(
         solver.setSolution(program.integers, numbers, values)
     if program.integers:
         solver.cbMipInterrupt += _stops(program.near, now() + enough, now() + seconds)
-    solver.run()
+    if not _runs(highspy, solver):
+        return Solved(None, -math.inf, infeasible=False, proven=False)
     return _solved(highspy, solver, whole=bool(program.integers))
+
+
+def _runs(highspy: Any, solver: Any) -> bool:
+    """Run it, once more with new threads where that fails, as after a run of the user's with others."""
+    if solver.run() != highspy.HighsStatus.kError:
+        return True
+    highspy.Highs.resetGlobalScheduler(True)
+    return bool(solver.run() != highspy.HighsStatus.kError)
 
 
 def _stops(near: float, enough: float, until: float) -> Any:

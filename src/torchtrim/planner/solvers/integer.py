@@ -62,10 +62,7 @@ class Integer:
         costs = tuple(one / longest for one in seconds)
         found = self._search(costs, budget, near, limit).run(start)
         bound = self._problem.forced_seconds + max(found.bound, 0.0) * longest
-        chosen = found.chosen
-        if chosen is not None and self._problem.run(chosen).peak_bytes > budget:
-            return Answer(None, bound, proven=False)
-        return Answer(chosen, bound, found.proven)
+        return Answer(found.chosen, bound, found.proven)
 
     def lowest(self, start: Chosen | None = None) -> Answer:
         """The choice with the smallest peak."""
@@ -76,4 +73,7 @@ class Integer:
     ) -> Search:
         from torchtrim.planner.solvers.moments import Search
 
-        return Search(self._linear, self._heights, costs, limit, near, seconds)
+        def fits(chosen: Chosen) -> bool:
+            return limit is None or self._problem.run(chosen).peak_bytes <= limit
+
+        return Search(self._linear, self._heights, costs, limit, near, seconds, fits)

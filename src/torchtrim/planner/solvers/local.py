@@ -1,5 +1,5 @@
-"""Local search on the simulator, begun from rankings of the options, from partitions of chains, and from
-prices of a byte.
+"""Local search on the simulator, begun from rankings of the options, from partitions of chains, from what a
+person does by hand, and from prices of a byte.
 
 Every set of options that is tried is simulated as a whole, so one that moves the peak elsewhere is seen, and
 each is offered to the front. First the peak is brought down as far as it goes, one change at a time, from the
@@ -10,9 +10,10 @@ on the budget that is asked for, so that a looser budget gets a plan that is as 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
+from torchtrim.planner.by_hand import checkpointed
 from torchtrim.planner.front import Front, Point
 from torchtrim.planner.problem import Chosen, Problem
 from torchtrim.planner.solvers.base import Solved
@@ -21,7 +22,7 @@ from torchtrim.step.simulate import Outcome
 
 _BUDGETS = 20
 _TRIES = 6000
-_WORK = 4_000_000
+_WORK = 8_000_000
 _FEW = 60
 _NEAR = 10
 _STARTS = 4
@@ -60,8 +61,9 @@ class _Search:
             self._pool, self._allowed = pool, frozenset(pool)
             self._left = self._tries // (2 * len(pools))
             starts = [start for ranking in self._rankings() for start in self._beginnings(ranking)]
-            partitions = self._chains.partitions() if pool is pools[0] else []
-            self._descend_from([*starts, *partitions])
+            if pool is pools[0]:
+                starts += [*self._chains.partitions(), *self._by_hand()]
+            self._descend_from(starts)
         self._pool, self._allowed = pools[0], frozenset(pools[0])
         self._try_prices()
         lowest = self._front.lowest.peak_bytes
@@ -88,7 +90,8 @@ class _Search:
         is freed there counts."""
         tasks = [self._try(()).task]
         for _ in range(_PEAKS):
-            found = [self._try(self._worth(price, tasks)) for price in self._prices(tasks)]
+            freed = {i: self._freed(i, tasks) for i in self._pool}
+            found = [self._try(self._worth(price, freed)) for price in self._prices(freed)]
             moved = [one.task for one in found if one.task not in tasks]
             if not moved:
                 return
@@ -97,19 +100,18 @@ class _Search:
     def _freed(self, number: int, tasks: Sequence[int]) -> float:
         return sum(self._problem.freed(number, task) for task in tasks) / len(tasks)
 
-    def _prices(self, tasks: Sequence[int]) -> list[float]:
+    def _prices(self, freed: Mapping[int, float]) -> list[float]:
         """Seconds a byte, from where nothing is worth it to where all is."""
-        problem = self._problem
-        freed = {i: self._freed(i, tasks) for i in self._pool}
-        rates = sorted(problem.seconds[i] / size for i, size in freed.items() if size > 0)
+        seconds = self._problem.seconds
+        rates = sorted(seconds[i] / size for i, size in freed.items() if size > 0)
         if not rates:
             return []
         low, high = max(rates[0], 1e-30), max(rates[-1], 1e-30)
         return [low * (high / low) ** (number / _PRICES) for number in range(_PRICES + 1)]
 
-    def _worth(self, price: float, tasks: Sequence[int]) -> Chosen:
+    def _worth(self, price: float, freed: Mapping[int, float]) -> Chosen:
         """Options that free more than they cost, the best first."""
-        gains = {i: price * self._freed(i, tasks) - self._problem.seconds[i] for i in self._pool}
+        gains = {i: price * size - self._problem.seconds[i] for i, size in freed.items()}
         order = sorted((i for i, gain in gains.items() if gain > 0), key=lambda i: -gains[i])
         return tuple(sorted(self._problem.apart(order)))
 
@@ -141,6 +143,13 @@ class _Search:
         """Beginnings of a ranking of several lengths, the whole one included."""
         lengths = sorted({len(ranking) * k // 8 for k in range(9)})
         return [tuple(sorted(ranking[:length])) for length in lengths]
+
+    def _by_hand(self) -> Iterator[Chosen]:
+        """Each block checkpointed, and every second one: so no choice is slower than these, or higher."""
+        options = self._problem.options
+        again = {one: number for number, one in enumerate(options) if one.technique == "recompute"}
+        for blocks in checkpointed(again).values():
+            yield tuple(self._problem.apart(sorted(again[one] for one in blocks)))
 
     def _descend_from(self, starts: Iterable[Chosen]) -> None:
         """Go down from nothing, and from the lowest of the starts."""

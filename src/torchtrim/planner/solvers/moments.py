@@ -9,7 +9,7 @@ large-scale traveling-salesman problem" (1954).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy
@@ -45,9 +45,10 @@ class Heights:
         levels = numpy.cumsum(self._rises + self._changes.times(values))
         return levels[self._stretches] + self._bytes + self._moments.times(values)
 
-    def worst(self, values: Any, limit: float, most: int) -> list[int]:
-        """Moments over a limit: the highest of each of as many parts of the step, with the highest of all."""
+    def worst(self, values: Any, limit: float, most: int, known: set[int]) -> list[int]:
+        """Moments over a limit that are not known: the highest of each of about as many parts of the step."""
         high = self.of(values)
+        high[list(known)] = -math.inf
         over = numpy.flatnonzero(high > limit)
         order = over[numpy.argsort(-high[over], kind="stable")]
         width = max(len(self._rises) // most, 1)
@@ -76,6 +77,7 @@ class Search:
 
     `limit`: a budget; None where the smallest peak is looked for, which is then a column of its own. `near`:
     how far over the bound the costs may be where the best takes long, and `seconds`: when it stops anyway.
+    `fits`: whether a choice is within the limit to the byte; the solver takes for equal what is nearly so.
     """
 
     def __init__(
@@ -86,7 +88,9 @@ class Search:
         limit: int | None,
         near: float,
         seconds: float,
+        fits: Callable[[Chosen], bool],
     ) -> None:
+        self._fits = fits
         self._model, self._heights, self._limit, self._near = model, heights, limit, near
         highest = heights.of(numpy.zeros(model.columns)).max(initial=1.0)
         self._unit = max(highest / _UNITS, 1e-3)
@@ -98,7 +102,7 @@ class Search:
 
     def run(self, start: Chosen | None) -> Answer:
         """The answer, from a choice that is known."""
-        self._join(self._heights.worst(self._none, -math.inf, 1))
+        self._join(self._heights.worst(self._none, -math.inf, 1, set()))
         if not self._ask_in_fractions():
             return _IMPOSSIBLE
         return self._ask_in_whole(None if start is None else (*start, *self._forced))
@@ -113,17 +117,18 @@ class Search:
             if found.values is None:
                 break
             values = numpy.round(found.values[: self._model.columns])
-            over = self._over(found.values, values)
-            if not over:
-                best = self._chosen(values)
-                if found.proven or enough:
-                    return Answer(best, self._bytes_or_costs, found.proven)
-                known, enough = (*best, *self._forced), _ENOUGH
-                continue
-            high = self._heights.of(values).max(initial=0.0)
-            if self._limit is None and high < lowest:
-                best, lowest = self._chosen(values), high
-            self._join(over)
+            chosen, over = self._chosen(values), self._over(found.values, values)
+            if over:
+                high = self._heights.of(values).max(initial=0.0)
+                if self._limit is None and high < lowest:
+                    best, lowest = chosen, high
+                self._join(over)
+            elif not self._fits(chosen):
+                self._rows.append(self._no_more(chosen))
+            elif found.proven or enough:
+                return Answer(chosen, self._bytes_or_costs, found.proven)
+            else:
+                best, known, enough = chosen, (*chosen, *self._forced), _ENOUGH
         return Answer(best, self._bytes_or_costs, proven=False)
 
     @property
@@ -157,8 +162,7 @@ class Search:
     def _over(self, found: Any, values: Any) -> list[int]:
         """Moments at which an answer is over the limit, or over the peak that it claims."""
         limit = self._limit if self._limit is not None else found[-1] * self._unit
-        over = self._heights.worst(values, limit + 2 * _SLACK * self._unit, _JOIN)
-        return [moment for moment in over if moment not in self._moments]
+        return self._heights.worst(values, limit + 2 * _SLACK * self._unit, _JOIN, self._moments)
 
     def _join(self, moments: Sequence[int]) -> None:
         for number in moments:
@@ -183,6 +187,12 @@ class Search:
         return highs.Program(
             lower, upper, costs, model.options if whole else 0, self._rows, self._near
         )
+
+    def _no_more(self, chosen: Chosen) -> Row:
+        """Any choice but this."""
+        on = {*chosen, *self._forced}
+        terms = tuple((i, 1.0 if i in on else -1.0) for i in range(self._model.options))
+        return Row(-math.inf, len(on) - 1.0, terms)
 
     def _chosen(self, values: Any) -> Chosen:
         return tuple(numpy.flatnonzero(values[: self._forced.start] > 0.5).tolist())
