@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 _SCHEDULED = "/proc/thread-self/schedstat"
 
@@ -28,9 +29,11 @@ class _Scheduled:
         """It is another process's, and its number may be another file's."""
         self.number = -1
 
-    def __del__(self) -> None:
+    def __del__(self, over: Callable[[], bool] = sys.is_finalizing) -> None:
+        if self.number < 0 or over():
+            return
         with contextlib.suppress(OSError):
-            if self.number >= 0 and _identity(self.number) == self._is:
+            if _identity(self.number) == self._is:
                 os.close(self.number)
 
 
