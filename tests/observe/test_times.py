@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import itertools
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import nn
 
+import torchtrim
 from profiles import Step
+from torchtrim import TrainStep
+from torchtrim.observe import recorder
 from torchtrim.observe.places import Places
 from torchtrim.observe.times import Times, with_times
 from torchtrim.records.profile import Profile
@@ -63,3 +68,18 @@ def test_a_step_that_goes_on_too_long_is_late() -> None:
     assert times.late()
     times.abandon()
     assert (times.steps, times.next()) == ([], False)
+
+
+def test_a_queue_that_is_longer_than_the_time_that_passed_leaves_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The scheduler's clock is another one: no operator takes less than nothing."""
+    seconds = itertools.count(step=10**9)
+    monkeypatch.setattr(recorder, "queued_ns", lambda: next(seconds))
+    layer = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    step = TrainStep(layer, lambda model, batch: model(batch).sum(), optimizer, torch.randn(2, 4))
+    profile = torchtrim.record(step)
+    assert {op.seconds for op in profile.operators} == {0.0}
+    encoded = msgspec.json.encode(profile)
+    assert msgspec.json.decode(encoded, type=Profile).operators == profile.operators

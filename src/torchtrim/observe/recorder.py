@@ -355,7 +355,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The result, when it began, and when it would have ended had a core always been free."""
         begin, queued = time.perf_counter_ns(), queued_ns()
         result = self._call(func, args, kwargs)
-        return result, begin, time.perf_counter_ns() + queued - queued_ns()
+        return result, begin, max(time.perf_counter_ns() + queued - queued_ns(), begin)
 
     def _own_nodes(self, index: int) -> None:
         """The autograd nodes made since the last operator are this one's."""

@@ -151,7 +151,7 @@ class Session(Listener):
         elif self._times is not None:
             self.finish()
         elif self._watched is None:
-            self._seconds = now() - self._began - self._own
+            self._seconds = max(now() - self._began - self._own, 0.0)
             self._stop_measuring()
             self._idled = True
 
@@ -162,7 +162,7 @@ class Session(Listener):
             self._time_or_finish(self._times)
             return
         if self._watched is None:
-            self._seconds = now() - self._began - self._own
+            self._seconds = max(now() - self._began - self._own, 0.0)
             self._stop_measuring()
         self._replicas.look(self.modules)
         self._close()
