@@ -63,8 +63,8 @@ if hasattr(os, "register_at_fork"):
 def queued_ns() -> int:
     """Nanoseconds since this thread began in which it could have run, and no core was free.
 
-    0 where the system does not say. A call takes less than a microsecond. The scheduler has a clock of its own,
-    by which the queue can be some microseconds longer than the time that passed.
+    0 where the system does not say. A call takes less than a microsecond. The scheduler has a clock of its
+    own, by which the queue can be some microseconds longer than the time that passed.
     """
     number = _local.scheduled.number
     if number < 0:
