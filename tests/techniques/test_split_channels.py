@@ -215,6 +215,24 @@ def test_evaluation_and_calls_without_gradients_run_as_they_are() -> None:
     assert_same(net.eval(), other.eval(), batch)
 
 
+def test_a_second_derivative_is_refused() -> None:
+    net, given = network(), torch.randn(2, 3, 8, 8, requires_grad=True)
+    TECHNIQUE.apply({"Sequential": net}, part_of(place_in(net)))
+    with pytest.raises(RuntimeError, match="split_channels cannot be differentiated twice"):
+        torch.autograd.grad(net(given).sum(), given, create_graph=True)
+
+
+@pytest.mark.parametrize("following", ["nothing", "relu"])
+def test_a_replica_computes_with_its_own_weights(following: str) -> None:
+    net = network(following)
+    TECHNIQUE.apply({"Sequential": net}, part_of(place_in(net)))
+    replica = net._replicate_for_data_parallel()
+    norm = net[1]._replicate_for_data_parallel()
+    norm.weight, norm.bias = torch.zeros(16), torch.ones(16)
+    replica._modules["1"] = norm
+    assert (replica(torch.randn(2, 3, 8, 8)) == 1).all()
+
+
 def test_it_is_reverted() -> None:
     net = network("pooling")
     before = [type(one) for one in net.modules()], list(net.state_dict())

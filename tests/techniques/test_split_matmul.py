@@ -123,6 +123,18 @@ def test_frozen_parameters_and_autocast_are_as_they_were() -> None:
         torch.testing.assert_close(one, other, rtol=0.05, atol=0.05 * float(other.abs().max()))
 
 
+def test_a_second_derivative_is_refused_and_a_replica_runs_as_it_is() -> None:
+    layer = nn.Linear(4, 4)
+    TECHNIQUE.apply({"Net": layer}, part_of("Net", parts=2))
+    given = torch.randn(6, 4, requires_grad=True)
+    with pytest.raises(RuntimeError, match="split_matmul cannot be differentiated twice"):
+        torch.autograd.grad(layer(given).sum(), given, create_graph=True)
+    replica = layer._replicate_for_data_parallel()
+    replica.weight, replica.bias = (one.detach().requires_grad_() for one in layer.parameters())
+    replica(given).sum().backward()
+    assert replica.weight.grad is not None
+
+
 def test_without_gradients_it_runs_as_it_is() -> None:
     net, batch = network(), torch.randn(2, 16, 32)
     with torch.no_grad():

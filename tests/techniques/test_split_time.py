@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,11 +23,14 @@ from torchtrim.step.simulate import simulate
 from torchtrim.step.step import Step
 from torchtrim.techniques.split_time import TECHNIQUE
 from torchtrim.techniques.split_time.cells import Lstm
+from torchtrim.techniques.split_time.found import layers_of
+from torchtrim.techniques.split_time.technique import _TURN_SECONDS
+from torchtrim.techniques.swap import Swapped
 
-KINDS = {"LSTM": nn.LSTM, "GRU": nn.GRU}
+KINDS: dict[str, Any] = {"LSTM": nn.LSTM, "GRU": nn.GRU}
 FORMS = list(
     itertools.product(
-        KINDS, (1, 2), (False, True), (False, True), (True, False), (True, False), (1, 4, 11)
+        tuple(KINDS), (1, 2), (False, True), (False, True), (True, False), (True, False), (1, 4, 11)
     )
 )
 
@@ -36,6 +40,35 @@ class Own(nn.LSTM):
 
     def forward(self, input: Tensor, hx: Any = None) -> Any:
         return super().forward(2 * input, hx)
+
+
+class Cells(nn.Module):
+    """Cells of torch in a loop of the user's, in a class that has the name of a layer."""
+
+    def __init__(self, given: int, hidden_size: int) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(given, hidden_size)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        hidden = cell = x.new_zeros(x.shape[1], self.cell.hidden_size)
+        out = []
+        for one in x:
+            hidden, cell = self.cell(one, (hidden, cell))
+            out.append(hidden)
+        return torch.stack(out), None
+
+
+class Cast(nn.Module):
+    """A recurrent layer under autocast."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            guess: Tensor = self.net(x).float()
+        return guess
 
 
 def part_of(*where: str, **options: Any) -> Technique:
@@ -48,7 +81,7 @@ class Reader(nn.Module):
     def __init__(self, kind: str, **words: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.recurrent = KINDS[kind](24, 64, **words)
+        self.recurrent = KINDS[kind](24, **{"hidden_size": 64, **words})
         self.head = nn.Linear(128 if words.get("bidirectional") else 64, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -139,9 +172,41 @@ def test_what_cannot_run_in_pieces_is_refused() -> None:
         (Own(4, 4), "forward of its own"),
         (nn.LSTM(4, 4, proj_size=2), "projections"),
         (nn.LSTM(4, 4, 2, dropout=0.1), "random numbers"),
+        (with_own_forward(), "forward of its own"),
+        (changed(), "changed by another technique"),
     ):
         with pytest.raises(ApplyFailed, match=why):
             TECHNIQUE.apply({"Net": module}, part_of("Net"))
+
+
+def with_own_forward() -> nn.LSTM:
+    module = nn.LSTM(4, 4)
+    plain = module.forward
+    module.forward = lambda x, hx=None: plain(2 * x, hx)  # type: ignore[method-assign]
+    return module
+
+
+def changed() -> nn.LSTM:
+    module = nn.LSTM(4, 4)
+    Swapped(module, lambda forward: forward)
+    return module
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_cannot_be_differentiated_twice_and_says_so(kind: str) -> None:
+    module, given = KINDS[kind](4, 4), torch.randn(3, 2, 4, requires_grad=True)
+    TECHNIQUE.apply({"Net": module}, part_of("Net"))
+    with pytest.raises(RuntimeError, match="split_time cannot be differentiated twice"):
+        torch.autograd.grad(module(given)[0].sum(), given, create_graph=True)
+
+
+def test_a_replica_computes_with_its_own_weights() -> None:
+    module = nn.LSTM(4, 4)
+    TECHNIQUE.apply({"Net": module}, part_of("Net"))
+    replica = module._replicate_for_data_parallel()
+    for name, parameter in module.named_parameters():
+        setattr(replica, name, torch.zeros_like(parameter))
+    assert not replica(torch.randn(3, 2, 4))[0].any()
 
 
 def recorded(step: torchtrim.TrainStep) -> tuple[Step, int]:
@@ -156,18 +221,18 @@ NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
     "gru": ("GRU", {}),
     "layers": ("LSTM", {"num_layers": 2}),
     "both ways": ("GRU", {"bidirectional": True}),
+    "short": ("LSTM", {"steps": 3}),
 }
 
 
 @pytest.mark.parametrize("network", NETWORKS)
 def test_the_peak_falls_to_what_was_said(network: str) -> None:
     kind, words = NETWORKS[network]
+    words = dict(words)
+    steps = words.pop("steps", 12)
     net = Reader(kind, **words)
-    step = train_step(
-        net,
-        torch.randn(128, 12, 24) if words.get("batch_first") else torch.randn(12, 128, 24),
-        "SGD",
-    )
+    shape = (128, steps, 24) if words.get("batch_first") else (steps, 1536 // steps, 24)
+    step = train_step(net, torch.randn(shape), "SGD")
     whole, before = recorded(step)
     (option,) = TECHNIQUE.options(whole)
     edit = TECHNIQUE.edits(whole, option)
@@ -179,10 +244,50 @@ def test_the_peak_falls_to_what_was_said(network: str) -> None:
     assert after == pytest.approx(before - saved, rel=0.03)
 
 
-def test_dropout_between_layers_is_not_planned() -> None:
-    net = Reader("LSTM", num_layers=2, dropout=0.2)
-    whole, _ = recorded(train_step(net, torch.randn(8, 4, 24), "SGD"))
-    assert not TECHNIQUE.options(whole)
+def test_bytes_are_of_the_type_of_what_goes_in() -> None:
+    found = []
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        net, given = Reader("LSTM").to(dtype), torch.randn(12, 8, 24, dtype=dtype)
+        whole, _ = recorded(train_step(net, given, "SGD"))
+        ((one,),) = layers_of(whole).values()
+        found.append([size / dtype.itemsize for size in (one.kept_bytes, *one.within)])
+    assert found[0] == found[1] == found[2]
+
+
+def test_time_steps_of_all_layers_and_directions_take_their_time() -> None:
+    net = Reader("LSTM", num_layers=2, bidirectional=True)
+    whole, _ = recorded(train_step(net, torch.randn(40, 2, 24), "SGD"))
+    for seconds in (0.0, 1.0):
+        step = replace(whole, tasks=tuple(one._replace(seconds=seconds) for one in whole.tasks))
+        (option,) = TECHNIQUE.options(step)
+        edit = TECHNIQUE.edits(step, option)
+        assert edit is not None
+        ((first, last),) = option.spans
+        more = 0.0 if seconds else 40 * 2 * 2 * _TURN_SECONDS
+        assert edit.work_seconds == pytest.approx((last - first) * seconds + more)
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+def test_what_it_is_not_for_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(KINDS, "Cells", type("LSTM", (Cells,), {}))
+    for net in (
+        Reader("LSTM", num_layers=2, dropout=0.2),
+        Reader("LSTM", hidden_size=96, proj_size=64),
+        Reader("Cells"),
+        Cast(Reader("LSTM")),
+        Cast(Reader("GRU")),
+    ):
+        whole, _ = recorded(train_step(net, torch.randn(8, 4, 24), "SGD"))
+        assert not TECHNIQUE.options(whole)
+
+
+def test_where_it_is_refused_it_is_planned_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(KINDS, "Own", type("LSTM", (Own,), {}))
+    step = train_step(Reader("Own"), torch.randn(40, 16, 24), "SGD")
+    terms = Terms(exclude=("recompute", "replay", "micro_batch", "split_batch"), allow="ROUNDING")
+    fit = Fitting(step, Request(steps=2), lambda _: None, terms).nearest("60%")
+    assert fit.missed is not None
+    assert any("forward of its own" in note for note in fit.notes)
 
 
 def test_it_is_chosen_and_a_fault_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

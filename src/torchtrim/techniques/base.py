@@ -197,6 +197,7 @@ _SERVING = (
     "narrow_states",
     "network",
     "norms",
+    "once",
     "overheads",
     "overwriting",
     "places",

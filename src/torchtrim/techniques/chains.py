@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from torchtrim.errors import ApplyFailed
-from torchtrim.techniques.swap import Swapped
+from torchtrim.techniques.swap import Swapped, is_of_another
 
 _TABLE = "_torchtrim_ranges"
 Run = Callable[..., Any]
@@ -60,7 +60,7 @@ class _Table:
                 )
             position = last
         if self._swapped is None:
-            self._swapped = Swapped(self._chain, lambda _: self.forward)
+            self._swapped = Swapped(self._chain, self._wrapped)
             setattr(_owner(self._chain), _TABLE, self)
         self._ranges = found
 
@@ -69,6 +69,9 @@ class _Table:
         self._ranges = [one for one in self._ranges if not any(one is own for own in ranges)]
         if not self._ranges and self._swapped is not None:
             self._swapped.revert()
+
+    def _wrapped(self, forward: Run) -> Run:
+        return forward if is_of_another(forward, self._chain) else self.forward
 
     def forward(self, value: Any) -> Any:
         """The children in turn, those of a range together."""

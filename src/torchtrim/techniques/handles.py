@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from torchtrim.errors import ApplyFailed
+from torchtrim.techniques.failing import note
+
 
 class Handle(Protocol):
     """An applied technique."""
@@ -30,12 +33,21 @@ class Handles:
             self._handles.pop().revert()
 
 
+def _changed(place: str, change: Callable[[str], Handle]) -> Handle:
+    try:
+        return change(place)
+    except ApplyFailed as error:
+        note(error, place)
+        raise
+
+
 def all_or_none(places: Iterable[str], change: Callable[[str], Handle]) -> Handle:
-    """Change what is at each place. If one fails all are as they were, and its error is raised."""
+    """Change what is at each place. If one fails all are as they were, and its error is raised, and knows the
+    place: a plan can be made without it."""
     handles = Handles()
     try:
         for place in places:
-            handles.add(change(place))
+            handles.add(_changed(place, change))
     except BaseException:
         handles.revert()
         raise

@@ -50,6 +50,18 @@ class Swapped:
             pass
 
 
+def is_swapped(module: nn.Module) -> bool:
+    """Whether a technique changed its forward."""
+    return hasattr(module.forward, _SWAPPED) or hasattr(type(module), _SWAPPED)
+
+
+def is_of_another(forward: Forward, module: nn.Module) -> bool:
+    """Whether a forward that is wrapped is not the module's, but that of a shallow copy of it, whose
+    parameters are others: a replica of `nn.DataParallel`."""
+    bound: tuple[Any, ...] = getattr(forward, "args", ())
+    return len(bound) > 0 and isinstance(bound[0], type(module)) and bound[0] is not module
+
+
 class _Switch:
     """Whether a change is on, and whether it is to be used: a call that is traced runs as it is."""
 

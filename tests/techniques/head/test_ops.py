@@ -179,3 +179,15 @@ def test_the_retained_graph_has_its_gradients_again() -> None:
     first = torch.autograd.grad(loss * 3, (hidden, weight), retain_graph=True)
     again = torch.autograd.grad(loss, (hidden, weight))
     torch.testing.assert_close([3 * x for x in again], list(first))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_second_derivative_is_refused(reduction: str) -> None:
+    hidden, weight = (torch.randn(6, 4, requires_grad=True) for _ in range(2))
+    target = torch.arange(6)
+    for loss in (
+        linear_cross_entropy(hidden, weight, target, reduction=reduction),
+        chunked_cross_entropy(hidden @ weight.t(), target, reduction=reduction),
+    ):
+        with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+            torch.autograd.grad(loss.sum(), hidden, create_graph=True)

@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 from torchtrim.errors import Unsupported
 from torchtrim.memory.curve import bytes_over_time
+from torchtrim.records.item_bytes import item_bytes
 from torchtrim.records.profile import Call, Profile
-
-_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "complex64": 8}
 
 
 class Pass(NamedTuple):
@@ -195,6 +194,6 @@ class _Finder:
                 continue
             for use in self._profile.operators[index].inputs:
                 if use.storage == number:
-                    item = _BYTES.get(use.dtype.removeprefix("torch."), 4)
+                    item = item_bytes(use.dtype)
                     return size if prod(use.shape) * item == size else None
         return None

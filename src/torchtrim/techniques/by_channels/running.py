@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +17,9 @@ from torchtrim.techniques.by_channels.layout import layout_of, spans_of
 from torchtrim.techniques.casting import casting
 from torchtrim.techniques.chains import Range, Ranges, Run, one_by_one
 from torchtrim.techniques.handles import Handle
+from torchtrim.techniques.once import only_once
 from torchtrim.techniques.places import Part
-from torchtrim.techniques.swap import Swapped
+from torchtrim.techniques.swap import Swapped, is_of_another
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -41,7 +43,7 @@ def split(where: str, part: Part, parts: int, *, overwrites: bool) -> Handle:
         )
     channels = _Channels(norm, tuple(modules[1:]), parts, overwrites)
     if part.span is None:
-        return Swapped(norm, lambda forward: lambda given: channels.run(forward, given))
+        return Swapped(norm, channels.wrapped)
     return Ranges(part.chain, [Range(*part.span, channels.run)])
 
 
@@ -52,6 +54,10 @@ class _Channels(NamedTuple):
     others: tuple[nn.Module, ...]
     parts: int
     overwrites: bool
+
+    def wrapped(self, forward: Run) -> Run:
+        """The norm's forward in parts."""
+        return forward if is_of_another(forward, self.norm) else partial(self.run, forward)
 
     def run(self, forward: Run, given: Any) -> Any:
         """The result. `forward` runs all channels at once."""
@@ -138,8 +144,8 @@ class _Parts(torch.autograd.Function):
         return made
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        only_once("split_channels")
         channels: _Channels = ctx.channels
         given, *owned = ctx.saved_tensors
         over, given = channels.overwrites and not given.is_leaf, given.detach()

@@ -19,18 +19,24 @@ def edit_of(
     copies: bool = False,
     over: bool = False,
     within: tuple[int, int] | None = None,
+    seconds: float | None = None,
 ) -> Edit | None:
     """The parts in place of the whole call; None where backward does not come by.
 
     `copies`: a part is copied out of what goes in. `over`: the gradient of that is written over it. `within`:
     by how many bytes memory rises within a part, forward and backward, where that is known without the tasks.
+    `seconds`: what the parts take besides a forward that runs again, where that is known.
     """
     change = _Change(step, span, parts, copies=copies, over=over, within=within)
+    change.seconds = parts * _PART_SECONDS if seconds is None else seconds
     return change.edit() if change.later else None
 
 
 class _Change:
-    """The parts of the edit. `later`: the tasks of backward that are of the call."""
+    """The parts of the edit. `later`: the tasks of backward that are of the call. `seconds`: what the parts
+    take besides."""
+
+    seconds = 0.0
 
     def __init__(
         self,
@@ -64,7 +70,7 @@ class _Change:
             Block(step.tensors[n].bytes, begin, step.tensors[n].birth + 1) for n in self._whole
         )
         seconds = sum(step.tasks[task].seconds for task in self._now)
-        seconds += self._parts * _PART_SECONDS
+        seconds += self.seconds
         return Edit(
             drops=(*self._all_of(self._gone), *self._saved()),
             needs=tuple(Need(number, self._read_until()) for number in self._inputs()),

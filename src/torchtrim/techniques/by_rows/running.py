@@ -15,7 +15,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from torchtrim.errors import ApplyFailed
 from torchtrim.techniques.casting import casting
 from torchtrim.techniques.failing import note
-from torchtrim.techniques.swap import Swapped
+from torchtrim.techniques.once import only_once
+from torchtrim.techniques.swap import Swapped, is_of_another
 
 Forward = Callable[..., Any]
 
@@ -38,6 +39,9 @@ def _refused(where: str, why: str) -> ApplyFailed:
 
 
 def _in_parts(where: str, module: nn.Module, forward: Forward, parts: int) -> Forward:
+    if is_of_another(forward, module):
+        return forward
+
     def call(*args: Any, **kwargs: Any) -> Any:
         given = args[0] if len(args) == 1 and not kwargs else None
         if not isinstance(given, Tensor) or not _may_split(given, parts):
@@ -78,8 +82,8 @@ class _Parts(torch.autograd.Function):
         return whole.view(*given.shape[:-1], -1)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        only_once("split_matmul")
         given, *owned = ctx.saved_tensors
         rows, comes = _rows(given.detach()), gradient.reshape(-1, gradient.shape[-1])
         wanted = ctx.needs_input_grad[2]

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from torchtrim.techniques.head.chunks import (
     Given,
@@ -24,6 +23,7 @@ from torchtrim.techniques.head.chunks import (
     sums_type,
 )
 from torchtrim.techniques.head.rows import rows_for
+from torchtrim.techniques.once import only_once
 
 _RULE = "str reduction, int ignore_index, float label_smoothing, float z_loss, int rows"
 _LINEAR = (
@@ -68,9 +68,9 @@ class _Linear(torch.autograd.Function):
         return kept
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of hidden, weight and bias."""
+        only_once("torchtrim's linear_cross_entropy")
         if ctx.early:
             found = [_scaled(one, grad) for one in ctx.saved_tensors]
         else:
@@ -93,9 +93,9 @@ class _Chunked(torch.autograd.Function):
         return kept
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The gradient of the logits."""
+        only_once("torchtrim's chunked_cross_entropy")
         lse, *tensors = ctx.saved_tensors
         found = _ops.chunked_cross_entropy_backward(grad, lse, *tensors, *ctx.rule)
         return (found, *(None for _ in range(2 + len(ctx.rule))))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
-from torchtrim.records.profile import Call, Profile
+from torchtrim.records.item_bytes import item_bytes
+from torchtrim.records.profile import Call, Profile, TensorUse
 from torchtrim.records.remembered import remembered
 from torchtrim.step.step import Span, Step
 
@@ -17,18 +19,19 @@ PIECE = 4
 _CELLS = {"LSTM": 1, "GRU": 0}
 _GATES = {"LSTM": 4, "GRU": 3}
 _SEQUENCE = 3
-_DOUBLE = "float64"
+_HALVES = ("float16", "bfloat16")
 _AROUND = 10
 """How many tensors of a state's size a time step makes on the way."""
 
 
 class Recurrent(NamedTuple):
-    """A call of a recurrent layer: its tasks, how many pieces of time it has, the bytes that are kept of it
-    besides its input and its result, and those that a piece makes on the way, forward and backward.
-    `result`: the tensor that it gives, where that itself is kept; -1 of two directions, which are joined."""
+    """A call of a recurrent layer: its tasks, how many time steps all its layers and directions go, the bytes
+    that are kept of it besides its input and its result, and those that a piece makes on the way, forward and
+    backward. `result`: the tensor that it gives, where that itself is kept; -1 of two directions,
+    which are joined."""
 
     span: Span
-    pieces: int
+    turns: int
     kept_bytes: int
     within: tuple[int, int]
     result: int
@@ -47,7 +50,7 @@ def _layers_of(profile: Profile) -> dict[str, tuple[Recurrent, ...]]:
             calls[call.module].append(call)
     found: dict[str, tuple[Recurrent, ...]] = {}
     for number, module in enumerate(profile.modules):
-        if module.type not in _CELLS:
+        if module.type not in _CELLS or not _is_plain(profile, module.path):
             continue
         seen = [_read(profile, call) for call in calls[number]]
         kept = tuple(one for one in seen if one is not None)
@@ -56,8 +59,15 @@ def _layers_of(profile: Profile) -> dict[str, tuple[Recurrent, ...]]:
     return found
 
 
+def _is_plain(profile: Profile, path: str) -> bool:
+    """Whether it has the weights of a recurrent layer of torch, and no projections."""
+    name = re.compile(rf"{re.escape(path)}\.(parametrizations\.)?(weight|bias)_(ih|hh)_l\d.*")
+    has = any(name.fullmatch(one.name) for one in profile.storages)
+    return has and not _has(profile, f"{path}.weight_hr_l0")
+
+
 def _read(profile: Profile, call: Call) -> Recurrent | None:
-    """A call, if one sequence goes in and one comes out."""
+    """A call, if one sequence goes in and one comes out, in the type of the weights."""
     operators = profile.operators[call.first : call.last]
     uses = [use for op in operators for use in (*op.inputs, *op.outputs)]
     given = [use for use in uses if use.storage in call.inputs[:1]]
@@ -67,18 +77,30 @@ def _read(profile: Profile, call: Call) -> Recurrent | None:
     if whole is None or random or not given or len(given[0].shape) != _SEQUENCE:
         return None
     module = profile.modules[call.module]
-    steps, size = whole.shape[0], 8 if whole.dtype == _DOUBLE else 4
-    layers, states = _layers(profile, module.path), prod(whole.shape) * size
+    if _is_cast(profile, module.path, uses):
+        return None
+    size, piece = item_bytes(whole.dtype), min(PIECE, whole.shape[0])
+    steps, layers = whole.shape[0], _layers(profile, module.path)
+    states = prod(whole.shape) * size
     both = _has(profile, f"{module.path}.weight_hh_l0_reverse")
     kept = states * ((layers - 1) * (1 + both) + layers * _CELLS[module.type] + both)
-    one, entering = states // steps // (1 + both), PIECE * prod(given[0].shape) * size // steps
+    one, entering = states // steps // (1 + both), piece * prod(given[0].shape) * size // steps
     gates = _GATES[module.type] * one
-    forward = (PIECE + 2) * gates + _AROUND * one + entering
-    backward = 2 * (PIECE + 1) * gates + (2 * PIECE + _AROUND) * one + 2 * entering
+    forward = (piece + 2) * gates + _AROUND * one + entering
+    backward = 2 * (piece + 1) * gates + (2 * piece + _AROUND) * one + 2 * entering
     between = states if layers > 1 else 0
     within = forward, backward + between
     result = -1 if both else whole.storage
-    return Recurrent(Span(call.first, call.last), -(-steps // PIECE), kept, within, result)
+    turns = steps * layers * (1 + both)
+    return Recurrent(Span(call.first, call.last), turns, kept, within, result)
+
+
+def _is_cast(profile: Profile, path: str, uses: Sequence[TensorUse]) -> bool:
+    """Whether something is of a lower precision than the weights, as under autocast."""
+    own = {number for number, one in enumerate(profile.storages) if one.name.startswith(f"{path}.")}
+    types = {use.dtype for use in uses}
+    weights = {use.dtype for use in uses if use.storage in own}
+    return bool(weights) and not types.isdisjoint(set(_HALVES) - weights)
 
 
 def _has(profile: Profile, name: str) -> bool:

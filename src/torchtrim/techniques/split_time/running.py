@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from torchtrim.errors import ApplyFailed
+from torchtrim.techniques.once import only_once
 from torchtrim.techniques.split_time.cells import Cell, Gru, Lstm, State
 from torchtrim.techniques.split_time.found import PIECE
-from torchtrim.techniques.swap import Swapped
+from torchtrim.techniques.swap import Swapped, is_of_another, is_swapped
 
 Forward = Callable[..., Any]
+_FORWARDS = (nn.LSTM.forward, nn.GRU.forward)
 _SEQUENCE = 3
 
 
@@ -21,7 +23,9 @@ def split(where: str, module: nn.Module) -> Swapped:
     """Give an LSTM or GRU a forward in pieces of time. Raises `ApplyFailed` for another module."""
     if not isinstance(module, nn.LSTM | nn.GRU):
         raise _refused(where, f"is a {type(module).__name__}, no LSTM and no GRU")
-    if type(module).forward not in (nn.LSTM.forward, nn.GRU.forward):
+    if is_swapped(module):
+        raise _refused(where, "is changed by another technique of the plan")
+    if "forward" in module.__dict__ or type(module).forward not in _FORWARDS:
         raise _refused(where, "has a forward of its own")
     if module.proj_size:
         raise _refused(where, "has projections")
@@ -35,6 +39,9 @@ def _refused(where: str, why: str) -> ApplyFailed:
 
 
 def _in_time(module: nn.LSTM | nn.GRU, forward: Forward) -> Forward:
+    if is_of_another(forward, module):
+        return forward
+
     def call(input: Any, hx: Any = None) -> Any:
         if not _is_ours(module, input):
             return forward(input, hx)
@@ -130,8 +137,8 @@ class _Time(torch.autograd.Function):
         )
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *comes: Tensor | None) -> tuple[Any, ...]:
+        only_once("split_time")
         return _Backward(ctx, comes).run()
 
 

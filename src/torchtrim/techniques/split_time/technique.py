@@ -11,8 +11,10 @@ The gates are the same functions of the same sums, but a product of fewer rows m
 and gradients of weights are sums over pieces. So it is planned where `--allow rounding` is given.
 
 It is for `nn.LSTM` and `nn.GRU` that are given one tensor of a batch and draw no random numbers. Calls with
-packed sequences, under autocast, without gradients and in a compiled model run as they are. An LSTM with
-projections, and dropout between layers, are refused. `where` names modules.
+packed sequences, under autocast, without gradients, in a compiled model and of a replica of
+`nn.DataParallel` run as they are. An LSTM with projections, and dropout between layers, are refused. Its
+result is needed for its own backward, so what overwrites it, `out.relu_()`, raises, and it cannot be
+differentiated twice (`create_graph=True` raises). `where` names modules.
 """
 
 from __future__ import annotations
@@ -32,6 +34,10 @@ from torchtrim.techniques.split_time.found import Recurrent, layers_of
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+_TURN_SECONDS = 1.1e-4
+"""Of a time step of one layer in one direction, forward and backward, where it is small."""
 
 
 class SplitTime:
@@ -65,8 +71,16 @@ class SplitTime:
 TECHNIQUE = SplitTime()
 
 
+def _more_seconds(step: Step, one: Recurrent) -> float:
+    """What its time steps take over the seconds of its own tasks, which they take at least."""
+    now = range(*one.span)
+    tasks = {*now, *(n for task in now for n in step.backward.get(task, ()))}
+    own: float = sum(step.tasks[n].seconds for n in tasks)
+    return max(0.0, one.turns * _TURN_SECONDS - own)
+
+
 def _edit(step: Step, one: Recurrent) -> Edit | None:
-    edit = edit_of(step, one.span, max(2, one.pieces), within=one.within)
+    edit = edit_of(step, one.span, 1, within=one.within, seconds=_more_seconds(step, one))
     if edit is None:
         return None
     ends = max(insert.at for insert in edit.inserts) + 1
