@@ -24,6 +24,7 @@ def table(config) -> tuple[torch.Tensor, float]:
     size = getattr(config, "size", None) or config.width
     return torch.arange(size, dtype=torch.float), 1.0
 """
+MANY = ("sin", "cos", "tan", "exp", "log", "sqrt", "abs", "sum")
 CLASS = """
 class M(nn.Module):
     def __init__(self, act=F.gelu, norm=nn.LayerNorm):
@@ -86,6 +87,41 @@ def test_calls_of_what_an_attribute_holds(held: str, line: str, rows: list[str])
 )
 def test_calls_of_what_a_name_holds(body: str, rows: list[str]) -> None:
     assert found("def f(x, other):\n" + textwrap.indent(body, "    ")) == rows
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        "np.max if flag else torch.max",
+        "math.sqrt if flag else torch.sqrt",
+        "max if flag else torch.max",
+        "{'len': len, 'max': torch.max}[flag]",
+        "numel if flag else torch.max",
+    ],
+)
+@pytest.mark.parametrize("read", ["float(one(x))", "bool(one(x) > 1)", "1 if one(x) > 1 else 2"])
+def test_what_may_be_no_function_of_torch_is_not_said_to_wait(one: str, read: str) -> None:
+    head = "import math\nimport numpy as np\ndef numel(x) -> int:\n    return 3\n"
+    assert found(f"{head}def f(x, flag):\n    one = {one}\n    return {read}\n") == []
+
+
+@pytest.mark.parametrize("given", ["one", "one=torch.sum"])
+def test_what_is_given_or_loaded_may_be_another_function(given: str) -> None:
+    text = f"""
+    def f(x, flag, load, {given}):
+        two = load()
+        if flag:
+            two = torch.max
+        if one(x) > 1 or two(x) > 1:
+            return 1
+    """
+    assert found(text) == []
+
+
+def test_of_many_functions_there_are_others() -> None:
+    many = "{" + ", ".join(f"'{name}': torch.{name}" for name in MANY) + ", 'max': torch.max}"
+    text = f"def f(x, flag):\n    one = {many}[flag]\n    return 1 if one(x) > 1 else 2\n"
+    assert found(text) == []
 
 
 def test_what_only_makes_parameters_runs_once() -> None:

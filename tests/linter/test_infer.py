@@ -22,6 +22,7 @@ from torchtrim.linter.kinds import (
     tensor,
 )
 from torchtrim.linter.scope import FileFacts
+from torchtrim.linter.static_syncs import static_syncs
 
 IMPORTS = {"torch": "torch", "F": "torch.nn.functional", "nn": "torch.nn", "np": "numpy"}
 NAMES = {
@@ -103,3 +104,16 @@ def value(text: str) -> Kind:
 )
 def test_kinds_of_expressions(text: str, kind: Kind) -> None:
     assert value(text) == kind
+
+
+@pytest.mark.parametrize(
+    ("line", "rows"),
+    [
+        ("one, two = (x.relu(), len(x.shape))[::-1]\n    return 1 if one > 3 else two", []),
+        ("rest = (x.relu(), 3, 4)[1:]\n    return 1 if rest[0] > 3 else 2", []),
+        ("one, two = (x.relu(), x.sin())[::-1]\n    return 1 if one > 3 else two", ["item"]),
+    ],
+)
+def test_a_part_of_a_tuple_has_other_places(line: str, rows: list[str]) -> None:
+    text = f"import torch\ndef f(x: torch.Tensor):\n    {line}\n"
+    assert [one.row for one in static_syncs(ast.parse(text), "m.py", text=text)] == rows

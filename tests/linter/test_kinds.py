@@ -74,7 +74,9 @@ def test_code_tells_what_an_annotation_leaves_open() -> None:
 def test_one_of_several_functions() -> None:
     either = joined(function("torch.sin"), function("torch.cos"))
     assert [name for name, _ in either.items] == ["torch.sin", "torch.cos"]
-    assert joined(either, UNKNOWN) == joined(UNKNOWN, either) == either
+    some = joined(either, UNKNOWN)
+    assert some == joined(UNKNOWN, either) == joined(some, either) == joined(some, UNKNOWN)
+    assert {name for name, _ in some.items} == {"", "torch.sin", "torch.cos"}
     assert joined(either, PLAIN) == UNKNOWN
     assert joined(either, function(gives=HOST)).part == HOST
     many = [function(f"torch.f{n}") for n in range(20)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from msgspec.structs import replace
 
 from pipelines.models import Gpt, batch, gradients, loss_of, pipeline
 from torchtrim.pipelines import clocks
-from torchtrim.pipelines.clocks import clocking
+from torchtrim.pipelines.clocks import Clocks, clocking
 from torchtrim.records.pipeline import Clocked, Pipeline, Stage
 from torchtrim.techniques.swap import Swapped
 
@@ -60,6 +62,25 @@ def test_a_stage_that_runs_again_is_clocked_whole_alone() -> None:
     again = replace(pipeline(HALF, "1F1B", 2), stages=(kept, replace(kept, recompute=True)))
     (stages,) = clocked(Gpt(), again)
     assert all(one.backward > 0 and one.inputs == one.weights == 0 for one in stages)
+
+
+def test_out_of_time_each_pipeline_has_had_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that had a second has that alone."""
+    moments, rounds = itertools.count(), []
+    plain = Clocks._round
+
+    def noted(self: Clocks, step: Any, one: Pipeline, notes: Any) -> None:
+        rounds.append(one.cuts)
+        plain(self, step, one, notes)
+
+    monkeypatch.setattr(Clocks, "_round", noted)
+    monkeypatch.setattr(clocks.time, "monotonic", lambda: float(next(moments)))
+    for patience, expected in ((0.5, [HALF, FOUR]), (1.5, [HALF, FOUR, HALF])):
+        rounds.clear()
+        monkeypatch.setattr(clocks, "_PATIENCE", patience)
+        found = clocked(Gpt(), pipeline(HALF, "1F1B", 2), pipeline(FOUR, "1F1B", 2))
+        assert rounds == expected
+        assert all(one.forward > 0 for stages in found for one in stages)
 
 
 def test_the_model_is_what_it_was() -> None:

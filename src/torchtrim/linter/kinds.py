@@ -28,11 +28,11 @@ class Kind(NamedTuple):
     `plain` is what Python itself has: numbers, text, shapes, None. A `sequence` holds `part`, and has
     `items` by place where it is a tuple of several kinds. A `layer` gives a tensor where it is called. A
     `mapping` has a `part` for all its values, and `items` for those whose key is text that is there. A
-    `function` has the names of those that it may be as keys of `items`; `part` is what one without a name
-    returns. `on` is where a tensor is, or which a device is: `""` where that is not known, `"mixed"` where
-    it was computed from one of the host and something unknown. `dtype` is `"bool"` or `"int"`, `""`
-    otherwise. `single`: of no dimensions. `sure`: computed as a tensor, where an annotation alone may be
-    wrong.
+    `function` has the names of those that it may be as keys of `items`, `""` for one that is not known;
+    `part` is what one without a name returns. `on` is where a tensor is, or which a device is: `""` where
+    that is not known, `"mixed"` where it was computed from one of the host and something unknown. `dtype` is
+    `"bool"` or `"int"`, `""` otherwise. `single`: of no dimensions. `sure`: computed as a tensor,
+    where an annotation alone may be wrong.
     """
 
     what: What = "unknown"
@@ -166,12 +166,13 @@ def joined(one: Kind, other: Kind) -> Kind:
 
 
 def _one_of(one: Kind, other: Kind) -> Kind:
-    """What may be one function or another. One that is unknown is left out: it is called as the known are."""
-    if UNKNOWN in (one, other):
-        return other if one == UNKNOWN else one
-    if one.what != other.what:
+    """What may be one function or another, known or not."""
+    is_open = UNKNOWN in (one, other)
+    if one.what != other.what and not is_open:
         return UNKNOWN
     items = dict(one.items) | dict(other.items)
+    if is_open or len(items) > _MOST_FUNCTIONS:
+        items = {"": UNKNOWN} | items
     parts = [kind.part for kind in (one, other) if kind.part is not None]
     return Kind(
         "function",
@@ -188,6 +189,15 @@ def together(*kinds: Kind) -> On:
     if not places & {"host", "mixed"} or "" in places:
         return ""
     return "mixed" if "mixed" in places or any(kind.what == "unknown" for kind in kinds) else "host"
+
+
+def unsure(kind: Kind) -> Kind:
+    """The same, which may be something else than a tensor."""
+    if kind.what == "sequence":
+        part = None if kind.part is None else unsure(kind.part)
+        items = tuple((at, unsure(item)) for at, item in kind.items)
+        return kind._replace(part=part, items=items)
+    return kind._replace(sure=False)
 
 
 def singled(kind: Kind) -> Kind:

@@ -323,7 +323,9 @@ class _Walk:
     def _given(self, said: Kind, default: ast.expr) -> Kind:
         """What a parameter is, by its annotation or the function that is its default."""
         held = referred(self._infer, default)
-        return held if held.what == "function" and said in (UNKNOWN, PLAIN) else said
+        if held.what != "function" or said not in (UNKNOWN, PLAIN):
+            return said
+        return joined(held, UNKNOWN)
 
     def _body(self, node: _Function) -> list[Kind]:
         """Walk a function's code; what it returns."""

@@ -72,7 +72,7 @@ def _is_moved(places: Places) -> bool:
 
 def _of_sequence(node: ast.Subscript, base: Kind, places: Places, wait: Wait) -> Kind:
     if any(isinstance(place, ast.Slice) for place, _ in places):
-        return base
+        return sequence(part_of(base)) if base.items else base
     if len(places) == 1 and places[0][1].waits and places[0][1].sure:
         wait("item", node)
     at = places[0][0].value if len(places) == 1 and isinstance(places[0][0], ast.Constant) else ""

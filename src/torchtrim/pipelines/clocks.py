@@ -8,6 +8,7 @@ measured, with torch's own functions. See `torch.distributed.pipelining.stage._P
 from __future__ import annotations
 
 import contextlib
+import itertools
 import statistics
 import time
 from collections import defaultdict
@@ -35,7 +36,8 @@ _Notes = defaultdict[tuple[str, int], list[float]]
 class Clocks:
     """An executor that clocks the actions of several pipelines, and tells once instead of adding gradients.
 
-    Rounds over all of them alternate, so that what disturbs one disturbs the others. The first warms up.
+    Rounds over all of them alternate, so that what disturbs one disturbs the others. The first warms up; it
+    counts for a pipeline for which there was no time for another.
     """
 
     def __init__(
@@ -55,15 +57,14 @@ class Clocks:
     def run(self, step: Step, numbers: Sequence[Node]) -> Sequence[Tensor]:
         """Clock all pipelines on the step's first micro-batches; the numbers are not computed."""
         notes: list[_Notes] = [defaultdict(list) for _ in self._pipelines]
+        both = list(zip(self._pipelines, notes, strict=True))
         until = time.monotonic() + _PATIENCE
-        for number in range(_ROUNDS):
-            if number > 1 and time.monotonic() > until:
+        for number, (pipeline, one) in itertools.product(range(_ROUNDS), both):
+            if number and time.monotonic() > until:
                 break
-            for pipeline, one in zip(self._pipelines, notes, strict=True):
-                if number == 1:
-                    one.clear()
-                self._round(step, pipeline, one)
-        both = zip(self._pipelines, notes, strict=True)
+            if number == 1:
+                one.clear()
+            self._round(step, pipeline, one)
         self._told([_medians(one, len(pipeline.cuts) + 1) for pipeline, one in both])
         return [torch.zeros(()) for _ in numbers]
 
