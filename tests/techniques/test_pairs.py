@@ -42,6 +42,7 @@ ELSEWHERE = {
     "release",
     "shard",
     "split_batch",
+    "split_time",
 }
 """Those for inference, streams, several processes or a kind of model of their own."""
 if importlib.util.find_spec("torchao") is None:
