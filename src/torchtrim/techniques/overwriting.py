@@ -65,7 +65,11 @@ class _Clamp(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, low: float, high: float) -> torch.Tensor:
         ctx.bounds = low, high
         ctx.mark_dirty(x)
-        torch.ops.aten.hardtanh_(x, low, high)
+        with (
+            torch._C._AutoDispatchBelowAutograd(),
+            torch.enable_grad(),
+        ):  # as any operator of forward
+            torch.ops.aten.hardtanh_(x, low, high)
         ctx.save_for_backward(x)
         return x
 
