@@ -65,6 +65,17 @@ def technique(*where: str) -> Technique:
     return Technique(name="overwrite", where=where)
 
 
+def assert_equal_gradients(model: nn.Module, twin: nn.Module) -> None:
+    """Of two backward passes, bit for bit."""
+    for _ in range(2):
+        x = torch.randn(4, 3, 24, 24)
+        for one in (model, twin):
+            one.zero_grad()
+            squares(one, x).backward()
+        for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)
+
+
 def test_every_type_has_its_case() -> None:
     assert set(MAKE) == TYPES
 
@@ -81,13 +92,7 @@ def test_every_bit_agrees_and_what_was_predicted_is_measured(name: str) -> None:
     predicted = simulate(overwritten(read_step(profile), tasks)).peak_bytes
     handle = TECHNIQUE.apply({"Sequential": model}, technique(*places))
     assert predicted == simulate(read_step(profile_of(model))).peak_bytes
-    for _ in range(2):
-        x = torch.randn(4, 3, 24, 24)
-        for one in (model, twin):
-            one.zero_grad()
-            squares(one, x).backward()
-        for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-            assert torch.equal(ours.grad, theirs.grad)
+    assert_equal_gradients(model, twin)
     assert all(torch.equal(v, twin.state_dict()[k]) for k, v in model.state_dict().items())
     handle.revert()
     assert not any(getattr(module, "inplace", False) for module in model.modules())
@@ -169,13 +174,7 @@ def test_a_clamp_in_place_keeps_no_copy(name: str) -> None:
     assert predicted < 0.85 * simulate(step).peak_bytes
     handle = TECHNIQUE.apply({"Sequential": model}, technique(*(one.where for one in options)))
     assert predicted == pytest.approx(simulate(read_step(profile_of(model))).peak_bytes, rel=1e-3)
-    for _ in range(2):
-        x = torch.randn(4, 3, 24, 24)
-        for one in (model, twin):
-            one.zero_grad()
-            squares(one, x).backward()
-        for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-            assert torch.equal(ours.grad, theirs.grad)
+    assert_equal_gradients(model, twin)
     handle.revert()
     assert type(model[2]) is type(twin[2])
 
