@@ -70,13 +70,13 @@ def test_other_plans_keep_to_the_budget_and_differ() -> None:
     bias = original.peak_bytes - fitting.planner(original).simulated_original
     target = Target(int(0.7 * original.peak_bytes), bias, "allocated")
     first = fitting.planner(original).plan(target.budget, bias=bias)
-    found = others(lambda only: fitting.planner(original, only), first, target, 4)
+    found = others(lambda only: fitting.planner(original, only), [first], target, 4)
     assert found
     assert len({repr(one.techniques) for one in (first, *found)}) == len(found) + 1
     assert all(one.predicted.peak_bytes <= target.budget for one in found)
     predicted = [one.predicted.step_seconds for one in found]
     assert predicted == sorted(predicted)
-    assert others(lambda only: fitting.planner(original, only), first, target, 0) == []
+    assert others(lambda only: fitting.planner(original, only), [first], target, 0) == []
 
 
 def test_a_fit_says_which_was_taken_and_is_certified() -> None:

@@ -6,7 +6,7 @@ quicker.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from torchtrim.errors import InfeasibleBudget, PlannedStepFailed
@@ -37,15 +37,15 @@ class Timed(NamedTuple):
 
 
 def others(
-    planner_of: Callable[[str], Planner | Planners], first: Plan, target: Target, most: int
+    planner_of: Callable[[str], Planner | Planners], run: Sequence[Plan], target: Target, most: int
 ) -> list[Plan]:
-    """Up to `most` other plans, those first that are predicted to be quickest.
+    """Up to `most` plans that have not been `run`, those first that are predicted to be quickest.
 
     `planner_of` gives the planner of one technique alone, or of all for the empty name.
     """
     found: list[Plan] = []
     for plan in _planned(planner_of, target):
-        if all(plan.techniques != one.techniques for one in (first, *found)):
+        if all(plan.techniques != one.techniques for one in (*run, *found)):
             found.append(plan)
     return sorted(found, key=lambda plan: plan.predicted.step_seconds)[:most]
 

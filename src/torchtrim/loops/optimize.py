@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -367,7 +367,7 @@ class Fitting:
         if fitting:
             best = max(fitting, key=lambda one: one.used)
             if self._terms.candidates > 1:
-                best = self._quickest(original, best, Target(budget, bias, kind))
+                best = self._quickest(original, best, tried, Target(budget, bias, kind))
             found = self._verified(original, budget, best)
         elif self._turns_to_shards(original):
             return self._within(original, budget, kind)
@@ -375,8 +375,10 @@ class Fitting:
             found = self._missed(original, budget, kind, min(tried, key=lambda one: one.used))
         return found._replace(notes=(*notes, *found.notes))
 
-    def _quickest(self, original: Trial, first: Tried, target: Target) -> Tried:
-        """The quickest of the first and other plans, by the clock."""
+    def _quickest(
+        self, original: Trial, first: Tried, tried: Sequence[Tried], target: Target
+    ) -> Tried:
+        """The quickest of the first and of plans not yet tried, by the clock."""
         if first.plan is None or first.trial is None:
             return first
 
@@ -385,7 +387,8 @@ class Fitting:
             return trial if measured(trial, target.kind) <= target.budget else None
 
         planner_of = partial(self.planner, original)
-        plans = others(planner_of, first.plan, target, self._terms.candidates - 1)
+        known = [one.plan for one in tried if one.plan is not None]
+        plans = others(planner_of, known, target, self._terms.candidates - 1)
         best, note = quickest(Timed(first.plan, first.trial), plans, run)
         self._note(note)
         return Tried(best.plan, best.trial, measured(best.trial, target.kind))

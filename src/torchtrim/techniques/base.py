@@ -197,6 +197,7 @@ _SERVING = (
     "narrow_states",
     "network",
     "norms",
+    "numbering",
     "once",
     "overheads",
     "overwriting",

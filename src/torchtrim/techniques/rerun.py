@@ -23,6 +23,7 @@ from torchtrim.techniques.arguments import as_they_are
 from torchtrim.techniques.chains import Range, Ranges
 from torchtrim.techniques.early_stop import EarlyStop
 from torchtrim.techniques.handles import Handle, Handles
+from torchtrim.techniques.numbering import unnumbered
 from torchtrim.techniques.places import Span, part_at
 from torchtrim.techniques.python_state import PythonState
 from torchtrim.techniques.swap import Swapped
@@ -201,17 +202,19 @@ class Buffers:
         mode = tuple(module.training for module in self._modules)
         written = self._written.get(mode)
         versions = {}
-        for at, buffer in self._buffers():
-            if written is None or at in written:
-                before[at] = buffer.clone()
-                versions[at] = (buffer, buffer._version)
+        with unnumbered():
+            for at, buffer in self._buffers():
+                if written is None or at in written:
+                    before[at] = buffer.clone()
+                    versions[at] = (buffer, buffer._version)
         yield
         python.has_run()
         if written is None:
             self._written[mode] = written = set()
-            for at, buffer in self._buffers():
-                if at in before and self._changed(at, buffer, before[at], *versions[at]):
-                    written.add(at)
+            with unnumbered():
+                for at, buffer in self._buffers():
+                    if at in before and self._changed(at, buffer, before[at], *versions[at]):
+                        written.add(at)
             for at in before.keys() - written:
                 del before[at]
 

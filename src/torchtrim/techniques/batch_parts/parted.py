@@ -18,6 +18,7 @@ from torchtrim.techniques.batch_parts.rows import Along, Rows, order_of, parts_o
 from torchtrim.techniques.batch_parts.study import SAME, SUM, Facts, Study
 from torchtrim.techniques.batch_parts.tree import filled, leaves_of
 from torchtrim.techniques.failing import note
+from torchtrim.techniques.numbering import AsBefore, unnumbered
 from torchtrim.techniques.python_state import PythonState
 
 Forward = Callable[..., Any]
@@ -39,12 +40,13 @@ class InParts:
         if not torch.is_grad_enabled() or given.size < 2 or not self._is_graded(given):
             return forward(*args, **kwargs)
         try:
-            facts = self._facts(forward, given)
-            if facts.second:
-                given = given.transposed
-            run = _Run(self._module, forward, given, facts, self._parts)
-            tensors = [given.leaves[n] for n in given.tensors]
-            hook = torch.empty(0, requires_grad=True)
+            with unnumbered():
+                facts = self._facts(forward, given)
+                if facts.second:
+                    given = given.transposed
+                run = _Run(self._module, forward, given, facts, self._parts)
+                tensors = [given.leaves[n] for n in given.tensors]
+                hook = torch.empty(0, requires_grad=True)
             return run.result(_Parted.apply(run, self._where, hook, *tensors))  # type: ignore[no-untyped-call]
         except Exception as error:
             note(error, self._where)
@@ -108,7 +110,11 @@ class _Run:
 
     def forward(self, tensors: Tensors) -> list[torch.Tensor]:
         """All parts without gradients."""
-        joined = self._pass(tensors)
+        with unnumbered() as as_before:
+            return self._forward_of(tensors, as_before)
+
+    def _forward_of(self, tensors: Tensors, as_before: AsBefore) -> list[torch.Tensor]:
+        joined = self._pass(tensors, as_before)
         if any(self._facts.losses) and self._totals is not None:
             totals = [t for t, split in zip(self._totals, self._facts.losses, strict=True) if split]
             if self._facts.scales and all(bool(total == totals[0]) for total in totals[1:]):
@@ -116,10 +122,10 @@ class _Run:
                 for n in sums:
                     joined[n] = joined[n] / totals[0].to(joined[n].dtype)
             else:
-                joined = self._pass(tensors)
+                joined = self._pass(tensors, as_before)
         return joined
 
-    def _pass(self, tensors: Tensors) -> list[torch.Tensor]:
+    def _pass(self, tensors: Tensors, as_before: AsBefore) -> list[torch.Tensor]:
         joined: list[torch.Tensor] = []
         counts: list[list[torch.Tensor]] = []
         first_time = self._result is None
@@ -131,7 +137,8 @@ class _Run:
                 self._drawing(rows),
             ):
                 args, kwargs = self._given.arguments(self._given.part(rows, tensors))
-                tree = self._forward(*args, **kwargs)
+                with as_before(plain):
+                    tree = self._forward(*args, **kwargs)
             counts.append(losses.counts)
             made = [leaf for leaf in leaves_of(tree) if isinstance(leaf, torch.Tensor)]
             self._join(joined, made, rows)

@@ -17,6 +17,7 @@ from torchtrim.techniques.by_channels.layout import layout_of, spans_of
 from torchtrim.techniques.casting import casting
 from torchtrim.techniques.chains import Range, Ranges, Run, one_by_one
 from torchtrim.techniques.handles import Handle
+from torchtrim.techniques.numbering import unnumbered
 from torchtrim.techniques.once import only_once
 from torchtrim.techniques.places import Part
 from torchtrim.techniques.swap import Swapped, is_of_another
@@ -82,14 +83,18 @@ class _Channels(NamedTuple):
             return made
         running, momentum = _counted(self.norm)
         whole: Tensor | None = None
-        for span in self.spans(given):
-            statistics = [None if one is None else one[slice(*span)] for one in running]
-            owned = [_cut(one, span) for one in (self.norm.weight, self.norm.bias)]
-            made = self.part(_of(given, span), owned, statistics, momentum)
-            if whole is None:
-                whole = self._empty(made, given)
-            whole[:, slice(*span)] = made
-            del made
+        with unnumbered() as as_before:
+            for span in self.spans(given):
+                statistics = [None if one is None else one[slice(*span)] for one in running]
+                owned = [_cut(one, span) for one in (self.norm.weight, self.norm.bias)]
+                some = _of(given, span)
+                with as_before(span[0] == 0):
+                    made = self.part(some, owned, statistics, momentum)
+                del some
+                if whole is None:
+                    whole = self._empty(made, given)
+                whole[:, slice(*span)] = made
+                del made
         assert whole is not None
         return whole
 

@@ -15,6 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torchtrim.errors import ApplyFailed
 from torchtrim.techniques.casting import casting
 from torchtrim.techniques.failing import note
+from torchtrim.techniques.numbering import unnumbered
 from torchtrim.techniques.once import only_once
 from torchtrim.techniques.swap import Swapped, is_of_another
 
@@ -71,15 +72,19 @@ class _Parts(torch.autograd.Function):
         ctx.again, ctx.cast = forward, casting(given.device.type)
         ctx.spans = list(_spans(prod(given.shape[:-1]), parts))
         ctx.save_for_backward(given, *owned)
-        rows, whole = _rows(given), None
-        for first, last in ctx.spans:
-            made = forward(rows[..., first:last, :])
-            if whole is None:
-                whole = _whole(made, rows, last - first)
-            whole[first:last] = made.view(last - first, -1)
-            del made
-        assert whole is not None
-        return whole.view(*given.shape[:-1], -1)
+        with unnumbered() as as_before:
+            rows, whole = _rows(given), None
+            for first, last in ctx.spans:
+                part = rows[..., first:last, :]
+                with as_before(first == 0):
+                    made = forward(part)
+                del part
+                if whole is None:
+                    whole = _whole(made, rows, last - first)
+                whole[first:last] = made.view(last - first, -1)
+                del made
+            assert whole is not None
+            return whole.view(*given.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchtrim.techniques.base import Handle, Handles
 from torchtrim.techniques.failing import note
 from torchtrim.techniques.hooks import chains, on_top
+from torchtrim.techniques.numbering import is_numbered, unnumbered
 from torchtrim.techniques.offload_activations.moving import Moved, Mover, View
 from torchtrim.techniques.offload_activations.places import UNSEEN, Place, Room, placed
 from torchtrim.techniques.places import module_at
@@ -72,6 +73,13 @@ class _Call:
         self.leaving: defaultdict[Run, list[Moved]] = defaultdict(list)
         self.coming: defaultdict[Run, Coming] = defaultdict(Coming)
 
+    def runs(self, name: str) -> Run:
+        """One more operator of a name runs: what waits for it is let go."""
+        run = Run(name, self.counts[name])
+        self.counts[name] += 1
+        _release(self.leaving.pop(run, ()))
+        return run
+
 
 class Coming:
     """The tensors that one operator saved are fetched when backward asks for them: once in a pass."""
@@ -126,7 +134,6 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._rooms = places
         self._where = str(next(iter(places)))
         self._call: _Call | None = None
-        self._resting = False
         self._known: dict[Any, tuple[str, tuple[int, ...]]] = {}
         self._hooks = self._pack, chains(_unpack)
 
@@ -163,20 +170,22 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs, call = kwargs or {}, self._call
         if types and any(kind not in _PLAIN for kind in types):
             return NotImplemented
-        if call is None or self._resting or torch._C._current_autograd_node() is not None:
+        if call is None or torch._C._current_autograd_node() is not None:
             return func(*args, **kwargs)
         name, written = self._known.get(func) or self._know(func)
-        run = Run(name, call.counts[name])
-        call.counts[name] += 1
-        _release(call.leaving.pop(run, ()))
+        run = call.runs(name) if is_numbered() else None
         for position in written:
             self._settle(call, args[position] if position < len(args) else None)
         result = func(*args, **kwargs)
-        if name not in UNSEEN:
+        if run is not None:
+            self._made_by(run, result, call)
+        return result
+
+    def _made_by(self, run: Run, result: Any, call: _Call) -> None:
+        if run.name not in UNSEEN:
             call.last = run
         for place in self._made.get(run, ()) if torch.is_grad_enabled() else ():
             self._note(call, place, result)
-        return result
 
     def _know(self, func: Any) -> tuple[str, tuple[int, ...]]:
         namespace, _, name = str(func).partition(".")
@@ -227,13 +236,9 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = _number(tensor), tensor._version
         moved = call.moved.get(key)
         if moved is None:
-            self._resting = True
-            try:
-                with torch.no_grad():
-                    storage, room = tensor.untyped_storage(), self._rooms[place]
-                    moved = Moved(self._mover, storage, tensor.device, room)
-            finally:
-                self._resting = False
+            with torch.no_grad(), unnumbered():
+                storage, room = tensor.untyped_storage(), self._rooms[place]
+                moved = Moved(self._mover, storage, tensor.device, room)
             call.moved[key] = moved
             call.leaving[place.until].append(moved)
             call.coming[place.trigger].add(self._ranks[place], moved)

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchtrim.techniques.base import Handle, Handles
 from torchtrim.techniques.failing import note
 from torchtrim.techniques.hooks import Handed, Hooks, is_chained, on_top
+from torchtrim.techniques.numbering import is_numbered, unnumbered
 from torchtrim.techniques.places import module_at
 from torchtrim.techniques.replay.places import Place, Run, place_of
 from torchtrim.techniques.replay.recipes import NEVER, SELF, Kept, Noise, Part, Recipe, Saved, Step
@@ -106,7 +107,6 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._calls: list[_Call] = []
         self._noted: dict[int, _Noted] = {}
         self._readers: dict[int, list[Recipe]] = {}
-        self._resting = False
         self._outer: Hooks | None = None
         self._hooks = self._pack, _unpack
 
@@ -151,8 +151,6 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if types and any(map(_is_own, types)):
             return NotImplemented
-        if self._resting:
-            return func(*args, **kwargs)
         kind = self._kinds.get(func) or self._know(func)
         found = self._count(kind.name) if kind.name else None
         if kind.writes:
@@ -184,7 +182,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count(self, name: str) -> _Found | None:
         """One more operator of a name runs; for which place, if any names it."""
-        if torch._C._current_autograd_node() is not None:
+        if torch._C._current_autograd_node() is not None or not is_numbered():
             return None
         found = None
         for call in self._calls:
@@ -219,11 +217,8 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _keep(self, recipe: Recipe, value: torch.Tensor) -> None:
         """Noise becomes bits before anything is made from it."""
         if isinstance(recipe, Noise):
-            self._resting = True
-            try:
+            with unnumbered():
                 recipe.keep(value)
-            finally:
-                self._resting = False
 
     def _read_by(self, recipe: Recipe, step: Step, found: _Found) -> None:
         """A recipe rests on the tensors that a step keeps."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtrim.errors import ApplyFailed
+from torchtrim.techniques.numbering import unnumbered
 from torchtrim.techniques.once import only_once
 from torchtrim.techniques.split_time.cells import Cell, Gru, Lstm, State
 from torchtrim.techniques.split_time.found import PIECE
@@ -45,7 +46,8 @@ def _in_time(module: nn.LSTM | nn.GRU, forward: Forward) -> Forward:
     def call(input: Any, hx: Any = None) -> Any:
         if not _is_ours(module, input):
             return forward(input, hx)
-        return _layers(module, input, hx)
+        with unnumbered():
+            return _layers(module, input, hx)
 
     return call
 
