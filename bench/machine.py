@@ -7,12 +7,14 @@ import os
 import platform
 import re
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
 RESULTS = Path(__file__).parent / "results"
+_KEEPING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 
 
 def slug() -> str:
@@ -31,6 +33,22 @@ def facts() -> dict[str, Any]:
         "torch": str(torch.__version__),
         "threads": torch.get_num_threads(),
     }
+
+
+def keep_memory(module: str) -> None:
+    """Go on as a program whose malloc keeps what is freed, as the allocators of devices do.
+
+    By itself glibc gives large blocks back to the system. The page faults of making them again vary by more
+    than what a plan adds, and a plan is not what they are due to.
+    """
+    if not keeps_memory():
+        arguments = [sys.executable, "-m", module, *sys.argv[1:]]
+        os.execve(sys.executable, arguments, {**os.environ, **_KEEPING})
+
+
+def keeps_memory() -> bool:
+    """Whether malloc keeps what is freed."""
+    return all(os.environ.get(name) == value for name, value in _KEEPING.items())
 
 
 def save(name: str, data: dict[str, Any]) -> Path:

@@ -77,6 +77,8 @@ def test_other_plans_keep_to_the_budget_and_differ() -> None:
     predicted = [one.predicted.step_seconds for one in found]
     assert predicted == sorted(predicted)
     assert others(lambda only: fitting.planner(original, only), [first], target, 0) == []
+    rest = others(lambda only: fitting.planner(original, only), [first, found[0]], target, 4)
+    assert [one.techniques for one in rest] == [one.techniques for one in found[1:]]
 
 
 def test_a_fit_says_which_was_taken_and_is_certified() -> None:

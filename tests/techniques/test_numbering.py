@@ -3,36 +3,32 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from collections.abc import Callable
 
 import msgspec
 import pytest
 import torch
+import torch.nn.functional as F
 from test_pairs import ELSEWHERE, applied, loss_of, offers, workload
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import nn
 
 from steps import encoder, fitting, train_step
 from torchtrim.observe.emulated import emulate
 from torchtrim.records.plan import Technique
 from torchtrim.step import from_profile, simulate
 from torchtrim.techniques.base import names, technique
-from torchtrim.techniques.numbering import is_numbered, unnumbered
+from torchtrim.techniques.numbering import Counting, is_numbered, unnumbered
 
 OTHER_OPERATORS = {"chunked_loss", "overwrite", "precision", "replace_norm"}
 """What these run in place of the program's own is known to the step that is planned, or comes last in it."""
 
 
-class Numbered(TorchDispatchMode):
-    """How many operators of each name run in forward with a number; not what hooks detach."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_numbered() and torch._C._current_autograd_node() is None:
-            self.counts[func._schema.name] += 1
-        return func(*args, **(kwargs or {}))
+def operators(function: Callable[[], object]) -> Counter[str]:
+    """How many of each name run with a number; not what hooks detach."""
+    with Counting() as counting:
+        function()
+    del counting.counts["detach"]
+    return counting.counts
 
 
 def counted(*plans: Technique, steps: int) -> Counter[str]:
@@ -42,10 +38,8 @@ def counted(*plans: Technique, steps: int) -> Counter[str]:
         applied(step, plans)
         for number in range(steps):
             step.step(number)
-        with Numbered() as numbered:
-            loss_of(step.model, step.batch(0) if callable(step.batch) else step.batch)
-        del numbered.counts["aten::detach"]
-        return numbered.counts
+        batch = step.batch(0) if callable(step.batch) else step.batch
+        return operators(lambda: loss_of(step.model, batch))
 
 
 @pytest.mark.parametrize("name", sorted({*names()} - ELSEWHERE - OTHER_OPERATORS))
@@ -56,15 +50,64 @@ def test_a_technique_leaves_the_numbers_of_operators_as_they_are(name: str) -> N
             assert counted(offer.plan, steps=steps) == plain, offer.plan.where
 
 
-def test_what_is_named_after_a_part_of_a_block_is_replayed_where_that_part_runs_in_parts() -> None:
+class Losses(nn.Module):
+    """Two means, one of them of what is counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classes = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.classes(x)
+        right = torch.zeros(len(x), dtype=torch.long)
+        return (found * found).mean() + F.cross_entropy(found, right, torch.ones(5))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.memory = kind(8, 8, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.memory(x)[0]
+
+
+def block() -> nn.Module:
+    return nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+
+
+INSIDE = {
+    "attention in 2 parts": (block, "Net.self_attn", "micro_batch", {"parts": 2}, (4, 6, 8)),
+    "attention in parts of one": (block, "Net.self_attn", "micro_batch", {"parts": 4}, (4, 6, 8)),
+    "losses": (lambda: nn.Sequential(Losses()), "Net.0", "micro_batch", {"parts": 2}, (4, 8)),
+    "lstm": (lambda: Recurrent(nn.LSTM), "Net.memory", "split_time", {}, (4, 6, 8)),
+    "gru": (lambda: Recurrent(nn.GRU), "Net.memory", "split_time", {}, (4, 6, 8)),
+}
+
+
+@pytest.mark.parametrize("case", INSIDE)
+def test_the_program_s_own_operators_are_counted_where_others_run(case: str) -> None:
+    make, where, name, options, shape = INSIDE[case]
+    model, x = make(), torch.randn(shape, requires_grad=True)
+    plain = operators(lambda: model(x))
+    plan = Technique(name=name, where=(where,), options=options, equivalence="ROUNDING")
+    technique(name).apply({"Net": model}, plan)
+    for _ in range(2):
+        assert operators(lambda: model(x)) == plain
+
+
+@pytest.mark.parametrize("parts", [2, 16])
+def test_what_is_named_after_a_part_of_a_block_is_replayed_where_that_part_runs_in_parts(
+    parts: int,
+) -> None:
     torch.manual_seed(0)
     fit = fitting(train_step(encoder(64, 3), torch.randn(16, 48, 64), "SGD"))
     original = fit.observe()
     assert original.profile is not None
-    block, step = "TransformerEncoder.layers.1", from_profile.step_of(original.profile)
+    place, step = "TransformerEncoder.layers.1", from_profile.step_of(original.profile)
     plans = (
-        Technique(name="micro_batch", where=(f"{block}.self_attn",), options={"parts": 2}),
-        Technique(name="replay", where=(f"{block}:native_layer_norm.0,addmm.1,relu.0",)),
+        Technique(name="micro_batch", where=(f"{place}.self_attn",), options={"parts": parts}),
+        Technique(name="replay", where=(f"{place}:native_layer_norm.0,addmm.1,relu.0",)),
     )
     edits = [
         edit

@@ -14,7 +14,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from torchtrim.attention.buckets import maps_of
 from torchtrim.attention.core import Dropout, Inputs, Path
@@ -79,9 +78,9 @@ class _Direct(torch.autograd.Function):
         return cast(Tensor, out)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of all tensors that were given."""
+        _check_once()
         *tensors, out, lse, k_lookup, q_lookup = ctx.saved_tensors
         call = (*tensors, *ctx.rest)
         if _is_watched((grad, *tensors)):
@@ -201,7 +200,16 @@ def _save(ctx: Any, inputs: Call, output: tuple[Tensor, Tensor]) -> None:
     ctx.mark_non_differentiable(output[1])
 
 
+def _check_once() -> None:
+    """Raises `RuntimeError` where gradients are to be differentiated again: a part could be lost."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "relative attention cannot be differentiated twice: `create_graph=True` went through it."
+        )
+
+
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    _check_once()
     *tensors, out, lse = ctx.saved_tensors
     call = (*tensors, *ctx.rest)
     return _wanted(torch.ops.torchtrim.relative_attention_backward(grad, out, lse, *call), call)

@@ -37,15 +37,18 @@ class Timed(NamedTuple):
 
 
 def others(
-    planner_of: Callable[[str], Planner | Planners], run: Sequence[Plan], target: Target, most: int
+    planner_of: Callable[[str], Planner | Planners],
+    apart: Sequence[Plan],
+    target: Target,
+    most: int,
 ) -> list[Plan]:
-    """Up to `most` plans that have not been `run`, those first that are predicted to be quickest.
+    """Up to `most` plans apart from these, those first that are predicted to be quickest.
 
     `planner_of` gives the planner of one technique alone, or of all for the empty name.
     """
     found: list[Plan] = []
     for plan in _planned(planner_of, target):
-        if all(plan.techniques != one.techniques for one in (*run, *found)):
+        if all(plan.techniques != one.techniques for one in (*apart, *found)):
             found.append(plan)
     return sorted(found, key=lambda plan: plan.predicted.step_seconds)[:most]
 

@@ -378,17 +378,18 @@ class Fitting:
     def _quickest(
         self, original: Trial, first: Tried, tried: Sequence[Tried], target: Target
     ) -> Tried:
-        """The quickest of the first and of plans not yet tried, by the clock."""
+        """The quickest of the first and other plans, by the clock. What was tried is not run again."""
         if first.plan is None or first.trial is None:
             return first
+        known = {repr(one.plan.techniques): one.trial for one in tried if one.plan is not None}
 
         def run(plan: Plan) -> Trial | None:
-            trial = self.run_planned(plan)
+            trial = known.get(repr(plan.techniques)) or self.run_planned(plan)
             return trial if measured(trial, target.kind) <= target.budget else None
 
         planner_of = partial(self.planner, original)
-        known = [one.plan for one in tried if one.plan is not None]
-        plans = others(planner_of, known, target, self._terms.candidates - 1)
+        missed = [one.plan for one in tried if one.plan is not None and one.used > target.budget]
+        plans = others(planner_of, [first.plan, *missed], target, self._terms.candidates - 1)
         best, note = quickest(Timed(first.plan, first.trial), plans, run)
         self._note(note)
         return Tried(best.plan, best.trial, measured(best.trial, target.kind))

@@ -1,21 +1,31 @@
 """Plans number the operators of a call as the program itself runs them.
 
-A technique that runs a module part by part, or looks first at how it behaves, runs more of them. Those have
-no number, so that a plan's names mean the same operators whatever other techniques it holds.
+A technique that runs a module part by part, or looks first at how it behaves, runs others in their place.
+Those have no number; the program's are counted as if they had run. So a plan's names mean the same operators
+whatever other techniques it holds.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 AsBefore = Callable[[bool], contextlib.AbstractContextManager[None]]
+Skip = Callable[[Counter[str]], None]
 
 
 class _Thread(threading.local):
-    numbered = True
+    """`depth`: in how many techniques' own runs; `counting`: who counts operators, and at which depth."""
+
+    depth = 0
+    counting: tuple[tuple[int, Skip], ...] = ()
 
 
 _thread = _Thread()
@@ -23,25 +33,67 @@ _thread = _Thread()
 
 def is_numbered() -> bool:
     """Whether the operators that run now are the program's own."""
-    return _thread.numbered
+    return _thread.depth == 0
 
 
 @contextlib.contextmanager
 def unnumbered() -> Iterator[AsBefore]:
     """Operators of a technique. Gives a context in which they are numbered as before, if it is told so."""
-    before = _thread.numbered
-    with _set(False):
+    before = _thread.depth
+    with _at(before + 1):
         yield partial(_as_before, before)
 
 
-def _as_before(before: bool, own: bool) -> contextlib.AbstractContextManager[None]:
-    return _set(before and own)
+def _as_before(before: int, own: bool) -> contextlib.AbstractContextManager[None]:
+    return _at(before if own else _thread.depth)
 
 
 @contextlib.contextmanager
-def _set(numbered: bool) -> Iterator[None]:
-    before, _thread.numbered = _thread.numbered, numbered
+def _at(depth: int) -> Iterator[None]:
+    before, _thread.depth = _thread.depth, depth
     try:
         yield
     finally:
-        _thread.numbered = before
+        _thread.depth = before
+
+
+@contextlib.contextmanager
+def counting(skip: Skip) -> Iterator[None]:
+    """Meanwhile `skip` is told of operators in whose place others ran: how many, by their names."""
+    before = _thread.counting
+    _thread.counting = (*before, (_thread.depth, skip))
+    try:
+        yield
+    finally:
+        _thread.counting = before
+
+
+def passed(counts: Counter[str]) -> None:
+    """So many of the program's own operators would have run here."""
+    for depth, skip in _thread.counting:
+        if depth == _thread.depth:
+            skip(counts)
+
+
+class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts torch's operators by their names, but for those of techniques, and of backward."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts: Counter[str] = Counter()
+        self._depth = _thread.depth
+
+    def __enter__(self) -> Counting:
+        self._counting = counting(self.counts.update)
+        self._counting.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._counting.__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _thread.depth == self._depth and torch._C._current_autograd_node() is None:
+            self.counts[func._schema.name.removeprefix("aten::")] += 1
+        return func(*args, **(kwargs or {}))

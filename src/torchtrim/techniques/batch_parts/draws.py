@@ -6,7 +6,7 @@ samples, and the part takes its own, so each part leaves the generator as the wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtrim.errors import ApplyFailed
 from torchtrim.techniques.batch_parts.rows import Along, Rows, order_of
-from torchtrim.techniques.numbering import unnumbered
 
 SHARED = -1
 _INTO_SELF = frozenset(
@@ -68,30 +67,22 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         along = self._along[self._count]
         self._count += 1
         shared = along.dim == SHARED
-        if shared:
-            return func(*args, **kwargs)
-        with unnumbered() as as_before:
+        return func(*args, **kwargs) if shared else self._drawn(func, along, args, kwargs)
 
-            def draw(*args: Any) -> Any:
-                with as_before(True):
-                    return func(*args, **kwargs)
-
-            return self._drawn(draw, func._schema.name, along, args)
-
-    def _drawn(self, draw: Callable[..., Any], name: str, along: Along, args: Any) -> Any:
-        rows, dim = self._rows, along.dim
+    def _drawn(self, func: Any, along: Along, args: Any, kwargs: Any) -> Any:
+        rows, name, dim = self._rows, func._schema.name, along.dim
         if name in _OF_SIZE:
             size = rows.whole_shape(tuple(args[0]), dim)
-            return rows.mine(draw(size, *args[1:]), dim).clone()
+            return rows.mine(func(size, *args[1:], **kwargs), dim).clone()
         given, *rest = args
         whole = rows.room(given, along)
         if name in _INTO_SELF:
-            return given.copy_(rows.mine(draw(whole, *rest), dim))
+            return given.copy_(rows.mine(func(whole, *rest, **kwargs), dim))
         if name in _LIKE:
-            return rows.mine(draw(whole, *rest), dim).clone()
+            return rows.mine(func(whole, *rest, **kwargs), dim).clone()
         if rest[1] is False:
-            return draw(*args)
-        kept = rows.mine(draw(whole.fill_(1), *rest)[1], dim).clone()
+            return func(*args, **kwargs)
+        kept = rows.mine(func(whole.fill_(1), *rest, **kwargs)[1], dim).clone()
         scale = 1 / (1 - rest[0]) if rest[0] < 1 else 0.0
         return given * kept * scale, kept
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ class Given(NamedTuple):
     batched: dict[int, int]
     size: int
     times: int = 1
+    twins: Mapping[int, int] = {}
 
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: dict[str, Any], *, second: bool = False) -> Given:
@@ -44,7 +45,8 @@ class Given(NamedTuple):
         size = first[1] if second else first[0] if first else 0
         dims = {n: _dim_of(leaves[n].shape, size, second=second) for n in shaped}
         batched = {number: dim for number, dim in dims.items() if dim is not None}
-        return Given((args, kwargs), leaves, tensors, batched, size, first[0] if second else 1)
+        times = first[0] if second else 1
+        return Given((args, kwargs), leaves, tensors, batched, size, times, _twins(leaves, tensors))
 
     @property
     def transposed(self) -> Given:
@@ -72,7 +74,7 @@ class Given(NamedTuple):
             for leaf in self.leaves
             if not isinstance(leaf, torch.Tensor)
         )
-        return len(self.tree[0]), *self.tree[1], *tensors, *others
+        return len(self.tree[0]), *self.tree[1], *tensors, *others, *self.twins.items()
 
     def arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with other leaves."""
@@ -89,7 +91,19 @@ class Given(NamedTuple):
                 leaves[number] = mine.contiguous() if dim else mine
             else:
                 leaves[number] = tensor
+        self.pair(leaves)
         return leaves
+
+    def pair(self, leaves: Leaves) -> None:
+        """What was one tensor is one again: attention looks whether its query is its key."""
+        for number, first in self.twins.items():
+            leaves[number] = leaves[first]
+
+
+def _twins(leaves: Leaves, tensors: Sequence[int]) -> dict[int, int]:
+    """Tensors that were given before, with where they were given first."""
+    firsts = {id(leaves[n]): n for n in reversed(tensors)}
+    return {n: firsts[id(leaves[n])] for n in tensors if firsts[id(leaves[n])] != n}
 
 
 def _dim_of(shape: Sequence[int], size: int, *, second: bool) -> int | None:

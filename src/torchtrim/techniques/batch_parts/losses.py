@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from torchtrim.techniques.numbering import unnumbered
+
 _OF_CLASSES = (F.cross_entropy, F.nll_loss)
 _BY_ELEMENT = (
     F.mse_loss,
@@ -42,7 +44,8 @@ class Losses(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        found = _mean_of(func, args, kwargs)
+        with unnumbered():
+            found = _mean_of(func, args, kwargs)
         if found is None:
             return func(*args, **kwargs)
         number, (count, summed) = len(self.counts), found

@@ -18,7 +18,7 @@ from torchtrim.techniques.batch_parts.rows import Along, Rows, order_of, parts_o
 from torchtrim.techniques.batch_parts.study import SAME, SUM, Facts, Study
 from torchtrim.techniques.batch_parts.tree import filled, leaves_of
 from torchtrim.techniques.failing import note
-from torchtrim.techniques.numbering import AsBefore, unnumbered
+from torchtrim.techniques.numbering import passed, unnumbered
 from torchtrim.techniques.python_state import PythonState
 
 Forward = Callable[..., Any]
@@ -47,7 +47,9 @@ class InParts:
                 run = _Run(self._module, forward, given, facts, self._parts)
                 tensors = [given.leaves[n] for n in given.tensors]
                 hook = torch.empty(0, requires_grad=True)
-            return run.result(_Parted.apply(run, self._where, hook, *tensors))  # type: ignore[no-untyped-call]
+                result = run.result(_Parted.apply(run, self._where, hook, *tensors))  # type: ignore[no-untyped-call]
+            passed(facts.operators)
+            return result
         except Exception as error:
             note(error, self._where)
             raise
@@ -110,11 +112,7 @@ class _Run:
 
     def forward(self, tensors: Tensors) -> list[torch.Tensor]:
         """All parts without gradients."""
-        with unnumbered() as as_before:
-            return self._forward_of(tensors, as_before)
-
-    def _forward_of(self, tensors: Tensors, as_before: AsBefore) -> list[torch.Tensor]:
-        joined = self._pass(tensors, as_before)
+        joined = self._pass(tensors)
         if any(self._facts.losses) and self._totals is not None:
             totals = [t for t, split in zip(self._totals, self._facts.losses, strict=True) if split]
             if self._facts.scales and all(bool(total == totals[0]) for total in totals[1:]):
@@ -122,10 +120,10 @@ class _Run:
                 for n in sums:
                     joined[n] = joined[n] / totals[0].to(joined[n].dtype)
             else:
-                joined = self._pass(tensors, as_before)
+                joined = self._pass(tensors)
         return joined
 
-    def _pass(self, tensors: Tensors, as_before: AsBefore) -> list[torch.Tensor]:
+    def _pass(self, tensors: Tensors) -> list[torch.Tensor]:
         joined: list[torch.Tensor] = []
         counts: list[list[torch.Tensor]] = []
         first_time = self._result is None
@@ -137,8 +135,7 @@ class _Run:
                 self._drawing(rows),
             ):
                 args, kwargs = self._given.arguments(self._given.part(rows, tensors))
-                with as_before(plain):
-                    tree = self._forward(*args, **kwargs)
+                tree = self._forward(*args, **kwargs)
             counts.append(losses.counts)
             made = [leaf for leaf in leaves_of(tree) if isinstance(leaf, torch.Tensor)]
             self._join(joined, made, rows)
@@ -173,11 +170,11 @@ class _Run:
     ) -> None:
         given = [t.detach() for t in tensors]
         leaves = self._given.part(rows, given)
-        mine = [leaves[n] for n in self._given.tensors]
-        for number, (tensor, graded) in enumerate(zip(mine, self._graded, strict=True)):
+        for number, graded in zip(self._given.tensors, self._graded, strict=True):
             if graded:
-                mine[number] = tensor.detach().requires_grad_()
-                leaves[self._given.tensors[number]] = mine[number]
+                leaves[number] = leaves[number].detach().requires_grad_()
+        self._given.pair(leaves)
+        mine = [None if n in self._given.twins else leaves[n] for n in self._given.tensors]
         with self._part(again=True):
             with self._ambient.again(graded=True), self._drawing(rows):
                 args, kwargs = self._given.arguments(leaves)
@@ -189,7 +186,7 @@ class _Run:
             if pairs:
                 _run_backward(pairs)
         for number, tensor in enumerate(mine):
-            if tensor.grad is not None:
+            if tensor is not None and tensor.grad is not None:
                 self._collect(found, number, tensor.grad, rows)
 
     def _pairs(

@@ -5,6 +5,7 @@ place of half of them, and in two halves; nothing of that stays."""
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from torchtrim.techniques.batch_parts.given import Ambient, Given
 from torchtrim.techniques.batch_parts.losses import Losses
 from torchtrim.techniques.batch_parts.rows import Along, Rows, apart, order_of, split_dim
 from torchtrim.techniques.batch_parts.tree import leaves_of
+from torchtrim.techniques.numbering import Counting
 from torchtrim.techniques.python_state import PythonState
 
 SUM, SAME = -1, -2
@@ -39,7 +41,7 @@ class Facts(NamedTuple):
     `Draws` wants them. `losses`: whether each mean is one of the batch's samples. `orders`: of what comes
     out, as in `Along`. `scales`: where all means divide by the same, numbers may be divided at the end.
     `second`: samples are along the second dimension of what goes in. `times`: of what comes out how often
-    all samples come, one time after the other."""
+    all samples come, one time after the other. `operators`: how many run for them at once, by name."""
 
     outputs: tuple[int, ...]
     graded: tuple[bool, ...]
@@ -49,15 +51,18 @@ class Facts(NamedTuple):
     times: tuple[int, ...]
     scales: bool = False
     second: bool = False
+    operators: Counter[str] = Counter()
 
 
 class Run(NamedTuple):
-    """A run of the module: its leaves, what was drawn, by what means divide, what modules hold."""
+    """A run of the module: its leaves, what was drawn, by what means divide, what modules hold, how many
+    operators run."""
 
     leaves: list[Any]
     drawn: Drawn
     counts: list[torch.Tensor]
     kept: Kept
+    operators: Counter[str]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -92,7 +97,7 @@ class Study:
         orders = tuple(map(order_of, whole.tensors))
         second = self._given.times > 1
         found = Facts(outputs, graded, draws, losses, orders, (1,) * len(outputs), second=second)
-        found = found._replace(times=self._equal_times(found, whole))
+        found = found._replace(operators=whole.operators, times=self._equal_times(found, whole))
         return found._replace(scales=self._scales(found, whole))
 
     def _refused(self, reason: str) -> ApplyFailed:
@@ -383,6 +388,7 @@ class Study:
         leaves = self._rows(0, self._half)
         for number, dim in self._given.batched.items():
             leaves[number] = torch.cat((leaves[number], leaves[number].flip(dim)), dim)
+        self._given.pair(leaves)
         return leaves
 
     def _run(
@@ -393,9 +399,9 @@ class Study:
         losses = losses or Losses()
         with self._ambient.aside(), python.again(), self._ambient.again(graded=graded):
             self._ambient.rewind()
-            with Drawn() as drawn, losses:
+            with Drawn() as drawn, Counting() as counting, losses:
                 found = leaves_of(self._forward(*args, **kwargs))
-            return Run(found, drawn, losses.counts, self._kept())
+            return Run(found, drawn, losses.counts, self._kept(), counting.counts)
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, inner in self._modules:

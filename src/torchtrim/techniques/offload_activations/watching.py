@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchtrim.techniques.base import Handle, Handles
 from torchtrim.techniques.failing import note
 from torchtrim.techniques.hooks import chains, on_top
-from torchtrim.techniques.numbering import is_numbered, unnumbered
+from torchtrim.techniques.numbering import counting, is_numbered, unnumbered
 from torchtrim.techniques.offload_activations.moving import Moved, Mover, View
 from torchtrim.techniques.offload_activations.places import UNSEEN, Place, Room, placed
 from torchtrim.techniques.places import module_at
@@ -72,6 +72,11 @@ class _Call:
         self.moved: dict[tuple[int, int], Moved] = {}
         self.leaving: defaultdict[Run, list[Moved]] = defaultdict(list)
         self.coming: defaultdict[Run, Coming] = defaultdict(Coming)
+
+    def skip(self, counts: Counter[str]) -> None:
+        """Operators in whose place others ran have their numbers."""
+        for name in counts.elements():
+            self.runs(name)
 
     def runs(self, name: str) -> Run:
         """One more operator of a name runs: what waits for it is let go."""
@@ -154,7 +159,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A call that is watched."""
         call = self._call = _Call()
         try:
-            with torch.autograd.graph.saved_tensors_hooks(*self._hooks), self:
+            with torch.autograd.graph.saved_tensors_hooks(*self._hooks), counting(call.skip), self:
                 return forward()
         except Exception as error:
             note(error, self._where)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchtrim.techniques.base import Handle, Handles
 from torchtrim.techniques.failing import note
 from torchtrim.techniques.hooks import Handed, Hooks, is_chained, on_top
-from torchtrim.techniques.numbering import is_numbered, unnumbered
+from torchtrim.techniques.numbering import counting, is_numbered, unnumbered
 from torchtrim.techniques.places import module_at
 from torchtrim.techniques.replay.places import Place, Run, place_of
 from torchtrim.techniques.replay.recipes import NEVER, SELF, Kept, Noise, Part, Recipe, Saved, Step
@@ -132,7 +132,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return forward()
             top = on_top()
             self._outer = top if is_chained(top) else None
-            with torch.autograd.graph.saved_tensors_hooks(*self._hooks), self:
+            with torch.autograd.graph.saved_tensors_hooks(*self._hooks), counting(self._skip), self:
                 return forward()
         except Exception as error:
             note(error, call.where)
@@ -140,6 +140,11 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._calls.pop()
             self._forget(call)
+
+    def _skip(self, counts: Counter[str]) -> None:
+        """Operators in whose place others ran have their numbers."""
+        for call in self._calls:
+            call.counts.update({name: counts[name] for name in self._names})
 
     def _forget(self, call: _Call) -> None:
         for storage in call.noted:
@@ -252,7 +257,8 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         numbers = [_number(one) for one in _tensors_among(written)]
         for number in numbers:
             for recipe in self._readers.pop(number, ()):
-                recipe.pin()
+                with unnumbered():
+                    recipe.pin()
         noted = self._noted.get(numbers[0]) if found is not None else None
         step = None
         if found is not None and noted is not None and _may_add(noted, found, written):
