@@ -44,8 +44,7 @@ class Losses(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        with unnumbered():
-            found = _mean_of(func, args, kwargs)
+        found = _mean_of(func, args, kwargs)
         if found is None:
             return func(*args, **kwargs)
         number, (count, summed) = len(self.counts), found
@@ -93,6 +92,7 @@ def _count_of(func: Any, given: dict[str, Any]) -> torch.Tensor | None:
     return _number(value, shape.numel())
 
 
+@unnumbered()
 def _labels(
     value: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, ignored: int
 ) -> torch.Tensor:
@@ -105,5 +105,6 @@ def _labels(
     return (weight[target.clamp(min=0)] * valid).sum()
 
 
+@unnumbered()
 def _number(like: torch.Tensor, number: int) -> torch.Tensor:
     return torch.tensor(float(number), dtype=torch.float64, device=like.device)
