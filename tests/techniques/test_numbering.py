@@ -38,8 +38,7 @@ def counted(*plans: Technique, steps: int) -> Counter[str]:
         applied(step, plans)
         for number in range(steps):
             step.step(number)
-        batch = step.batch(0) if callable(step.batch) else step.batch
-        return operators(lambda: loss_of(step.model, batch))
+        return operators(lambda: loss_of(step.model, step.batch))
 
 
 @pytest.mark.parametrize("name", sorted({*names()} - ELSEWHERE - OTHER_OPERATORS))

@@ -49,9 +49,9 @@ class Facts(NamedTuple):
     losses: tuple[bool, ...]
     orders: tuple[tuple[int, ...], ...]
     times: tuple[int, ...]
+    operators: Counter[str]
     scales: bool = False
     second: bool = False
-    operators: Counter[str] = Counter()
 
 
 class Run(NamedTuple):
@@ -96,8 +96,9 @@ class Study:
         outputs, graded = self._outputs(whole, halves[0]), self._graded(whole)
         orders = tuple(map(order_of, whole.tensors))
         second = self._given.times > 1
-        found = Facts(outputs, graded, draws, losses, orders, (1,) * len(outputs), second=second)
-        found = found._replace(operators=whole.operators, times=self._equal_times(found, whole))
+        times = (1,) * len(outputs)
+        found = Facts(outputs, graded, draws, losses, orders, times, whole.operators, second=second)
+        found = found._replace(times=self._equal_times(found, whole))
         return found._replace(scales=self._scales(found, whole))
 
     def _refused(self, reason: str) -> ApplyFailed:
