@@ -225,18 +225,24 @@ def agree_if_accepted(
     What is trained stays as it was seen: a fix may rest on whether a gradient is wanted.
     """
     case = {name: _trained_as(evidence[name], value) for name, value in stranger.items()}
-    if rewrite.match.fix.name in _REAL and any(
-        one.is_complex() for one in leaves([*case.values()])
-    ):
-        return False
     if any(one is _OTHER for one in case.values()) or raises(code, case):
+        return False
+    name = rewrite.match.fix.name
+    if _is_complex(case) and (name in _REAL_PART or (name in _REAL and raises(after, case))):
         return False
     agree(rewrite, code, after, case)
     return True
 
 
 _OTHER = object()
-_REAL = ("appended_read", "coalesced_reads")  # they say that they take what is read to be real
+# They say that they take what is read to be real. Of what is not, the first two keep the real part; the
+# others may refuse it, but not read another number.
+_REAL_PART = ("appended_read", "coalesced_reads")
+_REAL = ("collected_reads", "invariant_read", "iterated_read", "padding_mask")
+
+
+def _is_complex(case: Inputs) -> bool:
+    return any(one.is_complex() for one in leaves([*case.values()]))
 
 
 def _trained_as(seen: Any, value: Any) -> Any:
