@@ -7,9 +7,9 @@ Budgets keep 70, 50, 35 and 30 % of the bytes of kind activation at the original
 peak whole. Each plan is run and certified; 15 more budgets are predicted. By hand: each block, or
 every second one, is checkpointed; beside it is our plan for the peak which that reaches. Times are medians of
 rounds in random order, as shares of the original's, of the second and third step under a plan. They are the
-processor's, in one thread, of a malloc that keeps what is freed; a step takes 0.5 s at least. Other programs
-disturb them through the caches that they share, so `--plan` does all but the times, and `--clock` those
-alone, later, when the machine is quiet.
+processor's, in one thread, of a malloc that keeps what is freed, in large pages; a step takes 0.5 s at least.
+Other programs disturb them through the caches that they share, so `--plan` does all but the times, and
+`--clock` those alone, later, when the machine is quiet.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def clocked(work: TrainStep, measured: Measured) -> dict[str, Any]:
     seconds = timed(work, plans)
     found["original_seconds"] = round(seconds["original"], 4)
     found["threads"] = torch.get_num_threads()
-    found["malloc_keeps"] = keeps_memory()
+    found["malloc_keeps_large_pages"] = keeps_memory()
     for name, value in seconds.items():
         _row(found, name)["time"] = round(value / seconds["original"] - 1, 4)
     return found
@@ -301,8 +301,7 @@ def main() -> None:
     parser.add_argument("--plan", action="store_true", help="all but the times")
     parser.add_argument("--clock", action="store_true", help="the times of what --plan found")
     options = parser.parse_args()
-    if not options.plan:
-        keep_memory("bench.models")
+    keep_memory("bench.models")
     torch.set_num_threads(1)
     zoo.import_libraries()
     models = saved("models").get("models", {})

@@ -27,13 +27,14 @@ class Kept:
 
     def get(self) -> torch.Tensor:
         """The tensor. Raises `RuntimeError` if it was written to since."""
-        if version_of(self.tensor) != self._version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace "
-                f"operation: a tensor of shape {list(self.tensor.shape)} is at version "
-                f"{version_of(self.tensor)}; expected version {self._version} instead."
-            )
-        return self.tensor
+        tensor = self.tensor
+        if version_of(tensor) == self._version:
+            return tensor
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: a tensor of shape {list(tensor.shape)} is at version {version_of(tensor)}; "
+            f"expected version {self._version} instead."
+        )
 
 
 class Part(NamedTuple):

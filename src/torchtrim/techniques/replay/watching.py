@@ -18,7 +18,7 @@ from torchtrim.techniques.failing import note
 from torchtrim.techniques.hooks import Handed, Hooks, is_chained, on_top
 from torchtrim.techniques.numbering import counting, is_numbered, unnumbered
 from torchtrim.techniques.places import module_at
-from torchtrim.techniques.replay.places import Place, Run, place_of
+from torchtrim.techniques.replay.places import Place, place_of
 from torchtrim.techniques.replay.recipes import NEVER, SELF, Kept, Noise, Part, Recipe, Saved, Step
 from torchtrim.techniques.replay.table import BATCH_NORMS, DRAW, NOISE
 from torchtrim.techniques.swap import Swapped
@@ -48,21 +48,36 @@ def watch(roots: Mapping[str, nn.Module], where: Sequence[str]) -> Handle:
 def _watched(
     watcher: Watcher, places: list[Place], forward: Callable[..., Any]
 ) -> Callable[..., Any]:
+    named = _by_name(places)
+
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or not watcher.may_watch():
             return forward(*args, **kwargs)
-        return watcher.run(_Call(places), functools.partial(forward, *args, **kwargs))
+        call = _Call(named, str(places[0]))
+        return watcher.run(call, functools.partial(forward, *args, **kwargs))
 
     return run
+
+
+Named = dict[str, dict[int, str]]
+"""The places of a module: of each operator's name, by the how manieth it is."""
+
+
+def _by_name(places: Sequence[Place]) -> Named:
+    named: defaultdict[str, dict[int, str]] = defaultdict(dict)
+    for place in places:
+        for run in place.runs:
+            named[run.name][run.ordinal] = str(place)
+    return dict(named)
 
 
 class _Call:
     """A call of a module that is watched: how often each operator has run in it, and the notes about it."""
 
-    def __init__(self, places: Sequence[Place]) -> None:
-        self.counts: Counter[str] = Counter()
-        self.groups: dict[Run, Place] = {run: place for place in places for run in place.runs}
-        self.where = str(places[0])
+    def __init__(self, named: Named, where: str) -> None:
+        self.counts = dict.fromkeys(named, 0)
+        self.named = named
+        self.where = where
         self.noted: list[int] = []
         self.read: list[int] = []
 
@@ -71,7 +86,7 @@ class _Found(NamedTuple):
     """An operator that a plan names runs: in which call, and for which place."""
 
     call: _Call
-    place: Place
+    place: str
 
 
 class _Noted(NamedTuple):
@@ -144,7 +159,8 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _skip(self, counts: Counter[str]) -> None:
         """Operators in whose place others ran have their numbers."""
         for call in self._calls:
-            call.counts.update({name: counts[name] for name in self._names})
+            for name in call.counts:
+                call.counts[name] += counts[name]
 
     def _forget(self, call: _Call) -> None:
         for storage in call.noted:
@@ -162,12 +178,11 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._write(func, args, kwargs, kind, found)
         if found is None:
             return func(*args, **kwargs)
-        where = str(found.place)
         if kind.name == NOISE:
             result = func(*args, **kwargs)
-            self._note(result, Noise(result, where), found)
+            self._note(result, Noise(result, found.place), found)
             return result
-        recipe = Recipe(self._step(func, args, kwargs, kind, found), where)
+        recipe = Recipe(self._step(func, args, kwargs, kind, found), found.place)
         self._read_by(recipe, recipe.steps[0], found)
         result = func(*args, **kwargs)
         self._note(result, recipe, found)
@@ -191,10 +206,12 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         found = None
         for call in self._calls:
-            place = call.groups.get(Run(name, call.counts[name]))
-            call.counts[name] += 1
-            if place is not None and torch.is_grad_enabled():
-                found = _Found(call, place)
+            if name in call.counts:
+                number = call.counts[name]
+                call.counts[name] = number + 1
+                place = call.named[name].get(number)
+                if place is not None and torch.is_grad_enabled():
+                    found = _Found(call, place)
         return found
 
     def _step(self, func: Any, args: Any, kwargs: Any, kind: _Kind, found: _Found) -> Step:
@@ -250,6 +267,8 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _write(self, func: Any, args: Any, kwargs: Any, kind: _Kind, found: _Found | None) -> Any:
         """An operator that writes in place: as a step of a recipe, or the notes no longer hold."""
+        if not self._noted and not self._readers:
+            return func(*args, **kwargs)
         written = [
             args[position] if position < len(args) else kwargs.get(name)
             for position, name in kind.writes
@@ -304,7 +323,8 @@ def _may_add(noted: _Noted, found: _Found, written: list[Any]) -> bool:
 
 
 def _number(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    number: int = tensor.untyped_storage()._cdata
+    return number
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
