@@ -41,8 +41,18 @@ def test_it_says_what_a_call_costs_in_time(monkeypatch: pytest.MonkeyPatch) -> N
     model, inputs = net()
     with torchtrim.optimize_memory(model, inputs) as fitted:
         assert fitted.slowdown == 1.5
+        assert "a call takes 1.50 times as long: 750.0 ms, where it was 500.0" in fitted.notes
     with torchtrim.optimize_memory(model, inputs, verify=False) as fitted:
         assert fitted.slowdown is None
+
+
+def test_it_says_that_nothing_is_saved() -> None:
+    model, inputs = nn.Sequential(nn.Linear(64, 64)).eval(), torch.randn(4, 64)
+    with torchtrim.optimize_memory(model, inputs) as fitted:
+        assert any(note.startswith("nothing is saved: a call takes") for note in fitted.notes)
+    model, inputs = net()
+    with torchtrim.optimize_memory(model, inputs) as fitted:
+        assert not any("nothing is saved" in note for note in fitted.notes)
 
 
 def test_the_time_of_a_call_is_taken_without_a_change_to_the_model() -> None:

@@ -43,9 +43,9 @@ class Fitted:
 class FittedMemory(Fitted):
     """A live model whose calls, or whose training, go by a plan of their memory.
 
-    `before` and `after`: bytes by what they are for. `notes` say what could not be planned, and why.
-    `original`, `planned`, `certificate` and `slowdown`, the time of a call as a factor of the original's,
-    are None where it was not verified; training has no `slowdown`.
+    `before` and `after`: bytes by what they are for. `notes` say what could not be planned, and why, and
+    where a call saves nothing or takes longer. `original`, `planned`, `certificate` and `slowdown`, the time
+    of a call as a factor of the original's, are None where it was not verified; training has no `slowdown`.
     """
 
     def __init__(self, optimized: Optimized) -> None:

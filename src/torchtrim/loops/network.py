@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,15 +25,18 @@ from torchtrim.techniques.fingerprint import fingerprint_of
 from torchtrim.techniques.network.parts import PartsProgram
 from torchtrim.techniques.network.planned import Planned
 from torchtrim.techniques.network.program import Program
+from torchtrim.units import format_bytes
 
 _MOST_CALLS, _PATIENCE = 5, 0.5
+_LONGER, _LESS = 1.05, 0.99
+"""From here on a call takes longer, or less memory: by less than that two runs of the same may differ."""
 
 
 class Optimized(NamedTuple):
     """A model that runs by a plan. `fit` is None where it was not verified.
 
-    `program` is None where its graph could not be had; `notes` say why. `seconds`: of a call before and
-    with the plan, where it was verified.
+    `program` is None where its graph could not be had; `notes` say why, and where the plan does not pay.
+    `seconds`: of a call before and with the plan, where it was verified.
     """
 
     plan: Plan
@@ -80,10 +83,24 @@ def optimize(
             plain = seconds_of_call(model, inputs)
             applied = apply_plan(plan, {type(model).__name__: model})
             seconds = plain, seconds_of_call(model, inputs)
+            notes = (*notes, *_costs(fit, *seconds))
     except BaseException:
         applied.revert()
         raise
     return Optimized(plan, before, after, program, applied, fit, notes, seconds)
+
+
+def _costs(fit: Fit, before: float, after: float) -> Iterator[str]:
+    """Where the plan does not pay: what was measured of a call."""
+    assert fit.planned is not None
+    peaks = fit.original.peak_bytes, fit.planned.peak_bytes
+    if peaks[1] > _LESS * peaks[0]:
+        yield f"nothing is saved: a call takes {format_bytes(peaks[1])} at its peak, as before. `revert()` it"
+    if after > _LONGER * before:
+        yield (
+            f"a call takes {after / before:.2f} times as long: {1e3 * after:.1f} ms, where it was "
+            f"{1e3 * before:.1f}"
+        )
 
 
 def seconds_of_call(model: nn.Module, inputs: Any) -> float:
