@@ -10,8 +10,9 @@ them, wherever they were called from, a root's own `forward` included.
 
 While such a module runs, a dispatch mode notes how the named results were made, and hooks on saved tensors
 put a recipe in their place. What was written in place afterwards is kept as it is. Random operators never
-run again: the noise of a dropout is kept as one bit for each element, which is exact. Under hooks of others,
-such as a checkpoint's of the script's own, everything is kept.
+run again: the noise of a dropout is kept as one bit for each element, which is exact. A batch norm that runs
+again takes the statistics that it found. Under hooks of others, such as a checkpoint's of the script's own,
+everything is kept.
 """
 
 from __future__ import annotations

@@ -18,13 +18,11 @@ from torchtrim.techniques.failing import note
 from torchtrim.techniques.hooks import Handed, Hooks, is_chained, on_top
 from torchtrim.techniques.numbering import counting, is_numbered, unnumbered
 from torchtrim.techniques.places import module_at
+from torchtrim.techniques.replay.normalized import with_statistics, without_writes
 from torchtrim.techniques.replay.places import Place, place_of
 from torchtrim.techniques.replay.recipes import NEVER, SELF, Kept, Noise, Part, Recipe, Saved, Step
 from torchtrim.techniques.replay.table import BATCH_NORMS, DRAW, NOISE
 from torchtrim.techniques.swap import Swapped
-
-_STATISTICS, _TRAINS = 3, 5
-"""Where `native_batch_norm` has its running statistics, and whether it trains."""
 
 
 def watch(roots: Mapping[str, nn.Module], where: Sequence[str]) -> Handle:
@@ -185,6 +183,8 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         recipe = Recipe(self._step(func, args, kwargs, kind, found), found.place)
         self._read_by(recipe, recipe.steps[0], found)
         result = func(*args, **kwargs)
+        if kind.name in BATCH_NORMS:
+            recipe.steps[0] = with_statistics(recipe.steps[0], args, result)
         self._note(result, recipe, found)
         return result
 
@@ -218,8 +218,8 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """What is kept to run an operator again."""
         if kind.name == DRAW:
             return NEVER
-        if kind.name in BATCH_NORMS and args[_TRAINS]:
-            args = (*args[:_STATISTICS], None, None, *args[_TRAINS:])
+        if kind.name in BATCH_NORMS:
+            args = without_writes(args)
         return Step(func, self._held(args, found), self._held(kwargs, found))
 
     def _held(self, value: Any, found: _Found) -> Any:
