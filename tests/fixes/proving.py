@@ -220,29 +220,22 @@ _COMPLEX = (torch.complex64, torch.complex128)
 def agree_if_accepted(
     rewrite: Rewrite, code: str, after: str, evidence: Inputs, stranger: Inputs
 ) -> bool:
-    """Whether the original accepts what no evidence spoke of; then the fix has to agree.
-
-    What is trained stays as it was seen: a fix may rest on whether a gradient is wanted.
-    """
+    """Whether the original accepts what no evidence spoke of; then the fix has to agree."""
+    # What is trained stays as it was seen: a fix may rest on whether a gradient is wanted.
     case = {name: _trained_as(evidence[name], value) for name, value in stranger.items()}
     if any(one is _OTHER for one in case.values()) or raises(code, case):
         return False
-    name = rewrite.match.fix.name
-    if _is_complex(case) and (name in _REAL_PART or (name in _REAL and raises(after, case))):
+    name, unreal = rewrite.match.fix.name, any(map(torch.is_complex, leaves([*case.values()])))
+    if unreal and (name in _REAL_PART or (name in _REAL and raises(after, case))):
         return False
     agree(rewrite, code, after, case)
     return True
 
 
 _OTHER = object()
-# They say that they take what is read to be real. Of what is not, the first two keep the real part; the
-# others may refuse it, but not read another number.
+# They take what is read to be real: of what is not, the first two keep the real part, others may refuse it.
 _REAL_PART = ("appended_read", "coalesced_reads")
 _REAL = ("collected_reads", "invariant_read", "iterated_read", "padding_mask")
-
-
-def _is_complex(case: Inputs) -> bool:
-    return any(one.is_complex() for one in leaves([*case.values()]))
 
 
 def _trained_as(seen: Any, value: Any) -> Any:
