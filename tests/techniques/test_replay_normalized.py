@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchtrim.techniques.replay.normalized import with_statistics, without_writes
 from torchtrim.techniques.replay.norms import is_dense
 from torchtrim.techniques.replay.recipes import Kept, Step, as_first, filled
+from torchtrim.techniques.replay.table import BATCH_NORMS
 from torchtrim.techniques.replay.watching import watch
 
 NORM = torch.ops.aten.native_batch_norm.default
@@ -108,3 +109,11 @@ def test_a_norm_that_does_not_train_runs_as_it_is() -> None:
         model(x).sum().backward()
     handle.revert()
     assert seen.trains == [False, False]
+
+
+@pytest.mark.parametrize("name", sorted(BATCH_NORMS))
+def test_those_of_gpus_have_the_same_arguments(name: str) -> None:
+    schema = getattr(torch.ops.aten, name).default._schema
+    given = ["input", "weight", "bias", "running_mean", "running_var", "training"]
+    assert [one.name for one in schema.arguments[:6]] == given
+    assert str(schema.returns[0].type) == "Tensor"
