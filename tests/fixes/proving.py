@@ -225,8 +225,8 @@ def agree_if_accepted(
     case = {name: _trained_as(evidence[name], value) for name, value in stranger.items()}
     if any(one is _OTHER for one in case.values()) or raises(code, case):
         return False
-    name, unreal = rewrite.match.fix.name, any(map(torch.is_complex, leaves([*case.values()])))
-    if unreal and (name in _REAL_PART or (name in _REAL and raises(after, case))):
+    name, has_complex = rewrite.match.fix.name, any(map(torch.is_complex, leaves([*case.values()])))
+    if has_complex and (name in _REAL_PART or (name in _REAL and raises(after, case))):
         return False
     agree(rewrite, code, after, case)
     return True

@@ -111,6 +111,40 @@ def test_a_norm_that_does_not_train_runs_as_it_is() -> None:
     assert seen.trains == [False, False]
 
 
+class Written(nn.Module):
+    """The mean that a norm found is written to, which nothing else would notice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made, mean, _ = torch.native_batch_norm(x, None, None, None, None, True, 0.0, 1e-5)
+        mean.mul_(2)
+        result: torch.Tensor = self.last(made)
+        return result
+
+
+def test_statistics_may_be_written_to() -> None:
+    torch.manual_seed(0)
+    model, x, found = Written(), torch.randn(2, 3, 8, 8), []
+    for places in ([], ["Net:native_batch_norm.0"]):
+        handle = watch({"Net": model}, places)
+        model.zero_grad()
+        model(x).square().sum().backward()
+        handle.revert()
+        assert model.last.weight.grad is not None
+        found.append(model.last.weight.grad.clone())
+    assert torch.equal(*found)
+
+
+def test_others_are_made_only_where_the_type_rests_on_them() -> None:
+    ones, x = torch.ones(3), torch.randn(2, 3, 4, 4).bfloat16()
+    for weight, wanted in ((ones, type(None)), (None, torch.Tensor)):
+        args = without_writes((x, weight, weight, ones, ones, True, 0.1, 1e-5))
+        assert all(isinstance(one, wanted) for one in args[3:5])
+
+
 @pytest.mark.parametrize("name", sorted(BATCH_NORMS))
 def test_those_of_gpus_have_the_same_arguments(name: str) -> None:
     schema = getattr(torch.ops.aten, name).default._schema

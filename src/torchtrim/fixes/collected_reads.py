@@ -2,8 +2,8 @@
 
 Each element is read on its own, and waits. Stacked they come in one copy. What is empty stays empty.
 
-Needs tensors of zero dimensions, all of one type and device. What is read counts as real, as in the run that
-was watched.
+Needs tensors of zero dimensions, all of one type and device. Values that are read count as real numbers,
+as in the run that was watched.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ since what gets one may change it.
 Holds where nothing in the loop can write to the tensor: it has one name, through which it is only read, or
 the loop calls nothing but known functions. Otherwise it is suggested: a function that is called might.
 
-What is read counts as real, as in the run that was watched.
+Values that are read count as real numbers, as in the run that was watched.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ used for nothing but its number, the numbers are read in one copy. Rows of one e
 Holds for tensors of one dimension. Suggested, not applied, where something that is called meanwhile might
 write to the tensor, whose later elements would be read before it.
 
-What is read counts as real, as in the run that was watched.
+Values that are read count as real numbers, as in the run that was watched.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Refused where the loop does more, where its variables are read after it, and whe
 that fills.
 
 Ranks that were seen are tested for, which needs no sync; for others the original loop is kept.
-Lengths count as real.
+Lengths count as real numbers.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ from torchtrim.techniques.network.program import Program
 from torchtrim.units import format_bytes
 
 _MOST_CALLS, _PATIENCE = 5, 0.5
-_LONGER, _LESS = 1.05, 0.99
-"""From here on a call takes longer, or less memory: by less than that two runs of the same may differ."""
+_LONGER, _LESS, _NOISE = 1.05, 0.99, 0.001
+"""Factors of time and bytes, and seconds: smaller differences are noise."""
 
 
 class Optimized(NamedTuple):
@@ -83,20 +83,24 @@ def optimize(
             plain = seconds_of_call(model, inputs)
             applied = apply_plan(plan, {type(model).__name__: model})
             seconds = plain, seconds_of_call(model, inputs)
-            notes = (*notes, *_costs(fit, *seconds))
+            notes = (*notes, *_costs(fit, before, *seconds))
     except BaseException:
         applied.revert()
         raise
     return Optimized(plan, before, after, program, applied, fit, notes, seconds)
 
 
-def _costs(fit: Fit, before: float, after: float) -> Iterator[str]:
+def _costs(fit: Fit, table: MemoryTable, before: float, after: float) -> Iterator[str]:
     """Where the plan does not pay: what was measured of a call."""
     assert fit.planned is not None
-    peaks = fit.original.peak_bytes, fit.planned.peak_bytes
-    if peaks[1] > _LESS * peaks[0]:
-        yield f"nothing is saved: a call takes {format_bytes(peaks[1])} at its peak, as before. `revert()` it"
-    if after > _LONGER * before:
+    model = table.parameters + table.buffers + table.gradients
+    original, planned = (one.peak_bytes - model for one in (fit.original, fit.planned))
+    if planned > _LESS * original:
+        yield (
+            f"nothing is saved: beside the model a call takes {format_bytes(max(planned, 0))} at its peak, "
+            f"and {format_bytes(max(original, 0))} without the plan. Call `revert()`"
+        )
+    if after > max(_LONGER * before, before + _NOISE):
         yield (
             f"a call takes {after / before:.2f} times as long: {1e3 * after:.1f} ms, where it was "
             f"{1e3 * before:.1f}"

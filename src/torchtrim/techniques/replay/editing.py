@@ -115,7 +115,7 @@ def _share(step: Step, task: int) -> float:
     if step.tasks[task].name.partition(".")[0] not in _BATCH_NORMS:
         return 1.0
     assert step.profile is not None
-    return norms.share(step.profile.operators[task].inputs[0], step.profile.device)
+    return norms.share(step.profile.operators[task], step.profile.device)
 
 
 def _packing(step: Step, made: Made) -> Insert:

@@ -2,8 +2,8 @@
 
 It then scales and shifts alone. In training its scale is the inverse deviation times the weight; a norm that
 does not train computes the same with that as its weight and a deviation of one, in the same kernel, so its
-result is the same bit for bit. So it is on a CPU, for dense inputs of the type of their weights; all else
-finds its statistics anew.
+result is the same bit for bit. So it is on a CPU, for dense inputs where all is of one type; any other norm
+runs again as it did.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
-from torchtrim.techniques.replay.norms import is_dense
+from torchtrim.techniques.numbering import unnumbered
+from torchtrim.techniques.replay.norms import TYPES, is_dense
 from torchtrim.techniques.replay.recipes import Kept, Step
 
 _STATISTICS, _TRAINS = 3, 5
 """Where `native_batch_norm` has its running statistics, and whether it trains."""
-_TYPES = (torch.float32, torch.float64)
+_TYPES = tuple(getattr(torch, name) for name in TYPES)
 
 
 def without_writes(args: Sequence[Any]) -> tuple[Any, ...]:
@@ -26,12 +27,18 @@ def without_writes(args: Sequence[Any]) -> tuple[Any, ...]:
 
     Where these alone are of another type than the input, the kernel computes in that: it gets others of it.
     """
-    running = args[_STATISTICS:_TRAINS]
     if not args[_TRAINS]:
         return tuple(args)
-    mixed = any(one is not None and one.dtype != args[0].dtype for one in running)
-    others = map(torch.ones_like, running) if mixed else (None, None)
+    x, weight, bias, *running = args[:_TRAINS]
+    others: list[Any] = [None, None]
+    if weight is None and bias is None:
+        with unnumbered():
+            others = [_another(one, x) for one in running]
     return (*args[:_STATISTICS], *others, *args[_TRAINS:])
+
+
+def _another(running: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
+    return None if running is None or running.dtype == x.dtype else torch.ones_like(running)
 
 
 def with_statistics(step: Step, args: Sequence[Any], result: Sequence[torch.Tensor]) -> Step:

@@ -5,8 +5,8 @@ from __future__ import annotations
 NAMESPACE = "aten::"
 
 BATCH_NORMS = frozenset(("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"))
-"""They write running statistics when they train, which a second run must not. The latter two are what GPUs'
-own libraries run, with the same arguments."""
+"""They write running statistics when they train, which a second run must not. cuDNN's and MIOpen's have the
+same arguments."""
 NORMS = BATCH_NORMS | {"native_layer_norm", "native_group_norm", "_fused_rms_norm"}
 
 _POINTWISE = frozenset(

@@ -58,7 +58,7 @@ def _watched(
 
 
 Named = dict[str, dict[int, str]]
-"""The places of a module: of each operator's name, by the how manieth it is."""
+"""The places of a module: by an operator's name, then by its number among those of the name."""
 
 
 def _by_name(places: Sequence[Place]) -> Named:
@@ -181,10 +181,10 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note(result, Noise(result, found.place), found)
             return result
         recipe = Recipe(self._step(func, args, kwargs, kind, found), found.place)
-        self._read_by(recipe, recipe.steps[0], found)
         result = func(*args, **kwargs)
         if kind.name in BATCH_NORMS:
             recipe.steps[0] = with_statistics(recipe.steps[0], args, result)
+        self._read_by(recipe, recipe.steps[0], found)
         self._note(result, recipe, found)
         return result
 
