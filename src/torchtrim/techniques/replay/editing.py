@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from torchtrim.memory.names import base_name
 from torchtrim.step.edits import Block, Drop, Edit, Insert, Need
 from torchtrim.step.step import DEVICE, Span, Step
 from torchtrim.techniques.replay import norms
@@ -112,7 +113,7 @@ def _runs(step: Step, made: Made) -> Iterator[_Run]:
 
 def _share(step: Step, task: int) -> float:
     """What an operator takes that runs again, as a share of what it took at first."""
-    if step.tasks[task].name.partition(".")[0] not in _BATCH_NORMS:
+    if base_name(step.tasks[task].name) not in _BATCH_NORMS:
         return 1.0
     assert step.profile is not None
     return norms.share(step.profile.operators[task], step.profile.device)
