@@ -7,7 +7,7 @@ Budgets keep 70, 50, 35 and 30 % of the bytes of kind activation at the original
 peak whole. Each plan is run and certified; 15 more budgets are predicted. By hand: each block, or
 every second one, is checkpointed; beside it is our plan for the peak which that reaches. Times are medians of
 rounds in random order, as shares of the original's, of the second and third step under a plan. They are the
-processor's, in one thread, of a malloc that keeps what is freed, in large pages; a step takes 0.43 s at least.
+processor's, in one thread, of a malloc that keeps what is freed, in large pages; a step takes 0.4 s at least.
 Other programs disturb them through the caches that they share, so `--plan` does all but the times, and
 `--clock` those alone, later, when the machine is quiet.
 """
