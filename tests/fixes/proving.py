@@ -22,6 +22,7 @@ import torch
 
 import draws
 import torchtrim
+from fixes.foreign import Inputs, foreign
 from torchtrim.fixes.base import Fix, Rewrite
 from torchtrim.fixes.reading.facts import Facts, Refused
 from torchtrim.fixes.reading.source import Source
@@ -34,17 +35,22 @@ LONGEST = 1.5
 STRANGERS = 3
 FOREIGN, FEW_FOREIGN, PATIENCE = 8, 8, 30
 """Cases of every rank and type for each structure, or in a proof of few draws; how many are tried for one."""
-Inputs = dict[str, Any]
+Run = tuple[Any, Inputs, Any]
 Make = Callable[[random.Random], Iterator[Inputs]]
 _EPSILON = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
 @dataclass
 class Proof:
-    """What became of the cases. `strange`: those of another structure than the evidence, which agreed;
-    `foreign`: those of any rank or type that the original accepts."""
+    """What became of the cases.
+
+    `agreed`: those in which the original gave a result, and the fix the same; `raised`: those in which both
+    raised alike, which prove nothing; `strange`: those of another structure than the evidence, which agreed;
+    `foreign`: those of any rank or type that the original accepts.
+    """
 
     agreed: int = 0
+    raised: int = 0
     strange: int = 0
     foreign: int = 0
     all_drawn: bool = True
@@ -68,8 +74,9 @@ def prove(
     """Runs `function` of the code before and after the fix.
 
     `make` yields the draws of one structure: keyword arguments, of which those that require a gradient
-    are compared in their gradients too. Counts each draw as a case. Raises `AssertionError` with the
-    inputs where anything differs: results, gradients, what was written in place, the random stream.
+    are compared in their gradients too. Counts each draw as a case in which the original gives a result, and
+    draws another for each in which it raises. Raises `AssertionError` with the inputs where anything
+    differs: results, gradients, what was written in place, the random stream.
     What was written by the evidence of one structure has to agree on draws of others too, and on inputs of
     ranks 0 to 5 and of all types, where the original accepts them: 8 for each structure in `make test-all`,
     so that a fix with 250 is tried on 2,000, from a seed that is new. `suggested`: also where it is not safe.
@@ -80,8 +87,8 @@ def prove(
     others: deque[Inputs] = deque(maxlen=STRANGERS)
     written: list[tuple[Rewrite, str, Inputs]] = []
     start = f"{seed}" if proof.all_drawn else f"{seed}/{draws.seed()}"
-    for number in range(structures):
-        if number >= few and (proof.all_drawn or proof.agreed):
+    for number in range(2 * structures):
+        if number >= few + math.ceil(proof.raised / DRAWS) and (proof.all_drawn or proof.agreed):
             break
         cases = list(make(random.Random(f"{start}/{number}")))
         try:
@@ -96,8 +103,9 @@ def prove(
             continue
         after = patch(rewrite.match.source, [rewrite]).text
         for draw in cases:
-            agree(rewrite, code, after, draw)
-            proof.agreed += 1
+            accepted = agree(rewrite, code, after, draw)
+            proof.agreed += accepted
+            proof.raised += not accepted
         proof.strange += sum(agree_if_accepted(rewrite, code, after, cases[0], o) for o in others)
         others.append(cases[-1])
         written.append((rewrite, after, cases[0]))
@@ -135,88 +143,6 @@ def _foreign_that_agree(
     return found
 
 
-def foreign(rng: random.Random, inputs: Inputs) -> Inputs:
-    """The inputs with other ranks, all alike, and other types, all alike or one alone."""
-    changed = dict(inputs)
-    for _ in range(rng.randint(1, 4)):
-        change = rng.choice(_CHANGES)
-        alone = rng.random() < 0.5
-        names = [rng.choice(list(changed))] if alone else list(changed)
-        seed = rng.random()
-        for name in names:
-            changed[name] = _on_tensors(changed[name], change, seed)
-    return changed
-
-
-def _on_tensors(
-    value: Any, change: Callable[[torch.Tensor, float], torch.Tensor], seed: float
-) -> Any:
-    if isinstance(value, list | tuple):
-        short = {_one_of: 1, _first: 1, _none: 0}.get(change, len(value))
-        plain = not any(isinstance(one, torch.Tensor) for one in value)
-        return type(value)(
-            _on_tensors(one, change, seed) for one in value[: short if plain else None]
-        )
-    if not isinstance(value, torch.Tensor):
-        return value
-    new = change(value.detach(), seed).clone()
-    return new.requires_grad_(value.requires_grad and new.is_floating_point())
-
-
-def _more_rows(value: torch.Tensor, seed: float) -> torch.Tensor:
-    return torch.stack([value] * (1 + (seed > 0.3))) if value.dim() < 5 else value
-
-
-def _more_columns(value: torch.Tensor, seed: float) -> torch.Tensor:
-    return torch.stack([value] * (1 + (seed > 0.3)), -1) if value.dim() < 5 else value
-
-
-def _one_of(value: torch.Tensor, seed: float) -> torch.Tensor:
-    flat = value.flatten()
-    return flat[int(seed * len(flat))] if len(flat) else value.new_zeros(())
-
-
-def _first(value: torch.Tensor, _: float) -> torch.Tensor:
-    return value[0] if value.dim() and len(value) else value
-
-
-def _none(value: torch.Tensor, _: float) -> torch.Tensor:
-    return value[:0] if value.dim() else value
-
-
-def _cast(value: torch.Tensor, seed: float) -> torch.Tensor:
-    """Another type of its kind; now and then of another kind."""
-    kinds = (_FLOATS, _INTEGERS, (torch.bool, torch.uint8), _COMPLEX)
-    own = next(kind for kind in kinds if value.dtype in kind)
-    choices = own if seed < 0.75 else (*_FLOATS, *_INTEGERS, torch.bool, *_COMPLEX)
-    small = value.nan_to_num().clamp(-99, 99) if own is _FLOATS else value.real
-    changed = small.to(choices[int(seed * 1000) % len(choices)])
-    return changed + 0.5j if changed.is_complex() else changed
-
-
-def _same(value: torch.Tensor, seed: float) -> torch.Tensor:
-    """All elements alike: a full mask or an empty one, one label."""
-    filled = torch.zeros_like(value) if seed < 0.5 else torch.ones_like(value)
-    return filled if value.dtype == torch.bool or seed < 0.1 or seed > 0.9 else value
-
-
-def _odd(value: torch.Tensor, seed: float) -> torch.Tensor:
-    """Some elements NaN, infinite or a zero of either sign."""
-    if not value.is_floating_point():
-        return value
-    changed = value.clone(memory_format=torch.contiguous_format)
-    for number, what in enumerate((float("nan"), float("inf"), float("-inf"), -0.0, 0.0)):
-        if seed < 0.5 or number == int(seed * 1000) % 5:
-            changed.view(-1)[number + int(seed * 100) % 3 :: 7] = what
-    return changed
-
-
-_CHANGES = (_more_rows, _more_columns, _one_of, _first, _none, _cast, _same, _odd)
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
-_COMPLEX = (torch.complex64, torch.complex128)
-
-
 def agree_if_accepted(
     rewrite: Rewrite, code: str, after: str, evidence: Inputs, stranger: Inputs
 ) -> bool:
@@ -251,8 +177,12 @@ def _trained_as(seen: Any, value: Any) -> Any:
 
 def raises(code: str, inputs: Inputs) -> bool:
     """Whether the code does not accept the inputs."""
-    found = run(compiled(code), inputs)[0]
-    return isinstance(found, type) and issubclass(found, Exception)
+    return is_error(run(compiled(code), inputs)[0])
+
+
+def is_error(result: Any) -> bool:
+    """Whether a run ended in an error, whose type it then gave."""
+    return isinstance(result, type) and issubclass(result, Exception)
 
 
 def fixed(fix: Fix, code: str, inputs: Inputs) -> Rewrite:
@@ -305,7 +235,7 @@ def syncs_go(fix: Fix, code: str, inputs: Inputs) -> tuple[int, int]:
     return waits(code, inputs), waits(patch(rewrite.match.source, [rewrite]).text, inputs)
 
 
-def run(code: Any, inputs: Inputs) -> tuple[Any, Inputs, Any]:
+def run(code: Any, inputs: Inputs) -> Run:
     """What `function` gives, its inputs afterwards with their gradients, and the random stream."""
     space: dict[str, Any] = {}
     exec(code, space)
@@ -329,18 +259,22 @@ def weight_of(tensor: torch.Tensor) -> torch.Tensor:
     ].view(tensor.shape)
 
 
-def agree(rewrite: Rewrite, before: str, after: str, inputs: Inputs) -> None:
-    """Raises `AssertionError` unless both give the same, up to rounding where the fix may round.
+def agree(rewrite: Rewrite, before: str, after: str, inputs: Inputs) -> bool:
+    """Whether the original gives a result. Raises `AssertionError` unless the fix gives the same.
 
+    Up to rounding where the fix may round.
     What differs by more than that, as a sum that nearly cancels may, has to agree in float64; a fix that has
     found another type and keeps it, up to rounding of what is added up.
     """
-    what = _difference(rewrite, before, after, inputs)
+    one = run(compiled(before), inputs)
+    what = _difference(rewrite, one, after, inputs)
     if what and rewrite.equivalence != "BITWISE":
-        what = _difference(rewrite, before, after, _widened(inputs))
+        wide = _widened(inputs)
+        what = _difference(rewrite, run(compiled(before), wide), after, wide)
     if what and rewrite.equivalence != "BITWISE":
-        what = _difference(rewrite, before, after, inputs, _largest(inputs))
+        what = _difference(rewrite, one, after, inputs, _largest(inputs))
     assert not what, what
+    return not is_error(one[0])
 
 
 def _largest(inputs: Inputs) -> float:
@@ -350,11 +284,10 @@ def _largest(inputs: Inputs) -> float:
     return max((float(value.max()) for value in finite if value.numel()), default=0.0)
 
 
-def _difference(
-    rewrite: Rewrite, before: str, after: str, inputs: Inputs, terms: float = 0.0
-) -> str:
-    """Where the two differ, in words; empty for nowhere. `terms`: the size of what they add up."""
-    one, other = run(compiled(before), inputs), run(compiled(after), inputs)
+def _difference(rewrite: Rewrite, one: Run, after: str, inputs: Inputs, terms: float = 0.0) -> str:
+    """Where the fix differs from the original's run, in words; empty for nowhere. `terms`: the size of what
+    they add up."""
+    other = run(compiled(after), inputs)
     what = f"{rewrite.match.fix.name}\n{after}\n{inputs}\nbefore {one[0]}\nafter {other[0]}"
     exact = rewrite.equivalence == "BITWISE"
     if not same(one[0], other[0], exact=exact, terms=terms):

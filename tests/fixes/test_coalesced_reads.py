@@ -12,6 +12,7 @@ from fixes import proving
 from torchtrim.fixes.coalesced_reads import FIX
 from torchtrim.fixes.reading.facts import Refused
 from torchtrim.fixes.reading.source import Source
+from torchtrim.linter.text import fixed_text
 
 pytestmark = pytest.mark.filterwarnings("ignore:Converting a tensor")
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -105,3 +106,21 @@ def test_they_wait_once() -> None:
     code = f"import torch\ndef function(x, mask):\n{BODIES['accuracies']}"
     inputs = {"x": torch.randn(4, 5), "mask": torch.ones(4, 5, dtype=torch.bool)}
     assert proving.syncs_go(FIX, code, inputs) == (4, 1)
+
+
+MIXED = {
+    "a count and a sum": "n, s = (x > 0).sum().argmax().item(), x.sum().item()",
+    "an index and a value": "n = x.argmax().item()\n    s = x.max().item()",
+    "a truth and a value": "n = (x > 0).any().item()\n    s = x.mean().item()",
+}
+
+
+@pytest.mark.parametrize("body", MIXED.values(), ids=MIXED)
+def test_without_a_run_reads_of_different_types_stay_apart(body: str) -> None:
+    code = f"import torch\ndef function(x: torch.Tensor):\n    {body}\n    return n, s\n"
+    assert "stack" not in fixed_text("model.py", code, unsafe=True)[0]
+
+
+def test_without_a_run_reads_of_one_type_go_together() -> None:
+    code = "import torch\ndef function(x: torch.Tensor):\n    n = x.min().item()\n    s = x.max().item()\n"
+    assert "stack" in fixed_text("model.py", f"{code}    return n, s\n", unsafe=True)[0]

@@ -49,7 +49,7 @@ def test_it_agrees_where_all_values_are_below(line: str) -> None:
         assert not rewrite.open_needs
         after = patch(rewrite.match.source, [rewrite]).text
         for draw in draws:
-            proving.agree(rewrite, code, after, draw)
+            assert proving.agree(rewrite, code, after, draw)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 
 from fixes import proving
 from torchtrim.fixes.device_branch import FIX
-from torchtrim.fixes.reading.facts import Facts, Refused
+from torchtrim.fixes.reading.facts import Facts, NoTensor, Refused, Told
 from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.writing.edits import patch
 
@@ -205,7 +205,71 @@ def test_what_may_do_more_is_no_match(way: str) -> None:
 def test_without_evidence_it_is_open() -> None:
     source = Source("case.py", "def f(x):\n    return x * 3 if x.sum() > 0 else x * 2\n")
     (match,) = FIX.find(source)
-    assert not FIX.rewrite(match, Facts()).safe
+    told = {part: Told(kind="tensor") for part in ("Q0A", "T", "E")}
+    assert not FIX.rewrite(match, Facts(told=told)).safe
+    with pytest.raises(Refused, match="the source does not say so"):
+        FIX.rewrite(match, Facts())
+    with pytest.raises(Refused, match="the source says otherwise"):
+        FIX.rewrite(match, Facts(told={**told, "Q0A": Told(kind=NoTensor("plain"))}))
+
+
+def conditions(rng: random.Random) -> Iterator[proving.Inputs]:
+    size, graded = proving.shape(rng), rng.random() < 0.5
+    for _ in range(proving.DRAWS):
+        x = proving.floating(rng, size, torch.float32, odd=rng.choice((0, 0.3))).requires_grad_(
+            graded
+        )
+        yield {"x": x, "t": torch.tensor(rng.choice((-1.0, 0.0, 0.5, 1.0, float("nan"))))}
+
+
+COMBINED = (
+    "t > 0 and x.sum() > 0",
+    "torch.isnan(t) or torch.isinf(x).any()",
+    "not (t > 0 or x.sum() > t)",
+    "not t and x.sum()",
+    "0 < t < 1",
+    "x.sum() < t <= 1 or not t == 0 and (x > 0).all()",
+)
+
+
+@pytest.mark.parametrize("condition", COMBINED)
+def test_conditions_of_tensors_are_combined_on_the_device(condition: str) -> None:
+    code = f"import torch\ndef function(x, t):\n    return (x * 2 if {condition} else x * 3) + 1\n"
+    assert proving.prove(FIX, code, conditions, structures=50).reaches(200)
+    inputs = {"x": torch.ones(3), "t": torch.tensor(0.5)}
+    waits, left = proving.syncs_go(FIX, code, inputs)
+    assert waits >= 1
+    assert left == 0
+
+
+HOSTS = (
+    "flag and t > 0",
+    "t > 0 and flag",
+    "flag or t > 0",
+    "not (flag and t > 0)",
+    "t is not None and t > 0",
+    "not flag and (torch.isnan(t) or torch.isinf(t))",
+    "n > 0 and t > 0",
+    "t > 0 and bool(x.any())",
+    "-1 < n < 1 or t > 0",
+)
+
+
+@pytest.mark.parametrize("condition", HOSTS)
+@pytest.mark.parametrize("form", ["expression", "statement"])
+def test_what_the_host_decides_is_not_given_to_the_device(condition: str, form: str) -> None:
+    body = f"    return (x * 2 if {condition} else x * 3) + 1\n"
+    if form == "statement":
+        body = (
+            f"    if {condition}:\n        y = x * 2\n    else:\n        y = x * 3\n    return y\n"
+        )
+    code = f"import torch\ndef function(x, t, flag, n):\n{body}"
+    for flag in (False, True):
+        inputs = {"x": torch.ones(3), "t": torch.tensor(1.0), "flag": flag, "n": int(flag)}
+        with pytest.raises(
+            Refused, match=r"value of Python's|on the host|no run has come|more than"
+        ):
+            proving.fixed(FIX, code, inputs)
 
 
 def test_the_example_has_a_place_for_it() -> None:
@@ -233,7 +297,7 @@ INTEGERS = (
 def test_another_type_or_rank_chooses_as_before(seen: torch.Tensor, other: torch.Tensor) -> None:
     code = f"import torch\ndef function(t):\n{INTEGERS}"
     rewrite = proving.fixed(FIX, code, {"t": seen})
-    proving.agree(rewrite, code, patch(rewrite.match.source, [rewrite]).text, {"t": other})
+    assert proving.agree(rewrite, code, patch(rewrite.match.source, [rewrite]).text, {"t": other})
 
 
 def test_shapes_that_no_longer_agree_choose_as_before() -> None:
@@ -242,7 +306,7 @@ def test_shapes_that_no_longer_agree_choose_as_before() -> None:
     assert rewrite.safe
     after = patch(rewrite.match.source, [rewrite]).text
     for x in (torch.ones(3, 4), -torch.ones(3, 4)):
-        proving.agree(rewrite, code, after, {"x": x, "y": torch.ones(3, 1)})
+        assert proving.agree(rewrite, code, after, {"x": x, "y": torch.ones(3, 1)})
 
 
 def test_what_other_fixes_test_for_types_is_known_to_hold() -> None:
@@ -269,5 +333,45 @@ def function(scores, labels):
     }
     rewrite = proving.fixed(FIX, code, inputs)
     assert rewrite.safe
-    proving.agree(rewrite, code, patch(rewrite.match.source, [rewrite]).text, inputs)
+    assert proving.agree(rewrite, code, patch(rewrite.match.source, [rewrite]).text, inputs)
     assert proving.syncs_go(FIX, code, inputs) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("body", "others"),
+    [
+        (
+            "bad = flag and torch.isnan(t)\n    y = x * 2\n    if bad:\n        y = x * 3",
+            {"flag": False},
+        ),
+        ("y = x * 2 if t else x * 3", {"t": True}),
+        ("y = x * 2 if t > 0 else x * 3", {"t": 2}),
+        ("y = x * 2 if not t and u > 0 else x * 3 + u", {"t": True, "u": None}),
+        ("y = x / u if t > 0 else x * 3", {"t": -torch.ones(()), "u": None}),
+        ("y = x / 2 if t > 0 and u > 0 else x * 3 - u", {"t": 0.0, "u": 1.0}),
+        ("y = x * 2 if 0 < t < u else x * 3", {"t": 1, "u": 2.0}),
+    ],
+)
+def test_a_value_of_python_in_another_run_chooses_as_before(
+    body: str, others: dict[str, object]
+) -> None:
+    code = f"import torch\ndef function(x, t, u, flag):\n    {body}\n    return y + 1\n"
+    seen = {"x": torch.ones(3), "t": torch.tensor(1.0), "u": torch.tensor(2.0), "flag": True}
+    rewrite = proving.fixed(FIX, code, seen)
+    after = patch(rewrite.match.source, [rewrite]).text
+    assert proving.agree(rewrite, code, after, seen)
+    for names in (others, *({name: value} for name, value in others.items())):
+        if not proving.raises(code, {**seen, **names}):
+            assert proving.agree(rewrite, code, after, {**seen, **names})
+
+
+@pytest.mark.parametrize("condition", ["work(x)", "x.sum() > work(x)"])
+def test_what_may_give_a_value_of_python_is_refused(condition: str) -> None:
+    code = f"""
+def work(x):
+    return x.sum() > 0
+def function(x, t, flag):
+    return (x * 2 if {condition} else x * 3) + 1
+"""
+    with pytest.raises(Refused, match="Give it a name before"):
+        proving.fixed(FIX, code, {"x": torch.ones(3), "t": torch.tensor(1.0), "flag": True})

@@ -10,7 +10,7 @@ import torch
 
 from fixes import proving
 from torchtrim.fixes.index_assignment import FIX
-from torchtrim.fixes.reading.facts import Facts, Refused
+from torchtrim.fixes.reading.facts import Facts, NoTensor, Refused, Told
 from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.writing.edits import patch
 from torchtrim.sync.table.lookup import is_from
@@ -144,8 +144,20 @@ def test_not_its_business(body: str) -> None:
 
 
 def test_without_evidence_it_is_not_safe() -> None:
-    (match,) = FIX.find(Source("case.py", code_of("x[i] = value")))
-    assert not FIX.rewrite(match, Facts()).safe
+    tensor, number = Told(kind="tensor"), Told(kind=NoTensor("plain"))
+    (match,) = FIX.find(Source("case.py", code_of("x[i] = float(value)")))
+    assert not FIX.rewrite(match, Facts(told={"X": tensor, "V": number})).safe
+    for told in ({}, {"X": tensor, "V": tensor}, {"X": number, "V": number}):
+        with pytest.raises(Refused, match="source"):
+            FIX.rewrite(match, Facts(told=told))
+
+
+@pytest.mark.parametrize("value", ["value", "None", "[0, 1]", "value.T"])
+def test_what_may_be_no_number_is_refused_without_evidence(value: str) -> None:
+    (match,) = FIX.find(Source("case.py", code_of(f"x[i] = {value}")))
+    told = {"X": Told(kind="tensor"), "V": Told(kind=NoTensor("plain"))}
+    with pytest.raises(Refused, match="source"):
+        FIX.rewrite(match, Facts(told=told))
 
 
 @pytest.mark.parametrize("index", [torch.tensor([0, 2]), torch.tensor(1)])

@@ -10,8 +10,9 @@ import torch
 
 from fixes import proving
 from torchtrim.fixes.invariant_read import FIX
-from torchtrim.fixes.reading.facts import Facts, Refused
+from torchtrim.fixes.reading.facts import Facts, Refused, Told
 from torchtrim.fixes.reading.source import Source
+from torchtrim.linter.text import fixed_text
 
 TYPES = (torch.float32, torch.bfloat16, torch.int64, torch.int32)
 HEAD = """
@@ -127,9 +128,36 @@ def test_what_the_loop_binds_is_no_match() -> None:
 
 def test_without_evidence_it_is_open() -> None:
     (match,) = FIX.find(Source("case.py", HEAD + BODIES["rows"]))
-    assert not FIX.rewrite(match, Facts()).safe
+    assert not FIX.rewrite(match, Facts(told={"X": Told(kind="tensor")})).safe
 
 
 def test_it_waits_once() -> None:
     inputs = {"x": torch.ones(4, 2), "y": torch.ones(4), "n": 4}
     assert proving.syncs_go(FIX, HEAD + BODIES["rows"], inputs) == (4, 1)
+
+
+LOOP = (
+    "import torch\ndef function(x: torch.Tensor, a, n: int):\n    y = []\n    for i in range(n):\n"
+)
+
+
+def unsafe(read: str) -> str:
+    """The code of a loop with a read, as it is written without a run."""
+    return fixed_text(
+        "model.py", f"{LOOP}        y.insert(i, {read})\n    return y\n", unsafe=True
+    )[0]
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 1), (3, 1, 1)])
+def test_without_a_run_rows_of_one_element_are_read_as_before(shape: tuple[int, ...]) -> None:
+    before, after = f"{LOOP}        y.insert(i, x[i].item())\n    return y\n", unsafe("x[i].item()")
+    assert "x_read[i]" in after
+    x = torch.arange(3.0).reshape(shape)
+    inputs = {"x": x, "a": None, "n": 3}
+    assert proving.run(proving.compiled(before), inputs)[0] == [0.0, 1.0, 2.0]
+    assert proving.run(proving.compiled(after), inputs)[0] == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("read", ["a[i].item()", "a.b[i].item()", "a[i].tolist()"])
+def test_without_a_run_what_may_be_a_list_of_tensors_is_left(read: str) -> None:
+    assert read in unsafe(read)

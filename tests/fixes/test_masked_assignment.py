@@ -206,8 +206,14 @@ def test_rows_are_added_too() -> None:
 
 
 def test_without_evidence_it_is_not_safe() -> None:
-    (match,) = FIX.find(Source("case.py", code_of("x[mask] = v")))
+    (match,) = FIX.find(Source("case.py", code_of("x[x > 0] = v")))
     assert not FIX.rewrite(match, Facts()).safe
+
+
+def test_without_evidence_a_mask_may_have_fewer_dimensions() -> None:
+    (match,) = FIX.find(Source("case.py", code_of("x[mask] = y[mask] * 2")))
+    with pytest.raises(Refused, match="the source does not say so"):
+        FIX.rewrite(match, Facts())
 
 
 @pytest.mark.parametrize(
@@ -252,7 +258,7 @@ def test_another_rank_keeps_the_original_assignment() -> None:
         "v": torch.ones(8),
     }
     assert not proving.raises(code, other)
-    proving.agree(rewrite, code, after, other)
+    assert proving.agree(rewrite, code, after, other)
 
 
 def test_what_is_kept_for_other_ranks_is_not_fixed_again() -> None:

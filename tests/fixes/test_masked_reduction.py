@@ -232,17 +232,22 @@ def test_a_mask_that_is_changed_later_is_refused(change: str) -> None:
 
 
 def test_what_a_call_may_bind_anew_is_not_taken_for_the_same() -> None:
-    body = "global seen\nseen = mask\nreturn self(x)[seen].sum()"
-    (match,) = FIX.find(Source("case.py", code_of(body)))
+    code = code_of("global seen\nseen = mask\nreturn scale(x)[seen].sum()")
     with pytest.raises(Refused, match="Give its result, or the mask, a name first"):
-        FIX.rewrite(match, Facts())
+        proving.fixed(FIX, code, {**SCALED, "scale": torch.abs})
 
 
 def test_without_evidence_it_is_not_safe() -> None:
-    (match,) = FIX.find(Source("case.py", code_of("return x[mask].mean()")))
+    (match,) = FIX.find(Source("case.py", code_of("return x[x > y].mean()")))
     rewrite = FIX.rewrite(match, Facts())
     assert not rewrite.safe
     assert "boolean mask" in rewrite.open_needs[0]
+
+
+def test_without_evidence_a_mask_may_have_fewer_dimensions() -> None:
+    (match,) = FIX.find(Source("case.py", code_of("return x[mask].mean()")))
+    with pytest.raises(Refused, match="the source does not say so"):
+        FIX.rewrite(match, Facts())
 
 
 def test_it_waits_no_more() -> None:

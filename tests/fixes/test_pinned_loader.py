@@ -25,8 +25,8 @@ def function(rows, size, device):
 
 
 def make(rng: random.Random) -> Iterator[proving.Inputs]:
-    for draw in range(proving.DRAWS):
-        yield {"rows": rng.randint(0 if draw else 1, 4), "size": rng.randint(1, 3), "device": "cpu"}
+    for _ in range(proving.DRAWS):
+        yield {"rows": rng.randint(1, 4), "size": rng.randint(1, 3), "device": "cpu"}
 
 
 BODIES = {

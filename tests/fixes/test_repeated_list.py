@@ -47,7 +47,7 @@ def test_it_agrees_where_lengths_are_in_range(body: str) -> None:
         assert not rewrite.open_needs
         after = patch(rewrite.match.source, [rewrite]).text
         for draw in cases:
-            proving.agree(rewrite, code, after, draw)
+            assert proving.agree(rewrite, code, after, draw)
 
 
 LOOP = """mask = torch.Tensor([]).to(dtype=torch.bool)

@@ -11,6 +11,7 @@ import torch
 from fixes import proving
 from torchtrim.fixes.reading.facts import Refused
 from torchtrim.fixes.scalar_on_device import FIX
+from torchtrim.linter.text import fixed_text
 
 NUMBERS = (
     0,
@@ -77,3 +78,25 @@ def test_it_is_refused(call: str, reason: str) -> None:
 def test_it_waits_no_more() -> None:
     code = "import torch\ndef function(x):\n    return x * torch.tensor(2.5).to(x.device)\n"
     assert proving.syncs_go(FIX, code, {"x": torch.randn(4)}) == (1, 0)
+
+
+OTHERS = {
+    "a pair": "if isinstance(c, (tuple, list)):\n        return torch.as_tensor(c, device=x.device)",
+    "no tensor": "if not torch.is_tensor(c):\n        return torch.tensor(c, device=x.device)",
+    "of either kind": "if isinstance(c, (float, list)):\n        return torch.tensor(c).to(x.device)",
+    "an attribute": "return torch.tensor(x.c).to(x.device)",
+    "repeated": "return torch.tensor([c] * 3, device=x.device)",
+}
+
+
+@pytest.mark.parametrize("body", OTHERS.values(), ids=OTHERS)
+def test_without_a_run_the_source_has_to_say_that_it_is_a_number(body: str) -> None:
+    code = f"import torch\ndef function(x: torch.Tensor, c):\n    {body}\n"
+    assert "torch.full(" not in fixed_text("model.py", code, unsafe=True)[0]
+
+
+@pytest.mark.parametrize("test", ["isinstance(c, float)", "isinstance(c, (int, float)) and c > 0"])
+def test_without_a_run_a_tested_number_is_made_on_the_device(test: str) -> None:
+    body = f"if {test}:\n        c = torch.as_tensor(c, device=x.device)\n    return x * c"
+    code = f"import torch\ndef function(x: torch.Tensor, c):\n    {body}\n"
+    assert "torch.full((), c, device=x.device)" in fixed_text("model.py", code, unsafe=True)[0]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 
 import torchtrim
 from torchtrim.errors import UnreadableInput, UsageError
+from torchtrim.fixes.writing.files import undo_sources
 from torchtrim.linter import files as lint_files
 from torchtrim.linter.files import (
     Selected,
@@ -40,7 +43,7 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def names(files: list[str], base: Path) -> list[str]:
+def names(files: Iterable[str], base: Path) -> list[str]:
     return [Path(file).relative_to(base).as_posix() for file in files]
 
 
@@ -51,6 +54,29 @@ def test_a_folder_is_walked_without_what_is_installed_or_hidden(tree: Path) -> N
 def test_what_is_named_itself_is_linted_once(tree: Path) -> None:
     given = [tree / "lib/site-packages", tree / "notes.txt", tree / "a.py", tree / "a.py"]
     assert names(files_of(given), tree) == ["a.py", "lib/site-packages/g.py", "notes.txt"]
+
+
+def test_a_file_with_several_names_is_linted_once(tree: Path) -> None:
+    for link, target in {"a2.py": "a.py", "sub2": "sub", "sub/up.py": "../b.py"}.items():
+        (tree / link).symlink_to(target)
+    (tree / "sub/hard.py").hardlink_to(tree / "a.py")
+    files = files_of([tree, tree / "sub2", tree / "a2.py", tree / "sub2/up.py", tree / "b.py"])
+    assert names(files, tree) == ["a.py", "b.py", "sub/c.py"]
+    assert names(files[str(tree / "a.py")], tree) == ["sub/hard.py"]
+
+
+def test_links_that_lead_nowhere_stop_no_other_file(tree: Path) -> None:
+    links = {"gone.py": "nothing.py", "loop.py": "pool.py", "pool.py": "loop.py", "sub/top": ".."}
+    for link, target in {**links, "zero.py": os.devnull}.items():
+        (tree / link).symlink_to(target)
+    found = lint_files.lint_files(files_of([tree]))
+    told = {Path(one.path).name: one.error for one in found if one.error}
+    assert set(told) == {"gone.py", "loop.py", "pool.py", Path(os.devnull).name}
+    assert "a pipe, a device or a socket" in told[Path(os.devnull).name]
+    assert sum(len(one.findings) for one in found) == 3
+    for name in ("gone.py", "loop.py"):
+        with pytest.raises(UsageError, match="leads to no file"):
+            files_of([tree / name])
 
 
 def test_what_is_not_there_is_told(tree: Path) -> None:
@@ -67,7 +93,7 @@ def test_two_processes_give_what_one_gives(tree: Path, monkeypatch: pytest.Monke
     alone = lint_files.lint_files(files)
     monkeypatch.setattr(lint_files, "_FEW", 1)
     assert lint_files.lint_files(files) == alone
-    assert [one.path for one in alone] == files
+    assert [one.path for one in alone] == list(files)
     told = {Path(one.path).name: one.error for one in alone if one.error}
     assert set(told) == {"broken.py", "bytes.py"}
     assert sum(len(one.findings) for one in alone) == 33
@@ -99,6 +125,18 @@ def test_fixing_writes_all_files_and_shows_what_it_did(tree: Path) -> None:
     assert not fix_files(files, Selected(), tree, unsafe=True).texts
 
 
+def test_hard_links_are_fixed_once_and_stay_one_file(tree: Path) -> None:
+    (tree / "hard.py").hardlink_to(tree / "a.py")
+    fixed = fix_files(files_of([tree]), Selected(), tree, unsafe=True)
+    assert fixed.applied == 3
+    write_fixed(fixed, tree)
+    assert (tree / "hard.py").samefile(tree / "a.py")
+    assert "x[m != 0] = 0" in (tree / "hard.py").read_text()
+    undo_sources(tree)
+    assert (tree / "hard.py").samefile(tree / "a.py")
+    assert (tree / "hard.py").read_text() == WAITS
+
+
 def test_without_being_asked_for_nothing_unsafe_is_made(tree: Path) -> None:
     assert not fix_files(files_of([tree]), Selected(), tree).texts
 
@@ -125,3 +163,18 @@ def test_a_file_that_changes_meanwhile_stops_the_writing(tree: Path) -> None:
 def test_edits_stay_in_the_project_around_what_was_named(tree: Path) -> None:
     assert project_of([tree / "sub"]) == tree
     assert project_of([tree / "sub/c.py", tree / "a.py"]) == tree
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir])
+def test_what_is_no_file_is_named_and_others_go_on(
+    make: Callable[[Path], object], tmp_path: Path
+) -> None:
+    make(tmp_path / "a.py")
+    name = (tmp_path / "a.py").resolve().name
+    (tmp_path / "b.py").write_text("import torch\ndef f(x: torch.Tensor):\n    return x.item()\n")
+    (tmp_path / "c.py").write_text("from a import b\nimport torch\nb(torch.ones(2)).item()\n")
+    linted = lint_files.lint_files(files_of([tmp_path]), Selected())
+    errors = [one.error for one in linted if one.error]
+    assert all(name in error and "a pipe, a device or a socket" in error for error in errors)
+    assert len(errors) == (make is not Path.mkdir)
+    assert sum(len(one.findings) for one in linted) >= 1

@@ -89,6 +89,7 @@ def write(match: Match, facts: Facts) -> Writing:
         facts.need(
             f"the type of `{match.text(name)[:60]}` stays what it is with a tensor as its partner",
             lambda v, name=name: _keeps(getattr(v, name), v.N, bounded=bounded),  # type: ignore[misc]
+            told=lambda v, name=name: is_tensor(getattr(v, name)),  # type: ignore[misc]
         )
     graded = any(getattr(v, "N", None) and v.N.requires_grad for v in facts.executions)
     text = "N.detach()" if graded or not facts.seen else "N"

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from torchtrim.fixes.reading.branches import is_fallback
-from torchtrim.fixes.reading.facts import Facts
+from torchtrim.fixes.reading.facts import Facts, Refused
 from torchtrim.fixes.reading.forms import places
 from torchtrim.fixes.reading.source import Source, spot
+from torchtrim.parts import isolated
 from torchtrim.records.seen import Probe
 
 Equivalence = Literal["BITWISE", "ROUNDING"]
@@ -33,6 +34,7 @@ class Match:
     `node` is what would be written anew, `parts` the expressions it is made of, by name; `watched`
     are those whose values the fix wants to know. `keywords` are what `**REST` of the form took, and
     `form` is the form that fitted. `begin` is where the lines with the sync begin, if before the node.
+    `syncs`: the nodes of which one has to be the sync, where others in the node are not fixed with it.
     """
 
     fix: Fix
@@ -42,6 +44,7 @@ class Match:
     keywords: Mapping[str, list[ast.keyword]] = field(default_factory=dict)
     form: str = ""
     begin: ast.AST | None = None
+    syncs: tuple[ast.AST, ...] = ()
 
     @property
     def lines(self) -> tuple[int, int]:
@@ -121,7 +124,9 @@ class Fix:
     def places(self, source: Source) -> tuple[Match, ...]:
         """What `find` gives of a source, in which it looks once, without what a guard keeps as it was."""
         if self.name not in source.memo:
-            found = (one for one in self.find(source) if not is_fallback(source, one.node))
+            found: list[Match] = []
+            with isolated("fix", self.name):
+                found += (one for one in self.find(source) if not is_fallback(source, one.node))
             source.memo[self.name] = tuple(found)
         return source.memo[self.name]
 
@@ -133,7 +138,11 @@ class Fix:
 
     def rewrite(self, match: Match, facts: Facts) -> Rewrite:
         """The rewrite of one place. Raises `Refused` with the reason where there is none."""
-        written = self.write(match, facts)
+        written: Writing | None = None
+        with isolated("fix", self.name, passes=(Refused,)):
+            written = self.write(match, facts)
+        if written is None:
+            raise Refused("it failed, which is a bug of torchtrim. Write this place by hand.")
         return Rewrite(
             match=match,
             edits=written.edits,

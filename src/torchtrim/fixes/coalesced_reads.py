@@ -20,7 +20,13 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torchtrim.fixes.base import Edit, Fix, Match, Writing
-from torchtrim.fixes.reading.facts import Facts, Refused, is_floating, is_integral
+from torchtrim.fixes.reading.facts import (
+    Facts,
+    Refused,
+    is_floating,
+    is_integral,
+    need_tensor,
+)
 from torchtrim.fixes.reading.forms import equal
 from torchtrim.fixes.reading.names import literal_stores
 from torchtrim.fixes.reading.purity import is_pure
@@ -180,6 +186,13 @@ def _run_of(match: Match) -> list[Read]:
 def _together(match: Match, facts: Facts, reads: Sequence[Read]) -> tuple[list[int], str]:
     """The numbers of the reads to be made one, and the cast that they need for it."""
     if not facts.seen:
+        for n in range(len(reads)):
+            need_tensor(facts, f"L{n}", match.text(f"L{n}"))
+        if len({_told_types(facts, f"L{n}") for n in range(len(reads))}) > 1:
+            raise Refused(
+                "some of its reads are of whole numbers or truth values, others may not be, and one read "
+                "gives all of them one type. Read each by itself"
+            )
         facts.leave_open(_FACT)
         return list(range(len(reads))), ""
     seen = [_kind(facts, f"L{n}") for n in range(len(reads))]
@@ -201,6 +214,14 @@ def _together(match: Match, facts: Facts, reads: Sequence[Read]) -> tuple[list[i
             "float holds exactly. Read them late, when the device is done"
         )
     return wide, cast
+
+
+def _told_types(facts: Facts, part: str) -> tuple[bool, ...]:
+    """Whether the source says that a part is of truth values, and of integers."""
+    return tuple(
+        facts.is_told(lambda v, dtype=dtype: getattr(v, part).dtype == dtype) is True  # type: ignore[misc]
+        for dtype in ("bool", "int64")
+    )
 
 
 def _kind(facts: Facts, part: str) -> Seen | None:

@@ -32,7 +32,7 @@ def write(match: Match, facts: Facts) -> Writing:
         source.function(node)
     ):
         raise Refused("it is not Python's own")
-    facts.need("both are tensors of zero dimensions, of one type and device", _alike)
+    facts.need("both are tensors of zero dimensions, of one type and device", _alike, told=_is_told)
     facts.need("no gradient flows to them", _without_grad)
     statement = source.statement(node)
     kept = all(stays(source, match.parts[part], statement) for part in "AB")
@@ -45,6 +45,10 @@ def _alike(values: Values) -> bool:
     one, other = values.A, values.B
     alike = (one.dtype, one.device) == (other.dtype, other.device)
     return is_tensor(one, other) and one.shape == other.shape == () and alike
+
+
+def _is_told(values: Values) -> bool:
+    return is_tensor(values.A, values.B) and values.A.shape == values.B.shape == ()
 
 
 def _without_grad(values: Values) -> bool:

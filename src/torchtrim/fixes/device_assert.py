@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from torchtrim.fixes.base import Edit, Fix, Match, Writing
 from torchtrim.fixes.reading.facts import Facts, Refused
-from torchtrim.fixes.reading.reads import is_single
+from torchtrim.fixes.reading.reads import is_single, read_of
 from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.writing.replace import atom, check_comments, torch_of
 
@@ -24,15 +24,22 @@ def find(source: Source) -> Iterator[Match]:
     """Assertions on what may be a tensor."""
     for node in source.at({(ast.Assert, "")}):
         assert isinstance(node, ast.Assert)
-        test = _condition(node)
-        asks = any(isinstance(one, ast.Attribute) and one.attr in _ASKING for one in ast.walk(test))
+        test = _condition(node, source)
+        asked = ast.walk(node.test)
+        asks = any(isinstance(one, ast.Attribute) and one.attr in _ASKING for one in asked)
         if asks and not isinstance(test, ast.BoolOp):
             yield Match(fix=FIX, source=source, node=node, parts={"C": test})
 
 
-def _condition(node: ast.Assert) -> ast.expr:
-    turned = isinstance(node.test, ast.UnaryOp) and isinstance(node.test.op, ast.Not)
-    return node.test.operand if turned else node.test  # type: ignore[attr-defined]
+def _condition(node: ast.Assert, source: Source) -> ast.expr:
+    """What is asked, without a `not` before it, and as the tensor where it is read."""
+    test = node.test.operand if _is_turned(node) else node.test  # type: ignore[attr-defined]
+    read = read_of(test, source)
+    return read.tensor if read is not None and read.cast in ("", "bool") else test
+
+
+def _is_turned(node: ast.Assert) -> bool:
+    return isinstance(node.test, ast.UnaryOp) and isinstance(node.test.op, ast.Not)
 
 
 def write(match: Match, facts: Facts) -> Writing:
@@ -52,7 +59,7 @@ def write(match: Match, facts: Facts) -> Writing:
         message = f", {source.segment(node.msg)}"
     torch, imports = torch_of(source)
     test = match.text("C")
-    if node.test is not match.parts["C"]:
+    if _is_turned(node):
         test = f"{atom(source, match.parts['C'])}.logical_not()"
     text = f"{torch}._assert_async({test}{message})"
     edits = (Edit(source.start(node), source.end(node), text), *imports)

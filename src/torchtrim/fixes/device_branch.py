@@ -9,7 +9,12 @@ numbers whatever their inputs hold, and pass gradients to the same tensors. What
 make a gradient NaN: where its gradient depends on the tensors' values they are replaced by zeros before,
 since `where` behind it alone would multiply an infinity by zero.
 
-What was seen to be of one shape and type is tested for, which needs no sync; else the host chooses as before.
+What was seen to be of one shape and type is tested for, which needs no sync; else the host chooses as
+before. Without a run it is written only where the source shows that both ways agree in type, shape and
+gradient and raise for the same inputs, as `x.exp()` and `x * 0.5` do.
+
+`and`, `or`, `not` and chained comparisons of tensors become `&`, `|` and `~`, and all operands are
+computed. Refused where one is a value of Python's, which a run shows one way only: give it its own `if`.
 
 Refused where the result was the same tensor as before and may be written to afterwards. Offered, not
 made, where one way passes gradients to a tensor that the other does not: it gets zeros in place of none.
@@ -22,8 +27,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torchtrim.fixes.base import Edit, Fix, Match, Writing
+from torchtrim.fixes.reading.alike import Form, common_form
 from torchtrim.fixes.reading.branches import Assigns, Branch, branches, origins
-from torchtrim.fixes.reading.facts import Facts, Refused, Values, is_tensor
+from torchtrim.fixes.reading.facts import Facts, Refused, Values, is_tensor, need_tensor
 from torchtrim.fixes.reading.names import is_private, only_reads, was_fresh
 from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.reading.total import is_fresh, is_total, labels_of
@@ -31,12 +37,19 @@ from torchtrim.fixes.reading.typed import Typed, holds, known_names, names_in, t
 from torchtrim.fixes.reading.uses import loads
 from torchtrim.fixes.writing.guarded import guarded, kinds_seen
 from torchtrim.fixes.writing.replace import (
-    atom,
     check_comments,
     comments,
     fresh,
     insert_before,
     torch_of,
+)
+from torchtrim.fixes.writing.truth import (
+    as_tensor,
+    need_operands,
+    operand_parts,
+    operands,
+    seen_operands,
+    used_as_tensors,
 )
 from torchtrim.records.seen import Seen
 
@@ -53,6 +66,7 @@ def find(source: Source) -> Iterator[Match]:
         if any(not is_total(one, source) for one in branch.expressions):
             continue
         parts: dict[str, ast.expr] = {"C": branch.condition, "T": branch.then}
+        parts |= operand_parts(branch.condition)
         if branch.other is not None:
             parts["E"] = branch.other
         computed = [one.value for one in origins(source, branch)]
@@ -70,7 +84,8 @@ def write(match: Match, facts: Facts) -> Writing:
     for values in facts.executions:
         _look(plan, values, facts)
     if not facts.seen:
-        facts.leave_open(_FACT)
+        _need_tensors(match, facts)
+        _need_alike(plan)
     edits = tuple(_edits(plan))
     check_comments(match.source, edits)
     if plan.known:
@@ -88,7 +103,7 @@ class _Plan:
     then_safe: set[str] = field(default_factory=set)
     other_safe: set[str] = field(default_factory=set)
     known: list[Mapping[str, Seen]] = field(default_factory=list)
-    numeric: bool = False
+    numeric: set[int] = field(default_factory=set)
     risk: str = ""
 
     @property
@@ -154,12 +169,8 @@ def _look(plan: _Plan, values: Values, facts: Facts) -> None:
     known = known_names(plan.match.parts, values)
     made = _bound((*branch.then_before, *branch.other_before))
     plan.known.append({name: one for name, one in known.items() if name not in made})
-    condition = known.get(ast.unparse(branch.condition)) or getattr(values, "C", None)
-    if condition is None or not is_tensor(condition):
-        raise Refused(_no_tensor(branch.condition))
-    if condition.shape:
-        raise Refused("its condition is no tensor of zero dimensions")
-    plan.numeric |= condition.dtype != "bool"
+    device, numeric = seen_operands(plan.match, values, known)
+    plan.numeric |= numeric
     then = typed(branch.then, source, known, branch.then_before)
     other = _other(branch, source, known)
     if not all(_holds(branch, source, known, guard) for guard in branch.guards):
@@ -167,33 +178,49 @@ def _look(plan: _Plan, values: Values, facts: Facts) -> None:
     if then is None or other is None or not _seen_so(values, then, other):
         facts.leave_open(_FACT)
         return
-    _compare(plan, values, then, other, condition, known)
+    _compare(plan, values, then, other, device, known)
+
+
+def _need_tensors(match: Match, facts: Facts) -> None:
+    """Without a run, the source has to say that the condition is of tensors, and both ways are."""
+    need_operands(match, facts)
+    for part in (one for one in ("T", "E") if one in match.parts):
+        need_tensor(facts, part, match.text(part))
+    facts.leave_open(_FACT)
+
+
+def _need_alike(plan: _Plan) -> None:
+    """Require the source to show that both ways agree, since no run does."""
+    branch, source = plan.branch, plan.source
+    other = branch.other if branch.other is not None else ast.Name(branch.target or "", ast.Load())
+    assigned = branch.then_before or branch.other_before or branch.guards
+    form = None if assigned else common_form(branch.then, other, source)
+    if form is None:
+        raise Refused(
+            "the source does not say that both ways give one type and shape, pass gradients to the same "
+            "tensors and raise for the same inputs. Run the script under `torchtrim optimize --fix`, "
+            "which looks"
+        )
+    curved = [not _linear(one, source) for one in (branch.then, other)]
+    if any(curved) and form.reached and not _is_one_name(form, plan):
+        raise Refused(
+            "what is not chosen could make a gradient NaN, and the source does not say which of its "
+            "operands are tensors. Run the script under `torchtrim optimize --fix`, which looks"
+        )
+    plan.then_safe |= form.reached if curved[0] else set()
+    plan.other_safe |= form.reached if curved[1] else set()
+
+
+def _is_one_name(form: Form, plan: _Plan) -> bool:
+    """Whether its only operand is a name, which a safe copy can replace."""
+    names = {ast.unparse(one) for one in plan.match.parts.values() if isinstance(one, ast.Name)}
+    return len(form.operands) == 1 and form.operands <= names
 
 
 def _holds(branch: Branch, source: Source, known: Mapping[str, Seen], guard: ast.expr) -> bool:
     """Whether a guard inside a way holds for what was seen, and so wherever ranks and types are these."""
     ways = (branch.then_before, branch.other_before)
     return any(holds(guard, source, known, before) for before in ways)
-
-
-def _no_tensor(condition: ast.expr) -> str:
-    """Why a condition that is a value of Python's is refused: it may have been read from a tensor."""
-    for node in ast.walk(condition):
-        if isinstance(node, ast.Call) and (read := _read_by(node)) is not None:
-            return (
-                f"its condition reads `{ast.unparse(node)[:60]}` on the host before anything is compared. "
-                f"Compare `{read[:60]}` itself, so that the device can choose"
-            )
-    return "its condition is no tensor, so it needs no host-device sync"
-
-
-def _read_by(call: ast.Call) -> str | None:
-    """What a call reads on the host, by its form: `float(x)`, `x.item()`."""
-    if isinstance(call.func, ast.Name) and call.func.id in ("float", "int", "bool") and call.args:
-        return ast.unparse(call.args[0])
-    if isinstance(call.func, ast.Attribute) and call.func.attr in ("item", "tolist"):
-        return ast.unparse(call.func.value)
-    return None
 
 
 def _other(
@@ -223,7 +250,7 @@ def _compare(
     values: Values,
     then: Typed,
     other: Typed,
-    condition: Seen,
+    device: str,
     known: Mapping[str, Seen],
 ) -> None:
     if (then.dtype, then.shape) != (other.dtype, other.shape):
@@ -232,7 +259,7 @@ def _compare(
             f"{list(other.shape)}: which it is decides what can follow"
         )
     tensors = [one for one in known.values() if is_tensor(one)]
-    if any(one.device != condition.device for one in tensors):
+    if any(one.device != device for one in tensors):
         raise Refused("not all its tensors are on the device of its condition")
     if values.grad:
         reached = _reached(plan, known) or (then.reached, other.reached)
@@ -315,9 +342,7 @@ def _edits(plan: _Plan) -> Iterator[Edit]:
     source, branch = plan.source, plan.branch
     torch, imports = torch_of(source)
     yield from imports
-    condition = source.segment(branch.condition)
-    if plan.numeric:
-        condition = f"{atom(source, branch.condition)} != 0"
+    condition = as_tensor(branch.condition, source, plan.numeric)
     lines: list[str] = []
     if plan.then_safe or plan.other_safe or branch.other_before or branch.then_before:
         name = fresh(source, branch.test, "chosen")
@@ -350,7 +375,8 @@ def _guarded(plan: _Plan, edits: Sequence[Edit]) -> tuple[Edit, ...]:
     """The edits for the ranks, types and relations of shapes that were seen."""
     source, branch = plan.source, plan.branch
     torch, imports = torch_of(source)
-    test = kinds_seen(plan.known, torch)
+    tests = [f"{torch}.is_tensor({text})" for text in _perhaps_numbers(plan)]
+    test = " and ".join([*tests, *filter(None, [kinds_seen(plan.known, torch)])])
     first = source.statement(branch.whole)
     if hasattr(first, "body") and first is not branch.whole:
         raise Refused("it is in the head of a statement that has a body. Give it a name first")
@@ -358,6 +384,16 @@ def _guarded(plan: _Plan, edits: Sequence[Edit]) -> tuple[Edit, ...]:
     returns = isinstance(branch.whole, ast.If) and branch.target is None
     inner = [one for one in edits if one not in imports]
     return (*imports, *guarded(source, inner, (first, last), test, returns=returns))
+
+
+def _perhaps_numbers(plan: _Plan) -> list[str]:
+    """Tensors by their text that another run may give another value, with which the original goes on."""
+    branch, source = plan.branch, plan.source
+    first = operands(branch.condition)[0]
+    ways = [used_as_tensors(one, source) for one in (branch.then, branch.other) if one is not None]
+    sure = used_as_tensors(first.node, source).union(set.intersection(*ways) if ways[1:] else ())
+    seen = {text for known in plan.known for text, one in known.items() if is_tensor(one)}
+    return sorted(seen - sure)
 
 
 def _statement(

@@ -6,8 +6,9 @@ the tensor's own type. An index of no dimensions, which would be read by the hos
 `x[index[None]]`. Where a type decides what is right, the one that was seen is tested for. The same memory is
 written, however often an index is repeated.
 
-Refused for a boolean mask, which does not upload, and where the number would be cut to fit. From 2.15 on
-torch does so itself, and nothing is written.
+Refused for a boolean mask, which does not upload, and where the number would be cut to fit. Without a run
+the source has to say that the value is a number and what it is assigned to a tensor. From 2.15 on torch does
+so itself, and nothing is written.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Iterator
 
 from torchtrim.fixes.base import Edit, Fix, Match, Writing
 from torchtrim.fixes.reading.facts import Facts, Refused, Values, is_floating, is_number, is_tensor
+from torchtrim.fixes.reading.numbers import is_known_number
 from torchtrim.fixes.reading.purity import is_pure
 from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.writing.dense import hoisted
@@ -38,7 +40,7 @@ def find(source: Source) -> Iterator[Match]:
             if isinstance(target, ast.Subscript) and indices and not _is_made(node.value):
                 parts = {"X": target.value, "V": node.value}
                 parts |= {f"I{number}": index for number, index in enumerate(indices)}
-                yield Match(fix=FIX, source=source, node=node, parts=parts)
+                yield Match(fix=FIX, source=source, node=node, parts=parts, syncs=(target,))
 
 
 def _is_made(value: ast.expr) -> bool:
@@ -65,6 +67,7 @@ def write(match: Match, facts: Facts) -> Writing:
     facts.need(
         f"`{match.text('V')[:60]}` is a number of Python's that `{match.text('X')}` can hold",
         lambda v: is_tensor(v.X) and is_number(v.V) and _holds(v),
+        told=lambda v: is_tensor(v.X) and is_known_number(match.parts["V"], match.source),
     )
     facts.need(
         "it is indexed by whole numbers that lie on the same device, and by no mask",

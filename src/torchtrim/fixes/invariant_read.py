@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterator
 
 from torchtrim.fixes.base import Edit, Fix, Match, Writing
-from torchtrim.fixes.reading.facts import Facts, Refused, is_tensor
+from torchtrim.fixes.reading.facts import Facts, Refused, need_tensor
 from torchtrim.fixes.reading.loops import keeps, loops_around
 from torchtrim.fixes.reading.purity import is_pure
 from torchtrim.fixes.reading.reads import bare, is_whole, read_of, reads_in
@@ -94,7 +94,7 @@ def write(match: Match, facts: Facts) -> Writing:
     node = match.node
     assert isinstance(node, ast.Call)
     indices = [name for name in match.parts if name.startswith("I")]
-    facts.need(f"`{match.text('X')[:60]}` is a tensor", lambda v: is_tensor(v.X))
+    need_tensor(facts, "X", match.text("X"))
     for part in indices:
         facts.need(
             f"`{match.text(part)[:60]}` is an integer of Python's",
@@ -110,7 +110,7 @@ def write(match: Match, facts: Facts) -> Writing:
     loop, risk = _widest(match)
     test, imports, _ = names_tested(match, facts, ["X"]) if listed else ("", (), [])
     copied = listed and left == 1
-    edits = _edits(match, loop, indices, copied=copied, test=test, scalar=not listed and facts.seen)
+    edits = _edits(match, loop, indices, copied=copied, test=test, scalar=not listed)
     return Writing((*imports, *edits), risk)
 
 

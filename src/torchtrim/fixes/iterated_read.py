@@ -89,6 +89,7 @@ def write(match: Match, facts: Facts) -> Writing:
     facts.need(
         f"`{match.text('X')[:60]}` is a tensor of one dimension",
         lambda v: is_tensor(v.X) and len(v.X.shape) == 1,
+        told=lambda v: is_tensor(v.X),
     )
     around = source.parents[tensor]
     if isinstance(around, ast.Call):

@@ -15,7 +15,8 @@ With `x[mask] = v` a `v` may be a row for all or hold a row for each, and a mask
 of `x`: which it is decides how it is written. So the ranks that were seen are tested for, which needs no
 sync, and for others the original assignment is kept.
 
-Refused where the value has another type than the tensor, or is elsewhere; where it has a single row,
+Without a run the source has to say that the mask has all dimensions of the tensor, as `x > 0` has those of
+`x`. Refused where the value has another type than the tensor, or is elsewhere; where it has a single row,
 which may stand for one selected element or for all of them; and where something with an effect would
 run at another time.
 """
@@ -72,7 +73,7 @@ def find(source: Source) -> Iterator[Match]:
         found = _read(node, source)
         if found is not None:
             parts = {**found.tree.parts(), "V": found.value}
-            yield Match(fix=FIX, source=source, node=node, parts=parts)
+            yield Match(fix=FIX, source=source, node=node, parts=parts, syncs=found.tree.syncs)
 
 
 def _read(node: ast.AST, source: Source) -> _Assignment | None:
@@ -120,7 +121,8 @@ def write(match: Match, facts: Facts) -> Writing:
 
 def _dense(match: Match, facts: Facts, found: _Assignment) -> Writing:
     source = match.source
-    need_fit(facts, found.tree, match.text("M"))
+    need_fit(facts, found.tree, source)
+    _check_told(match, facts, found)
     facts.need(_what(match, found), lambda v: _has_type(v, found.sign))
     _check_order(source, found)
     torch, imports = torch_of(source)
@@ -139,6 +141,18 @@ def _dense(match: Match, facts: Facts, found: _Assignment) -> Writing:
         edits = (*before, *dense.edits, *imports, kept)
     exact = not found.tree.rounded and facts.holds(lambda v: not _sums_gradients(v, found.tree))
     return Writing(edits, equivalence=None if exact else "ROUNDING")
+
+
+def _check_told(match: Match, facts: Facts, found: _Assignment) -> None:
+    """Without a run, a tensor beside the selections must have no dimensions: it may be a selection too."""
+    for number in range(len(found.tree.operands)):
+        part = f"C{number}"
+        single = facts.is_told(lambda v, part=part: not getattr(v, part).shape)  # type: ignore[misc]
+        if facts.is_told(lambda v, part=part: is_tensor(getattr(v, part))) and not single:  # type: ignore[misc]
+            raise Refused(
+                f"`{match.text(part)[:60]}` may have a row for each selected element. Run the script under "
+                "`torchtrim optimize --fix`, which looks"
+            )
 
 
 def _tested(source: Source, found: _Assignment, target: str, mask: str) -> dict[str, str]:

@@ -23,7 +23,7 @@ from torchtrim.fixes.base import Edit, Fix, Match, Writing
 from torchtrim.fixes.reading.facts import Facts, Refused, Values, is_floating, is_mask
 from torchtrim.fixes.reading.forms import equal
 from torchtrim.fixes.reading.purity import is_simple
-from torchtrim.fixes.reading.selections import Selection, Tree, selection
+from torchtrim.fixes.reading.selections import Selection, Tree, selection, syncs_of
 from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.writing.dense import named_mask, need_order, spliced
 from torchtrim.fixes.writing.guarded import for_kinds_seen
@@ -51,7 +51,8 @@ def find(source: Source) -> Iterator[Match]:
         if (found := _read(node, source)) is not None:
             parts = {"X": found.scores.tensor, "Y": found.labels.tensor, "M": found.scores.mask}
             begin = min(found.assigned, key=source.start, default=None)
-            yield Match(fix=FIX, source=source, node=node, parts=parts, begin=begin)
+            syncs = syncs_of((found.scores, found.labels))
+            yield Match(fix=FIX, source=source, node=node, parts=parts, begin=begin, syncs=syncs)
 
 
 def _read(node: ast.Call, source: Source) -> _Loss | None:

@@ -16,6 +16,8 @@ Refused where the selection is combined with something as long as itself that is
 same mask, and where what must be a mask is none.
 
 Ranks and types that were seen are tested for, which needs no sync; for others the original lines are kept.
+Without a run the source has to say that the mask has all dimensions of each tensor, as `x > 0` has those of
+`x`.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ def find(source: Source) -> Iterator[Match]:
         if (found := _read(node, source)) is not None:
             parts = {**found.tree.parts(), "R": found.inner}
             begin = min(found.named, key=source.start, default=None)
-            yield Match(fix=FIX, source=source, node=node, parts=parts, begin=begin)
+            syncs = found.tree.syncs
+            yield Match(fix=FIX, source=source, node=node, parts=parts, begin=begin, syncs=syncs)
 
 
 def write(match: Match, facts: Facts) -> Writing:
@@ -132,7 +135,7 @@ def _of_call(node: ast.Call, source: Source) -> tuple[ast.expr, str, bool, bool]
 
 
 def _need(match: Match, facts: Facts, found: _Reduction) -> None:
-    need_fit(facts, found.tree, match.text("M"))
+    need_fit(facts, found.tree, match.source)
     if found.kind == "mean":
         facts.need("the mean is one of floating numbers", lambda v: is_floating(v.R))
 

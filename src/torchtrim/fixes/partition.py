@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from torchtrim.fixes.base import Edit, Fix, Match, Writing
 from torchtrim.fixes.reading.facts import Facts, Values, is_mask
 from torchtrim.fixes.reading.forms import equal
-from torchtrim.fixes.reading.selections import Selection, Tree, selection, tensor_part
+from torchtrim.fixes.reading.selections import Selection, Tree, selection, syncs_of, tensor_part
 from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.writing.dense import hoisted, need_order, widened
 from torchtrim.fixes.writing.guarded import for_kinds_seen
@@ -35,7 +35,7 @@ def find(source: Source) -> Iterator[Match]:
         if (found := _read(node, source)) is not None:
             parts = {tensor_part(n): one.tensor for n, one in enumerate(found)}
             parts |= {f"M{n}" if n else "M": one.mask for n, one in enumerate(found)}
-            yield Match(fix=FIX, source=source, node=node, parts=parts)
+            yield Match(fix=FIX, source=source, node=node, parts=parts, syncs=syncs_of(found))
 
 
 def _read(node: ast.Call, source: Source) -> list[Selection] | None:

@@ -10,16 +10,30 @@ from importlib import import_module
 from torchtrim import fixes
 from torchtrim.fixes.base import Fix, Match
 from torchtrim.fixes.reading.source import Source
+from torchtrim.parts import Failure, collected, isolated, note
 
 _SERVING = frozenset(("advice", "base", "pages", "registry"))
 
 
-@cache
 def all_fixes() -> tuple[Fix, ...]:
-    """Every fix of the package, by name."""
-    found = pkgutil.iter_modules(fixes.__path__)
-    names = sorted(one.name for one in found if not one.ispkg and one.name not in _SERVING)
-    return tuple(import_module(f"{fixes.__name__}.{name}").FIX for name in names)
+    """Every fix of the package, by name; not those whose file cannot be imported."""
+    found, failed = _imported(tuple(fixes.__path__))
+    for one in failed:
+        note(one)
+    return found
+
+
+@cache
+def _imported(_: tuple[str, ...]) -> tuple[tuple[Fix, ...], tuple[Failure, ...]]:
+    """The fixes in these folders, and what failed in importing others."""
+    modules = pkgutil.iter_modules(fixes.__path__)
+    found: list[Fix] = []
+    with collected() as failed:
+        for name in sorted(one.name for one in modules if not one.ispkg):
+            if name not in _SERVING:
+                with isolated("fix", name):
+                    found.append(import_module(f"{fixes.__name__}.{name}").FIX)
+    return tuple(found), tuple(failed)
 
 
 def matches(source: Source, codes: Iterable[str] | None = None) -> Iterator[Match]:

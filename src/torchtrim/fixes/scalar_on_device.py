@@ -6,7 +6,8 @@ floats. A float that is not written there may be too large for the type, which `
 infinite and `torch.full` refuses: it goes by way of 64 bits. `torch.tensor([c] * n)` is filled likewise.
 
 With `non_blocking=True` the copy is a race, since the host's number may be gone before it is copied; this
-one cannot be. Refused with `pin_memory`, and where a gradient is asked for before the move.
+one cannot be. Refused with `pin_memory`, and where a gradient is asked for before the move. Without a run
+the source has to say that it is a number: by an annotation, a test with `isinstance`, or how it is made.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Iterator
 
 from torchtrim.fixes.base import Fix, Match, Writing
 from torchtrim.fixes.reading.facts import Facts, Refused, is_number
+from torchtrim.fixes.reading.numbers import is_known_number
 from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.reading.uploads import Upload, need_device, uploads
 from torchtrim.fixes.writing.replace import replace
@@ -56,7 +58,11 @@ def write(match: Match, facts: Facts) -> Writing:
     words = upload.words
     _check_words(upload)
     if not _is_small(match.parts["C"]):
-        facts.need(f"`{match.text('C')[:60]}` is a number of Python's", lambda v: is_number(v.C))
+        facts.need(
+            f"`{match.text('C')[:60]}` is a number of Python's",
+            lambda v: is_number(v.C),
+            told=lambda _: is_known_number(match.parts["C"], source),
+        )
     if "D" in match.parts:
         need_device(facts, match.text("D"))
     size = "()"

@@ -7,7 +7,7 @@ of, and lint itself.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from functools import cache
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from msgspec import Struct
 import torchtrim
 from torchtrim import caches
 from torchtrim.linter.files import Linted, Selected, lint_files
+from torchtrim.records.files import MOST_BYTES, read_head
 from torchtrim.records.finding import Finding
 from torchtrim.sync.table.lookup import is_from
 
@@ -32,14 +33,15 @@ class _Kept(Struct, array_like=True):
     findings: tuple[Finding, ...]
 
 
-def lint_cached(files: Sequence[str], selected: Selected, project: Path) -> list[Linted]:
+def lint_cached(files: Collection[str], selected: Selected, project: Path) -> list[Linted]:
     """What `lint_files` gives, read anew only where something has changed. Errors are not kept."""
     place = _place(project, selected)
     kept, digest = _read(place), cache(_digest)
     known = {one: kept[one] for one in files if one in kept and _holds(kept[one], digest)}
     fresh = {one.path: one for one in lint_files([f for f in files if f not in known], selected)}
     if fresh:
-        new = {path: _keep(one, digest) for path, one in fresh.items() if not one.error}
+        whole = (one for one in fresh.values() if not one.error and not one.failed)
+        new = {one.path: _keep(one, digest) for one in whole}
         _write(place, {**kept, **new}, gone=set(fresh) - set(new))
     return [fresh.get(path) or Linted(path, known[path].findings) for path in files]
 
@@ -55,7 +57,7 @@ def _holds(kept: _Kept, digest: Digest) -> bool:
 def _digest(path: str) -> str:
     """The digest of a file's text; empty for one that cannot be read."""
     try:
-        return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:32]
+        return hashlib.sha256(read_head(Path(path), MOST_BYTES)).hexdigest()[:32]
     except OSError:
         return ""
 
@@ -78,7 +80,7 @@ def _own_version() -> str:
 
 def _read(place: Path) -> dict[str, _Kept]:
     try:
-        return msgspec.json.decode(place.read_bytes(), type=dict[str, _Kept])
+        return msgspec.json.decode(read_head(place, MOST_BYTES), type=dict[str, _Kept])
     except (OSError, msgspec.DecodeError, RecursionError):
         return {}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from torchtrim.fixes.reading.source import read_source
 from torchtrim.fixes.writing.edits import diff_of
 from torchtrim.fixes.writing.files import why_not, write_sources
 from torchtrim.linter.text import fixed_text, lint_text
+from torchtrim.parts import Failure, collected, note
 from torchtrim.records.finding import Finding
 
 CODES = ("TT101", "TT102", "TT103", "TT104")
@@ -50,12 +51,14 @@ class Selected:
 
 
 class Linted(NamedTuple):
-    """What one file gave: its findings, or why it was not read; and the files that it calls functions of."""
+    """What one file gave: its findings, or why it was not read; the files that it calls functions of; and the
+    fixes that failed on it."""
 
     path: str
     findings: tuple[Finding, ...] = ()
     error: str = ""
     used: tuple[str, ...] = ()
+    failed: tuple[Failure, ...] = ()
 
 
 class FixedFiles(NamedTuple):
@@ -74,26 +77,54 @@ class FixedFiles(NamedTuple):
         )
 
 
-def files_of(paths: Sequence[Path]) -> list[str]:
-    """The Python files that are named, and those in the folders that are, by path, each once.
+def files_of(paths: Sequence[Path]) -> dict[str, tuple[str, ...]]:
+    """The Python files that are named, and those in the folders that are, by path: each with its hard links.
 
-    Of a folder, hidden ones, virtual environments and installed packages in it are left out; one that is
-    named itself is walked. Raises `UsageError` for what is not there.
+    A file with several names is given once. A symbolic link stands for the file behind it. Of a folder,
+    hidden files, virtual environments and installed packages in it are left out; one that is named itself
+    is walked. Raises `UsageError` for what is not there.
     """
     found: set[str] = set()
     for path in paths:
         if path.is_dir():
-            found.update(_walked(path.resolve()))
+            found.update(map(_behind, _walked(path.resolve())))
         elif path.is_file():
             found.add(str(path.resolve()))
+        elif path.is_symlink():
+            raise UsageError(f"{path} is a symbolic link that leads to no file: {path.readlink()}.")
         else:
             raise UsageError(f"there is no file or folder {path}.")
-    return sorted(found)
+    same: dict[object, list[str]] = {}
+    for name in sorted(found):
+        same.setdefault(_identity(name), []).append(name)
+    return {name: tuple(others) for name, *others in same.values()}
 
 
-def lint_files(files: Sequence[str], selected: Selected | None = None) -> list[Linted]:
+def _behind(name: str) -> str:
+    """The path of the file that a link leads to; its own where there is none."""
+    return os.path.realpath(name) if Path(name).exists() else name
+
+
+def _identity(name: str) -> object:
+    """What hard links to one file have in common."""
+    try:
+        found = Path(name).stat()
+    except OSError:
+        return name
+    return (found.st_dev, found.st_ino) if found.st_ino else name
+
+
+def lint_files(files: Collection[str], selected: Selected | None = None) -> list[Linted]:
     """What each file gives, in the order of the files."""
-    lint = partial(_lint, selected=selected or Selected())
+    linted = _linted(files, selected or Selected())
+    for one in linted:
+        for failure in one.failed:
+            note(failure)
+    return linted
+
+
+def _linted(files: Collection[str], selected: Selected) -> list[Linted]:
+    lint = partial(_lint, selected=selected)
     if len(files) < _FEW or (os.cpu_count() or 1) < _PROCESSES:
         return list(map(lint, files))
     with ProcessPoolExecutor(_PROCESSES, initializer=gc.disable) as pool:
@@ -114,9 +145,13 @@ def lint(*paths: str | Path, select: Iterable[str] = ("TT",)) -> tuple[Finding, 
 
 
 def fix_files(
-    files: Sequence[str], selected: Selected, project: Path, *, unsafe: bool = False
+    files: Mapping[str, Sequence[str]],
+    selected: Selected,
+    project: Path,
+    *,
+    unsafe: bool = False,
 ) -> FixedFiles:
-    """The files' texts with their fixes applied. Nothing is written yet."""
+    """The files' texts with their fixes applied, one for all hard links to it. Nothing is written yet."""
     fixed = FixedFiles({}, {}, 0, {})
     applied = 0
     for name in files:
@@ -127,10 +162,14 @@ def fix_files(
             continue
         if text == before:
             continue
-        if (reason := why_not(Path(name), project)) is not None:
-            fixed.refused[name] = reason
+        names = (name, *files[name])
+        reasons = {one: why_not(Path(one), project) for one in names}
+        refused = {one: reason for one, reason in reasons.items() if reason is not None}
+        fixed.refused.update(refused)
+        if refused:
             continue
-        fixed.texts[name], fixed.before[name] = text, before
+        fixed.texts.update(dict.fromkeys(names, text))
+        fixed.before.update(dict.fromkeys(names, before))
         applied += count
     return fixed._replace(applied=applied)
 
@@ -176,8 +215,9 @@ def _lint(name: str, selected: Selected) -> Linted:
     try:
         text = read_source(Path(name))[0]
         used: set[str] = set()
-        found = tuple(lint_text(name, text, selected, used))
-        return Linted(name, found, used=tuple(sorted(used)))
+        with collected() as failed:
+            found = tuple(lint_text(name, text, selected, used))
+        return Linted(name, found, used=tuple(sorted(used)), failed=tuple(dict.fromkeys(failed)))
     except UnreadableInput as error:
         return Linted(name, error=str(error))
     finally:

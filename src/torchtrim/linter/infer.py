@@ -38,7 +38,7 @@ from torchtrim.linter.plain_calls import (
     communicated,
     own_method,
 )
-from torchtrim.linter.scope import Scope
+from torchtrim.linter.scope import Scope, changing
 from torchtrim.linter.torch_calls import Call, called_function
 
 _SETTINGS = frozenset(("config", "cfg", "args", "hparams", "opt", "kwargs", "logger"))
@@ -55,7 +55,17 @@ class Inference(Scope):
         if node is None:
             return UNKNOWN
         handle = _HANDLERS.get(type(node))
-        return handle(self, node) if handle is not None else PLAIN
+        kind = handle(self, node) if handle is not None else PLAIN
+        if self.kinds is not None:
+            self._keep(node, kind)
+        return kind
+
+    def _keep(self, node: ast.expr, kind: Kind) -> None:
+        """Note what an expression is, each time that the walk comes to it."""
+        assert self.kinds is not None
+        if isinstance(node, ast.Name) and changing(node.id) in self.env:
+            kind = UNKNOWN
+        self.kinds[node] = joined(self.kinds[node], kind) if node in self.kinds else kind
 
     def held(self, node: ast.expr | None) -> Kind:
         """What an expression is that is kept: a function that it names, too."""
@@ -78,6 +88,8 @@ class Inference(Scope):
         """Bind what is left of `=`."""
         if isinstance(target, ast.Name):
             self.env[target.id] = kind
+            if self.kinds is not None:
+                self.env.pop(changing(target.id), None)
         elif isinstance(target, ast.Tuple | ast.List):
             self._unpack(target, kind, node)
         elif isinstance(target, ast.Starred):

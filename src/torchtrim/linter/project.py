@@ -10,6 +10,7 @@ from pathlib import Path, PurePath
 from torchtrim.linter.kinds import UNKNOWN, Kind, is_open
 from torchtrim.linter.scope import FileFacts, Outside
 from torchtrim.linter.static_syncs import facts_of, outline_of
+from torchtrim.records.files import read_head
 
 _DEPTH = 2
 _FILES = 512
@@ -78,7 +79,7 @@ def _stamp(file: str) -> tuple[int, int]:
 def _classes(file: str, stamp: tuple[int, int]) -> frozenset[str]:
     """The classes that a file has at its top, told from its text, since most that is imported is one."""
     try:
-        text = Path(file).read_bytes() if stamp[0] <= _MOST_BYTES else b""
+        text = read_head(Path(file), _MOST_BYTES) if stamp[0] <= _MOST_BYTES else b""
     except OSError:
         return frozenset()
     return frozenset(name.decode() for name in _CLASS.findall(text))
@@ -104,7 +105,7 @@ def _tree(file: str, stamp: tuple[int, int]) -> ast.Module:
     """A file's tree; an empty one where it cannot be read, or is large."""
     try:
         if stamp[0] <= _MOST_BYTES:
-            return ast.parse(Path(file).read_bytes())
+            return ast.parse(read_head(Path(file), _MOST_BYTES))
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         pass
     return ast.Module([], [])

@@ -65,11 +65,17 @@ class FileFacts:
         return any(full.partition(".")[0] in _ARRAYS for full in self.imports.values())
 
 
+def changing(name: str) -> str:
+    """What stands in an environment while a name may hold what a later line of the loop gave it."""
+    return f"{name} changing"
+
+
 class Scope:
     """Kinds of names. `wait` gets a row of the table of waits and a node.
 
     `env` are the names of the function, `this` is the class whose method it is; while `quiet` is over 0
-    no device runs the code. `yields` counts the values that generators gave.
+    no device runs the code. `yields` counts the values that generators gave. `kinds`, where it is given, gets
+    what each expression is.
     """
 
     def __init__(self, file: FileFacts, wait: Wait) -> None:
@@ -78,6 +84,7 @@ class Scope:
         self.this: ClassFacts | None = None
         self.quiet = 0
         self.yields = 0
+        self.kinds: dict[ast.AST, Kind] | None = None
         self._told = wait
 
     def wait(self, row: str, node: ast.AST) -> None:

@@ -19,7 +19,14 @@ from torchtrim.linter.guards import guard
 from torchtrim.linter.infer import Inference, computed
 from torchtrim.linter.kinds import PLAIN, UNKNOWN, Kind, is_open, joined, refined, sequence
 from torchtrim.linter.learning import is_asked_for, keeps
-from torchtrim.linter.scope import ClassFacts, Environment, FileFacts, Outside, Wait
+from torchtrim.linter.scope import (
+    ClassFacts,
+    Environment,
+    FileFacts,
+    Outside,
+    Wait,
+    changing,
+)
 
 _ONCE = re.compile(
     r"__(init|new|setstate|getstate|repr|str|post_init|reduce|del|init_subclass)__|extra_repr|"
@@ -55,13 +62,15 @@ def static_syncs(
     path: str,
     outside: Outside = lambda full: UNKNOWN,
     text: str | None = None,
+    kinds: dict[ast.AST, Kind] | None = None,
 ) -> list[StaticSync]:
     """Every sync point of a file, in the order of the code. `outside` tells of functions of other files.
 
     The code is walked twice: first for what functions return and what is kept on `self`. Where the
-    `text` is given, functions that tell nothing that it asks for are left out there.
+    `text` is given, functions that tell nothing that it asks for are left out there. `kinds` gets what each
+    expression is.
     """
-    walk = _Walk(path, facts_of(tree, path, outside, text))
+    walk = _Walk(path, facts_of(tree, path, outside, text), kinds=kinds)
     walk.file(tree)
     at = {(one.row, one.node): one for one in walk.found}
     return sorted(at.values(), key=lambda one: (one.node.lineno, one.node.col_offset))  # type: ignore[attr-defined]
@@ -87,7 +96,13 @@ class _Walk:
     """Walks statements in the order in which they run, each once."""
 
     def __init__(
-        self, path: str, facts: FileFacts, *, learns: bool = False, text: str | None = None
+        self,
+        path: str,
+        facts: FileFacts,
+        *,
+        learns: bool = False,
+        text: str | None = None,
+        kinds: dict[ast.AST, Kind] | None = None,
     ) -> None:
         self.found: list[StaticSync] = []
         self._facts = facts
@@ -95,6 +110,7 @@ class _Walk:
         self._text = text
         self._returned: list[list[Kind]] = []
         self._infer = Inference(self._facts, _into(self.found))
+        self._infer.kinds = kinds
         self._pending: list[Callable[[], None]] = []
         self._one_shot = _ONE_SHOT_FILES.fullmatch(PurePath(path).stem) is not None
 
@@ -200,14 +216,31 @@ class _Walk:
 
     def _loop(self, node: ast.For | ast.AsyncFor | ast.While) -> bool:
         before = dict(self._infer.env)
+        marks = self._changing(node)
+        self._infer.env |= dict.fromkeys(marks, PLAIN)
         if isinstance(node, ast.While):
             self._infer.truth(node.test)
         else:
             self._infer.loop(node.target, node.iter)
         self._block(node.body)
         self._infer.env = merged(before, self._infer.env)
+        for mark in marks:
+            self._infer.env.pop(mark, None)
         self._block(node.orelse)
         return False
+
+    def _changing(self, node: ast.AST) -> set[str]:
+        """The marks of names that are known before a loop, and bound anew in it, where kinds are kept."""
+        if self._infer.kinds is None:
+            return set()
+        bound = {
+            changing(one.id)
+            for one in ast.walk(node)
+            if isinstance(one, ast.Name)
+            and not isinstance(one.ctx, ast.Load)
+            and one.id in self._infer.env
+        }
+        return bound - self._infer.env.keys()
 
     def _with(self, node: ast.With | ast.AsyncWith) -> bool:
         for item in node.items:

@@ -5,18 +5,21 @@ No run is watched, so a fix is safe only if it rests on nothing but the form of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import ast
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from torchtrim.errors import UnreadableInput
 from torchtrim.fixes.base import Match, Rewrite
 from torchtrim.fixes.reading.branches import is_fallback
 from torchtrim.fixes.reading.facts import Facts, Refused
-from torchtrim.fixes.reading.source import Source
+from torchtrim.fixes.reading.source import Source, spot
 from torchtrim.fixes.registry import matches
 from torchtrim.fixes.writing.edits import compatible, diff_of, patch
+from torchtrim.linter.kinds import Kind
 from torchtrim.linter.project import is_cpu_test, outside_of
 from torchtrim.linter.static_syncs import StaticSync, static_syncs
+from torchtrim.linter.told import told_of
 from torchtrim.records.finding import Finding, Suggestion
 from torchtrim.rules.ignores import ignored_codes
 from torchtrim.sync.table.lookup import row
@@ -86,9 +89,10 @@ def lint_source(
     a guard keeps as it was is left out. `used` gets the files whose functions it calls. Raises
     `UnreadableInput` for code that is nested too deeply to be followed.
     """
+    kinds: dict[ast.AST, Kind] = {}
     try:
         outside = outside_of(source.path, used)
-        syncs = static_syncs(source.tree, source.path, outside, source.text)
+        syncs = static_syncs(source.tree, source.path, outside, source.text, kinds)
     except RecursionError:
         raise UnreadableInput(f"{source.path} is nested too deeply to be followed.") from None
     groups: dict[tuple[int, str], list[StaticSync]] = {}
@@ -105,7 +109,7 @@ def lint_source(
     if not kept:
         return []
     later = [one._replace(looked=False) for one in kept[_MOST_FIXED:]]
-    return [*_with_candidates(looked, kept[:_MOST_FIXED]), *later]
+    return [*_with_candidates(looked, kept[:_MOST_FIXED], kinds), *later]
 
 
 def lint_text(
@@ -208,7 +212,9 @@ def _not_ignored(text: str, found: Iterable[Found]) -> Iterator[Found]:
             yield one
 
 
-def _with_candidates(source: Source, found: list[Found]) -> list[Found]:
+def _with_candidates(
+    source: Source, found: list[Found], kinds: Mapping[ast.AST, Kind]
+) -> list[Found]:
     every = list(matches(source, {one.code for one in found}))
     spans = [match.lines for match in every]
     tried: dict[int, Candidate] = {}
@@ -217,7 +223,7 @@ def _with_candidates(source: Source, found: list[Found]) -> list[Found]:
         fitting = [
             match for match, span in zip(every, spans, strict=True) if _fits(match, span, one)
         ]
-        candidates = [tried.setdefault(id(match), _candidate(match)) for match in fitting]
+        candidates = [tried.setdefault(id(match), _candidate(match, kinds)) for match in fitting]
         best = min(candidates, key=lambda candidate: _order(candidate, one.code), default=None)
         chosen.append(one._replace(candidate=best))
     return chosen
@@ -228,8 +234,16 @@ def _is_kept(source: Source, found: Found) -> bool:
 
 
 def _fits(match: Match, span: tuple[int, int], found: Found) -> bool:
+    """Whether the match has one of the syncs in it, and its fix is for such."""
     (first, last), (start, end) = span, found.lines
-    return first <= end and start <= last and found.code in match.fix.codes
+    if first > end or start > last or found.code not in match.fix.codes:
+        return False
+    if match.syncs:
+        return any(one.node is node for one in found.syncs for node in match.syncs)
+    begin, close = spot(match.begin or match.node)[:2], spot(match.node)[2:]
+    return any(
+        begin <= at[:2] and at[2:] <= close for at in (spot(one.node) for one in found.syncs)
+    )
 
 
 def _order(candidate: Candidate, code: str) -> tuple[int, bool, int]:
@@ -238,9 +252,9 @@ def _order(candidate: Candidate, code: str) -> tuple[int, bool, int]:
     return _RANK.index(candidate.rank), candidate.match.fix.codes[0] != code, needs
 
 
-def _candidate(match: Match) -> Candidate:
+def _candidate(match: Match, kinds: Mapping[ast.AST, Kind]) -> Candidate:
     try:
-        rewrite = match.fix.rewrite(match, Facts())
+        rewrite = match.fix.rewrite(match, Facts(told=told_of(match, kinds)))
         text = patch(match.source, [rewrite]).text
     except Refused as error:
         return Candidate(match, None, str(error))

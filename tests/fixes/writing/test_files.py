@@ -14,7 +14,7 @@ import pytest
 import draws
 from torchtrim.errors import UsageError
 from torchtrim.fixes.reading.source import read_source
-from torchtrim.fixes.writing.files import settle_killed, why_not, write_sources
+from torchtrim.fixes.writing.files import settle_killed, undo_sources, why_not, write_sources
 
 WRITER = """
 import sys
@@ -62,6 +62,19 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
     write_sources({str(link): "x = 2\n"}, {str(link): "x = 1\n"}, tmp_path)
     assert link.is_symlink()
     assert real.read_text() == "x = 2\n"
+
+
+def test_a_file_named_twice_is_written_once(tmp_path: Path) -> None:
+    real, link = str(tmp_path / "real.py"), str(tmp_path / "link.py")
+    Path(real).write_text("x = 1\n")
+    Path(link).symlink_to(real)
+    before = dict.fromkeys((real, link), "x = 1\n")
+    with pytest.raises(UsageError, match="two names, with a new text for each"):
+        write_sources({real: "x = 2\n", link: "x = 3\n"}, before, tmp_path)
+    assert Path(real).read_text() == "x = 1\n"
+    write_sources(dict.fromkeys((real, link), "x = 2\n"), before, tmp_path)
+    assert Path(real).read_text() == "x = 2\n"
+    assert len(undo_sources(tmp_path).restored) == 1
 
 
 def test_nothing_is_written_if_one_file_has_changed(tmp_path: Path) -> None:

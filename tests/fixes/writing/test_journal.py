@@ -249,3 +249,19 @@ def test_another_users_journal_is_not_read(project: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(journal, "_is_own", lambda _: False)
     with pytest.raises(UsageError, match="nothing to undo"):
         undo_sources(project)
+
+
+def test_an_error_after_the_last_file_does_not_deny_the_write(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complete, left = journal._complete, [OSError(28, "No space left on device")]
+
+    def full_once(*words: object) -> None:
+        if left:
+            raise left.pop()
+        complete(*words)
+
+    monkeypatch.setattr(journal, "_complete", full_once)
+    write(project)
+    assert texts(project) == NEW
+    assert undo_sources(project).restored

@@ -67,7 +67,7 @@ def is_guard(test: ast.expr) -> bool:
     if not isinstance(test, ast.Compare | ast.BoolOp):
         return False
     called = {_called(one.func) for one in ast.walk(test) if isinstance(one, ast.Call)}
-    return ".dim" in called and called <= {".dim", "all", "zip"}
+    return ".dim" in called and called <= {".dim", ".is_tensor", "all", "zip"}
 
 
 def _called(function: ast.expr) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torchtrim.fixes.reading.facts import Facts, Values, is_mask, is_number, is_tensor
 from torchtrim.fixes.reading.forms import equal, match_form
+from torchtrim.fixes.reading.ranks import covers
 from torchtrim.fixes.reading.source import Source
 
 _FORMS = (
@@ -93,6 +94,13 @@ class Selection(NamedTuple):
     flat: bool = False
 
 
+def syncs_of(chosen: Iterable[Selection]) -> tuple[ast.AST, ...]:
+    """Where selections by masks synchronize: as a whole, or where the places in the mask are looked for."""
+    nodes = [one.node for one in chosen]
+    places = [node.slice for node in nodes if isinstance(node, ast.Subscript)]
+    return (*nodes, *(one for one in places if isinstance(one, ast.Call)))
+
+
 class Part(NamedTuple):
     """Something in a tree, and how many trailing dimensions are reduced on the way to the tree's result."""
 
@@ -116,6 +124,11 @@ class Tree:
     guarded: bool = False
     casts: bool = False
     rounded: bool = False
+
+    @property
+    def syncs(self) -> tuple[ast.AST, ...]:
+        """Where the selections synchronize."""
+        return syncs_of(leaf for leaf, _ in self.leaves)
 
     def parts(self) -> dict[str, ast.expr]:
         """What to watch: the mask `M`, the tensors `X`, `X1`, ..., the operands `C0`, ..."""
@@ -329,11 +342,13 @@ def trailing(values: Values, tree: Tree) -> int:
     return len(values.X.shape) - len(values.M.shape) - lost
 
 
-def need_fit(facts: Facts, tree: Tree, text: str) -> None:
+def need_fit(facts: Facts, tree: Tree, source: Source) -> None:
     """What must hold for the same expression over all elements to hold the selected ones unchanged.
 
-    `text` is the mask's text. Raises `Refused` where a run that was watched shows otherwise.
+    Without a run the source has to say that the mask has all dimensions of each tensor. Raises `Refused`
+    where it does not, or where a run that was watched shows otherwise.
     """
+    text = source.segment(tree.mask)
     for number, (leaf, _) in enumerate(tree.leaves):
         part = tensor_part(number)
         facts.need(
@@ -342,6 +357,7 @@ def need_fit(facts: Facts, tree: Tree, text: str) -> None:
                 is_mask(v.M, getattr(v, part))  # type: ignore[misc]
                 and (not flat or (v.M.shape == getattr(v, part).shape and 1 not in v.M.shape))
             ),
+            told=lambda _, leaf=leaf: covers(tree.mask, leaf.tensor, source),  # type: ignore[misc]
         )
     facts.need(
         "selections computed with each other have the same number of dimensions",

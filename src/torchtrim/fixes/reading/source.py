@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from torchtrim.errors import UnreadableInput
+from torchtrim.records.files import read_bounded
 from torchtrim.records.seen import Spot
 
 _LINE = re.compile(r"\r\n|\r|\n")
@@ -275,16 +276,12 @@ def spot(node: ast.AST) -> Spot:
 def read_source(path: Path) -> tuple[str, str]:
     """The file's text with its line ends as they are, and its encoding.
 
-    Raises `UnreadableInput` for what is missing, too large or no text.
+    Raises `UnreadableInput` for what is missing, too large, no regular file or no text.
     """
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise UnreadableInput(f"{path} is larger than {_MOST_BYTES} bytes; it is not read.")
-        data = path.read_bytes()
+        data = read_bounded(path, _MOST_BYTES)
         encoding = tokenize.detect_encoding(io.BytesIO(data).readline)[0]
         return data.decode(encoding), encoding
-    except OSError as error:
-        raise UnreadableInput(f"cannot read {path}: {error.strerror}.") from None
     except (UnicodeDecodeError, SyntaxError, LookupError) as error:
         raise UnreadableInput(f"{path} is no text in the encoding it claims: {error}.") from None
 

@@ -6,6 +6,7 @@ Nothing there draws random numbers, synchronizes with the device, writes in plac
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 
 from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.reading.tensor_methods import VALUES, VIEWS
@@ -34,9 +35,17 @@ _INERT = (ast.Name, ast.Attribute, ast.Constant, ast.Tuple, ast.List, ast.keywor
 _NODES = (*_INERT, ast.expr_context, ast.operator, ast.unaryop, ast.cmpop, ast.UnaryOp)
 
 
-def is_total(node: ast.AST, source: Source) -> bool:
-    """Whether it is made of such operators and functions alone."""
-    return all(_total_itself(part, source) for part in ast.walk(node))
+def is_total(
+    node: ast.AST, source: Source, is_guard: Callable[[ast.expr], bool] | None = None
+) -> bool:
+    """Whether it is made of such operators and functions alone.
+
+    `is_guard`: of `a if test else b` only the first counts where the test is one.
+    """
+    if is_guard is not None and isinstance(node, ast.IfExp) and is_guard(node.test):
+        return is_total(node.body, source, is_guard)
+    parts = ast.iter_child_nodes(node)
+    return _total_itself(node, source) and all(is_total(one, source, is_guard) for one in parts)
 
 
 def labels_of(node: ast.AST, source: Source) -> list[ast.expr]:

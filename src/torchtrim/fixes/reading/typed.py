@@ -169,7 +169,9 @@ class _Space:
         raise _Unknown
 
     def compares(self, test: ast.expr) -> bool:
-        """Whether two values of Python's are equal."""
+        """Whether values of Python's are equal, or one is a tensor."""
+        if isinstance(test, ast.Call):
+            return self.value(test) is True
         if not isinstance(test, ast.Compare) or not all(isinstance(o, ast.Eq) for o in test.ops):
             raise _Unknown
         values = [self.value(one) for one in (test.left, *test.comparators)]

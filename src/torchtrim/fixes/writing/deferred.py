@@ -14,6 +14,7 @@ from torchtrim.fixes.reading.facts import (
     is_floating,
     is_integral,
     is_number,
+    is_tensor,
 )
 from torchtrim.fixes.reading.names import is_private
 from torchtrim.fixes.reading.purity import is_pure
@@ -80,6 +81,7 @@ def need_reads(match: Match, facts: Facts, computed: Computed) -> None:
         facts.need(
             f"`{match.text(part)[:60]}` is a tensor of one number, on a device that has 64-bit floats",
             lambda v, part=part, read=read: _readable(v, part, read),  # type: ignore[misc]
+            told=lambda v, part=part: is_tensor(getattr(v, part)),  # type: ignore[misc]
         )
         if facts.holds(lambda v, part=part: getattr(v, part).dtype == "int64"):  # type: ignore[misc]
             _need_count(match, facts, read, part)

@@ -53,9 +53,9 @@ def why_not(path: Path, project: Path) -> str | None:
 def write_sources(texts: Mapping[str, str], before: Mapping[str, str], project: Path) -> None:
     """Write the new texts, by absolute path. `before` is what each file held when it was read.
 
-    All are checked, and all new files are ready, before the first takes its place; a link stays one. The
-    project keeps what `undo` needs. Raises `UsageError` where one must not be edited, or has changed: then
-    nothing was written.
+    All are checked, and all new files are ready, before the first takes its place; a link stays one, and a
+    file with several names is written once. The project keeps what `undo` needs. Raises `UsageError` where
+    one must not be edited, or has changed: then nothing was written.
     """
     if not texts:
         return
@@ -66,14 +66,20 @@ def write_sources(texts: Mapping[str, str], before: Mapping[str, str], project: 
             )
     home = project.resolve()
     changes = [_change(name, text, before[name]) for name, text in texts.items()]
-    carry_out(new_write(home, changes), home)
+    new = {path: after for path, _, after in changes}
+    for path, _, after in changes:
+        if after != new[path]:
+            raise UsageError(
+                f"{path} has two names, with a new text for each, so nothing was written. Fix it by one name."
+            )
+    carry_out(new_write(home, list({one[0]: one for one in changes}.values())), home)
 
 
 def _change(name: str, text: str, before: str) -> tuple[Path, bytes, bytes]:
     """The file behind a name, and its bytes before and after."""
     path = Path(name).resolve()
     encoding = read_source(path)[1]
-    data = path.read_bytes()
+    data = held(path) or b""
     if data.decode(encoding, "replace") != before:
         raise UsageError(
             f"{name} has changed since it was read, so nothing was written. Run it again."

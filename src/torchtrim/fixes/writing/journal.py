@@ -44,7 +44,7 @@ def last_write(project: Path) -> SourceWrite | None:
 def holder_of(path: Path, *, pending: bool = False) -> Path | None:
     """The folder at or above a path that keeps the newest write, of this user's own folders."""
     names = (_PENDING, _NEW) if pending else (_WRITTEN,)
-    start, found = path.resolve(), []
+    start, found = Path(os.path.realpath(path)), []
     for candidate in (start, *start.parents):
         for name in names:
             with contextlib.suppress(OSError):
@@ -63,9 +63,9 @@ def new_write(project: Path, changes: Sequence[tuple[Path, bytes, bytes]]) -> So
 
 
 def carry_out(write: SourceWrite, project: Path) -> None:
-    """Replace the files of a write, all or none; whatever is raised, none was replaced.
+    """Replace the files of a write, all or none. Hard links to one file stay links to one file.
 
-    Raises `UsageError` where the disk or a folder does not take them.
+    Raises `UsageError` where the disk or a folder does not take them: then none was replaced.
     """
     folder = _folder(project)
     try:
@@ -78,17 +78,36 @@ def carry_out(write: SourceWrite, project: Path) -> None:
     with _locked(folder):
         try:
             _store(write, folder / _PENDING)
-            ready = [_beside(project / one.path, one.after) for one in write.files]
-            for new, one in zip(ready, write.files, strict=True):
-                new.replace(project / one.path)
+            for new, path in _staged(write, project):
+                new.replace(path)
             _complete(write, folder)
         except BaseException as error:
-            _settle(project, folder)
+            settled = _settle(project, folder)
             if isinstance(error, OSError):
+                if settled is not None and not settled.undone:
+                    return
                 raise UsageError(
                     f"cannot write {error.filename}: {error.strerror}. Nothing was written."
                 ) from None
             raise
+
+
+def _staged(write: SourceWrite, project: Path) -> list[tuple[Path, Path]]:
+    """The new files, each beside the one it replaces; hard links to one file are so again."""
+    first: dict[tuple[int, int], Path] = {}
+    staged = []
+    for one in write.files:
+        path = project / one.path
+        found = path.stat()
+        new = _name_beside(path)
+        known = first.setdefault((found.st_dev, found.st_ino), new)
+        if known is new or not found.st_ino:
+            _beside(path, one.after)
+        else:
+            new.unlink(missing_ok=True)
+            new.hardlink_to(known)
+        staged.append((new, path))
+    return staged
 
 
 def restored(project: Path, why_not: Check) -> Restored | None:
@@ -156,8 +175,8 @@ def _store(write: SourceWrite, path: Path) -> None:
 def held(path: Path) -> bytes | None:
     """What a file holds, None if it cannot be read."""
     try:
-        return path.read_bytes()
-    except OSError:
+        return read_bounded(path, _MOST_BYTES)
+    except UnreadableInput:
         return None
 
 

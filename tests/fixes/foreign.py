@@ -1,0 +1,97 @@
+"""Inputs of any rank and type, made from those of a case."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Inputs = dict[str, Any]
+
+
+def foreign(rng: random.Random, inputs: Inputs) -> Inputs:
+    """The inputs with other ranks, all alike, and other types, all alike or one alone; flags turned."""
+    turned = rng.random() < 0.5
+    changed = {
+        name: not value if isinstance(value, bool) and turned else value
+        for name, value in inputs.items()
+    }
+    for _ in range(rng.randint(1, 4)):
+        change = rng.choice(_CHANGES)
+        alone = rng.random() < 0.5
+        names = [rng.choice(list(changed))] if alone else list(changed)
+        seed = rng.random()
+        for name in names:
+            changed[name] = _on_tensors(changed[name], change, seed)
+    return changed
+
+
+def _on_tensors(
+    value: Any, change: Callable[[torch.Tensor, float], torch.Tensor], seed: float
+) -> Any:
+    if isinstance(value, list | tuple):
+        short = {_one_of: 1, _first: 1, _none: 0}.get(change, len(value))
+        plain = not any(isinstance(one, torch.Tensor) for one in value)
+        return type(value)(
+            _on_tensors(one, change, seed) for one in value[: short if plain else None]
+        )
+    if not isinstance(value, torch.Tensor):
+        return value
+    new = change(value.detach(), seed).clone()
+    return new.requires_grad_(value.requires_grad and new.is_floating_point())
+
+
+def _more_rows(value: torch.Tensor, seed: float) -> torch.Tensor:
+    return torch.stack([value] * (1 + (seed > 0.3))) if value.dim() < 5 else value
+
+
+def _more_columns(value: torch.Tensor, seed: float) -> torch.Tensor:
+    return torch.stack([value] * (1 + (seed > 0.3)), -1) if value.dim() < 5 else value
+
+
+def _one_of(value: torch.Tensor, seed: float) -> torch.Tensor:
+    flat = value.flatten()
+    return flat[int(seed * len(flat))] if len(flat) else value.new_zeros(())
+
+
+def _first(value: torch.Tensor, _: float) -> torch.Tensor:
+    return value[0] if value.dim() and len(value) else value
+
+
+def _none(value: torch.Tensor, _: float) -> torch.Tensor:
+    return value[:0] if value.dim() else value
+
+
+def _cast(value: torch.Tensor, seed: float) -> torch.Tensor:
+    """Another type of its kind; now and then of another kind."""
+    kinds = (_FLOATS, _INTEGERS, (torch.bool, torch.uint8), _COMPLEX)
+    own = next(kind for kind in kinds if value.dtype in kind)
+    choices = own if seed < 0.75 else (*_FLOATS, *_INTEGERS, torch.bool, *_COMPLEX)
+    small = value.nan_to_num().clamp(-99, 99) if own is _FLOATS else value.real
+    changed = small.to(choices[int(seed * 1000) % len(choices)])
+    return changed + 0.5j if changed.is_complex() else changed
+
+
+def _same(value: torch.Tensor, seed: float) -> torch.Tensor:
+    """All elements alike: a full mask or an empty one, one label."""
+    filled = torch.zeros_like(value) if seed < 0.5 else torch.ones_like(value)
+    return filled if value.dtype == torch.bool or seed < 0.1 or seed > 0.9 else value
+
+
+def _odd(value: torch.Tensor, seed: float) -> torch.Tensor:
+    """Some elements NaN, infinite or a zero of either sign."""
+    if not value.is_floating_point():
+        return value
+    changed = value.clone(memory_format=torch.contiguous_format)
+    for number, what in enumerate((float("nan"), float("inf"), float("-inf"), -0.0, 0.0)):
+        if seed < 0.5 or number == int(seed * 1000) % 5:
+            changed.view(-1)[number + int(seed * 100) % 3 :: 7] = what
+    return changed
+
+
+_CHANGES = (_more_rows, _more_columns, _one_of, _first, _none, _cast, _same, _odd)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+_COMPLEX = (torch.complex64, torch.complex128)
