@@ -1,18 +1,20 @@
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.autograd import profiler as autograd_profiler
+from torch.autograd import profiler_legacy
 from torch.autograd.profiler import record_function
-from torch.profiler import ProfilerActivity, profile, schedule
+from torch.profiler import ProfilerAction, ProfilerActivity, profile, schedule
 
 from models import OPTIMIZERS, SAMPLES, Sample, train
 from observe.loops import record
@@ -145,6 +147,26 @@ class TestCuda:
         assert not watched.transients
 
 
+IDLE: dict[str, Callable[[], Any]] = {
+    "switched off": lambda: autograd_profiler.profile(enabled=False),
+    "switched off, with kineto": lambda: autograd_profiler.profile(enabled=False, use_kineto=True),
+    "waits": lambda: profile(schedule=schedule(wait=9, warmup=1, active=1)),
+    "does nothing": lambda: profile(schedule=lambda _: ProfilerAction.NONE),
+    "emit_nvtx": lambda: autograd_profiler.emit_nvtx(enabled=False),
+    "emit_itt": lambda: autograd_profiler.emit_itt(enabled=False),
+    "a range": lambda: record_function("theirs"),
+    "not entered": lambda: [profile(), autograd_profiler.profile()],
+    "not entered and switched off": lambda: [autograd_profiler.profile(enabled=False)],
+    "ended": lambda: [ended()],
+}
+
+
+def ended() -> Any:
+    with autograd_profiler.profile() as theirs:
+        torch.ones(1)
+    return theirs
+
+
 class TestTheScriptsOwnProfiler:
     """There is one profiler in a process, and the script's comes first."""
 
@@ -198,6 +220,34 @@ class TestTheScriptsOwnProfiler:
             torch.ones(3).sin()
         assert "aten::sin" in [event.name for event in theirs.function_events]
         assert watching.stop() is NOTHING
+
+    @pytest.mark.parametrize("name", IDLE)
+    def test_one_that_never_starts_is_in_nobodys_way(
+        self, watching: CpuAllocator, name: str
+    ) -> None:
+        theirs = IDLE[name]()
+        with theirs if hasattr(type(theirs), "__enter__") else contextlib.nullcontext():
+            watching.start()
+            made = torch.ones(1000)
+            assert watching.stop().end == made.nbytes
+
+    def test_one_that_was_not_constructed_is_in_nobodys_way(self, watching: CpuAllocator) -> None:
+        kinds = (profile, autograd_profiler.profile, record_function)
+        without_attributes = [kind.__new__(kind) for kind in kinds]
+        watching.start()
+        made = torch.ones(1000)
+        assert watching.stop().end == made.nbytes
+        assert not {*map(id, without_attributes)} & {*map(id, open_ranges())}
+
+    @pytest.mark.filterwarnings("ignore::FutureWarning")
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+    def test_to_the_legacy_one_we_give_way(self, watching: CpuAllocator) -> None:
+        for _ in range(2):
+            watching.start()
+            with profiler_legacy.profile() as theirs:
+                torch.ones(3).sin()
+                assert watching.stop() is NOTHING
+            assert "aten::sin" in [event.name for event in theirs.function_events]
 
     def test_a_recording_goes_on_without_the_allocator(self) -> None:
         sample = SAMPLES["mlp"]()

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -424,3 +426,17 @@ def test_a_model_without_values_is_let_alone(told: Told, watcher: Watcher) -> No
         assert told.events == []
         nn.Linear(2, 2)(torch.ones(3, 2))
     assert told.events[0] == "root Linear"
+
+
+def test_torchs_profiler_finds_the_module_of_each_call() -> None:
+    """With stacks it looks at the frame of `nn.Module.__call__`, whose code it learns once in a process."""
+    code = """
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torchtrim.observe.watch import Listener, Watcher
+with Watcher(Listener()), profile(activities=[ProfilerActivity.CPU], with_stack=True) as profiled:
+    torch.nn.Sequential(torch.nn.Linear(4, 4))(torch.ones(2, 4)).sum().backward()
+print([event.name for event in profiled.events() if event.name.startswith("nn.Module")])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["['nn.Module:", "Sequential_0',", "'nn.Module:", "Linear_0']"]

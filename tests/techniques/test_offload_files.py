@@ -96,6 +96,23 @@ def test_on_a_cpu_every_bit_agrees_and_the_peak_is_the_planned_one() -> None:
     assert FILE in {one.pool for one in planned.storages}
 
 
+def test_where_hooks_of_others_take_the_saving_it_is_told_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    work = workload("cpu")
+    technique, _ = filed(step_of(torchtrim.record(work)))
+    handle = TECHNIQUE.apply({"Sequential": work.model}, technique)
+    work.step(0)
+    assert capsys.readouterr().err == ""
+    for _ in range(2):
+        with torch.autograd.graph.save_on_cpu():
+            work.step(0)
+    said = capsys.readouterr().err
+    assert said.count("torchtrim: ") == 1
+    assert "offload_activations saves nothing there" in said
+    handle.revert()
+
+
 @pytest.mark.parametrize("order", ORDERS)
 def test_on_a_device_every_bit_agrees(order: str) -> None:
     with emulate():

@@ -11,10 +11,13 @@ from torch import nn
 
 import torchtrim
 from torchtrim.errors import ApplyFailed, InfeasibleBudget
+from torchtrim.loops.optimize import Fitting
 from torchtrim.observe.workload import TrainStep
 from torchtrim.planner.planner import Planner
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile
+from torchtrim.records.terms import Terms
+from torchtrim.records.trial import Request
 from torchtrim.step.from_profile import step_of as read_step
 from torchtrim.step.overwrite import overwritten
 from torchtrim.step.simulate import simulate
@@ -111,6 +114,138 @@ def test_it_lowers_the_floor_and_the_proof_holds() -> None:
         assert fitted.certificate is not None
         assert fitted.certificate.verdict == "BITWISE"
         assert {one.name for one in fitted.plan.techniques} == {"overwrite", "recompute"}
+
+
+WAYS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "view": lambda x: x.view(2, 3, 8),
+    "turned": lambda x: x.view(2, 3, 8).transpose(0, 1),
+    "flat": lambda x: x.view(-1),
+    "expanded by one": lambda x: x[None],
+    "chunk": lambda x: x.chunk(1)[0],
+    "no view": lambda x: x * 1,
+}
+
+
+class OnView(nn.Module):
+    """An activation of what a linear layer gives, seen in another shape."""
+
+    def __init__(self, name: str, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.act, self.way = nn.Linear(8, 8), MAKE[name](), WAYS[way]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.way(self.layer(x)))
+
+
+def twice(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """The result, its gradients, and the gradients of those."""
+    made = model(x)
+    first = torch.autograd.grad(made.square().sum(), [x, *model.parameters()], create_graph=True)
+    second = torch.autograd.grad(sum(one.square().sum() for one in first), [x])
+    return [made, *first, *second]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", sorted(TYPES))
+def test_a_view_is_overwritten_and_differentiated_twice_bit_for_bit(name: str, way: str) -> None:
+    model = OnView(name, way)
+    x = torch.randn(6, 8, requires_grad=True)
+    plain = twice(model, x)
+    handle = TECHNIQUE.apply({"OnView": model}, technique("OnView.act"))
+    overwritten = twice(model, x)
+    assert all(torch.equal(a, b) for a, b in zip(plain, overwritten, strict=True))
+    handle.revert()
+    assert model(x).grad_fn.name() == plain[0].grad_fn.name()
+
+
+@pytest.mark.parametrize("name", sorted(TYPES))
+def test_a_views_history_is_not_put_together_anew(name: str) -> None:
+    model = OnView(name, "view")
+    TECHNIQUE.apply({"OnView": model}, technique("OnView.act"))
+    nodes, waiting = set(), [model(torch.randn(6, 8)).grad_fn]
+    while waiting:
+        node = waiting.pop()
+        nodes.add(node.name())
+        waiting += [one for one, _ in node.next_functions if one is not None]
+    assert not nodes & {"CopySlices", "AsStridedBackward0"}
+    assert "AddmmBackward0" in nodes
+
+
+@pytest.mark.parametrize("name", sorted(TYPES))
+def test_who_saved_the_view_or_its_base_is_told_that_it_was_overwritten(name: str) -> None:
+    act = MAKE[name]()
+    TECHNIQUE.apply({"Net": act}, technique("Net"))
+    for saves_base in (False, True):
+        base = torch.randn(6, 8, requires_grad=True) * 1.0
+        view = base.view(48)
+        saved = (base if saves_base else view).square()
+        act(view)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            saved.sum().backward()
+
+
+@pytest.mark.parametrize("name", sorted(TYPES))
+def test_a_view_under_autocast_without_gradients_and_by_functional_call(name: str) -> None:
+    model, x = OnView(name, "view"), torch.randn(6, 8)
+    values = {key: value.detach() * 2 for key, value in model.named_parameters()}
+
+    def found() -> list[torch.Tensor]:
+        with torch.no_grad():
+            results = [model(x)]
+        with torch.inference_mode():
+            results.append(model(x).clone())
+        with torch.autocast("cpu", torch.bfloat16):
+            results.append(model(x))
+        results[-1].sum().backward()
+        results += [parameter.grad for parameter in model.parameters()]
+        model.zero_grad()
+        return [*results, torch.func.functional_call(model, values, (x,))]
+
+    plain = found()
+    TECHNIQUE.apply({"OnView": model}, technique("OnView.act"))
+    assert all(torch.equal(a, b) for a, b in zip(plain, found(), strict=True))
+
+
+@pytest.mark.parametrize("name", sorted(TYPES))
+def test_compilers_and_transforms_see_the_modules_own_forward(name: str) -> None:
+    model, x = OnView(name, "view"), torch.randn(6, 8)
+    model.requires_grad_(False)
+    TECHNIQUE.apply({"OnView": model}, technique("OnView.act"))
+    given = x.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(model(given).square().sum(), given)
+    assert torch.equal(torch.func.grad(lambda x: model(x).square().sum())(x), expected)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    (found,) = torch.autograd.grad(compiled(given).square().sum(), given)
+    assert torch.equal(found, expected)
+
+
+class Mlp(nn.Module):
+    """Tokens in three dimensions, as in most transformers."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.one, self.act, self.two = nn.Linear(16, 64), MAKE[name](), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.two(self.act(self.one(x)))
+
+
+@pytest.mark.parametrize("name", sorted(TYPES))
+def test_what_is_predicted_of_tokens_is_measured(name: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Mlp(name) for _ in range(4)))
+    step = TrainStep(
+        model, squares, torch.optim.SGD(model.parameters(), 0.1), torch.randn(8, 16, 16)
+    )
+    for excluded in (("replay",), ("replay", "recompute")):
+        fitting = Fitting(step, Request(steps=2), lambda _: None, Terms(exclude=excluded))
+        found = fitting.nearest("1%")
+        assert "overwrite" in {one.name for one in found.plan.techniques}
+        assert found.planned is not None
+        assert found.certificate is not None
+        assert found.certificate.verdict == "BITWISE"
+        assert found.planned.peak_bytes == found.plan.predicted.peak_bytes
 
 
 class Names(nn.Module):

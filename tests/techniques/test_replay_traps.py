@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable
 
@@ -245,6 +246,40 @@ def test_under_hooks_of_others_nothing_is_done() -> None:
     ):
         net(x).sum().backward()
     assert seen
+
+
+UNDER_HOOKS = {
+    "around": lambda hooks: (hooks, contextlib.nullcontext),
+    "within": lambda hooks: (contextlib.nullcontext, hooks),
+}
+
+
+@pytest.mark.parametrize("where", UNDER_HOOKS)
+def test_where_hooks_of_others_take_the_saving_it_is_told_once(
+    where: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    around, within = UNDER_HOOKS[where](torch.autograd.graph.save_on_cpu)
+    late = []
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with within() if late else contextlib.nullcontext():
+            return gelu(x, w)
+
+    net, x = Net(function), batch()
+    apply(net, "Net:gelu.0")
+    for _ in range(2):
+        net(x).sum().backward()
+    with torch.no_grad(), torch.autograd.graph.save_on_cpu():
+        net(x)
+    assert capsys.readouterr().err == ""
+    late.append(True)
+    for _ in range(3):
+        with around():
+            net(x).sum().backward()
+    said = capsys.readouterr().err
+    assert said.count("torchtrim: ") == 1
+    assert "Net:gelu.0 runs under hooks on saved tensors" in said
+    assert "replay saves nothing" in said
 
 
 def test_the_graph_is_freed_without_a_collection() -> None:

@@ -98,3 +98,25 @@ def test_a_call_that_is_traced_runs_as_it_is() -> None:
     assert torch.equal(traced(torch.ones(1, 2)), module(torch.ones(1, 2)))
     assert said == ["a"]
     swapped.revert()
+
+
+class Rectified(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.relu(self.linear(x))
+
+
+@pytest.mark.parametrize("export", [torch.jit.script, torch.fx.symbolic_trace])
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_changed_model_is_exported_as_it_was(export: Callable[[nn.Module], Any]) -> None:
+    said: list[str] = []
+    model = nn.Sequential(Rectified(), nn.ReLU(), nn.Dropout(0.0))
+    changes = [Swapped(module, saying(said, "a")) for module in model]
+    exported, x = export(model), torch.ones(1, 2)
+    assert said == []
+    assert torch.equal(exported(x), model(x))
+    for change in changes:
+        change.revert()

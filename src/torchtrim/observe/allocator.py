@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import os
 import sys
+from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -21,6 +22,7 @@ from torch._C._autograd import (
 )
 from torch._C._profiler import RecordScope
 from torch.autograd import profiler as autograd_profiler
+from torch.autograd import profiler_legacy
 
 from torchtrim.observe.dry.run import current as current_dry
 from torchtrim.observe.emulated.device import current as current_emulation
@@ -83,19 +85,20 @@ class CpuAllocator:
         enable: Any = _enable_profiler
         enable(config, profiler.kineto_activities, {RecordScope.USER_SCOPE})
         self._runs = True
-        self._give_way("_prepare_profiler")
-        self._give_way("_enable_profiler")
+        self._give_way(autograd_profiler, "_prepare_profiler")
+        self._give_way(autograd_profiler, "_enable_profiler")
+        self._give_way(profiler_legacy, "_enable_profiler_legacy")
 
-    def _give_way(self, name: str) -> None:
-        """End, without a result, when the script starts a profiler."""
-        original = getattr(autograd_profiler, name)
+    def _give_way(self, module: ModuleType, name: str) -> None:
+        """End, without a result, when the script starts a profiler by that function."""
+        original = getattr(module, name)
 
         def start_theirs(*args: Any, **kwargs: Any) -> Any:
             self._end()
             return original(*args, **kwargs)
 
-        setattr(autograd_profiler, name, start_theirs)
-        self._undo.callback(setattr, autograd_profiler, name, original)
+        setattr(module, name, start_theirs)
+        self._undo.callback(setattr, module, name, original)
 
     def _end(self) -> list[Any] | None:
         """Stop the profiler: its events, None where it did not run."""

@@ -60,7 +60,7 @@ def is_kept(reference: weakref.ref[torch.Tensor]) -> bool:
 def counts_tell() -> bool:
     """Whether this torch counts references as `is_kept` reads them."""
     with torch.inference_mode(False), torch.enable_grad(), torch._C._DisableTorchDispatch():
-        made = torch.zeros(1, requires_grad=True) * 2
+        made = torch.zeros(1, dtype=torch.float32, device="cpu", requires_grad=True) * 2
         saver, reference = made.sin(), weakref.ref(made)
         while_kept = is_kept(reference)
         del made

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from torchtrim.observe.gathered import gathered_parameters
+from torchtrim.observe.side_effects import SideEffects
 from torchtrim.observe.storages import parts_of
 from torchtrim.records.profile import Module
 
@@ -57,9 +58,9 @@ class Modules:
                     yield kind, f"{name}.{path}", tensor
 
     def settled(self) -> list[Module]:
-        """The records, with the bytes that lazy parameters have by now."""
+        """The records, with the bytes that lazy parameters have by now, and what the modules' code writes."""
         return [
-            replace(record, parameter_bytes=_parameter_bytes(module))
+            replace(record, parameter_bytes=_parameter_bytes(module), writes=_writes(module))
             for record, module in zip(self.records, self._kept, strict=True)
         ]
 
@@ -101,6 +102,11 @@ def _named_tensors(root: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
         yield "buffer", path, buffer
     for path, tensor in gathered_parameters(root):
         yield "gathered", path, tensor
+
+
+def _writes(module: nn.Module) -> str:
+    """The first thing that its code writes beyond its own tensors and attributes, empty for nothing."""
+    return next((str(write) for write in SideEffects([module]).writes), "")
 
 
 def _parameter_bytes(module: nn.Module) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
+from torchtrim.observe.step_paths import step_follows
 from torchtrim.records.profile import OptimizerStep, Update
 
 Numbers = Callable[[Any, str], tuple[int, ...]]
@@ -45,6 +46,7 @@ class OptimizerSteps:
         self._ready: dict[int, int] = {}
         self._added: Counter[int] = Counter()
         self._undo = contextlib.ExitStack()
+        self._ways: dict[int, dict[int, str]] = {}
         self._first = 0
         self._found: list[tuple[torch.optim.Optimizer, OptimizerStep, tuple[int, ...]]] = []
 
@@ -54,7 +56,7 @@ class OptimizerSteps:
             for parameter in parameters_of(optimizer):
                 if parameter.is_leaf and parameter.requires_grad:
                     hook = parameter.register_post_accumulate_grad_hook
-                    self._undo.callback(hook(self._adds).remove)  # type: ignore[no-untyped-call]
+                    self._undo.callback(hook(self._adder(optimizer)).remove)  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
         """Hear no more."""
@@ -72,7 +74,10 @@ class OptimizerSteps:
         kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
         last = self._clock()
-        step = OptimizerStep("", kind, self._first, last, tuple(updates.values()), any(hooks))
+        ways = self._ways.pop(id(optimizer), {})
+        skipped = next((why for why in ways.values() if why), "")
+        made = tuple(updates.values())
+        step = OptimizerStep("", kind, self._first, last, made, any(hooks), skipped)
         self._found.append((optimizer, step, tuple(updates)))
 
     def named(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[OptimizerStep]:
@@ -92,7 +97,16 @@ class OptimizerSteps:
             for key, update in zip(ids, step.updates, strict=True)
         )
 
-    def _adds(self, parameter: torch.Tensor) -> None:
+    def _adder(self, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], None]:
+        def adds(parameter: torch.Tensor) -> None:
+            self._adds(optimizer, parameter)
+
+        return adds
+
+    def _adds(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+        ways = self._ways.setdefault(id(optimizer), {})
+        if (backward := torch._C._current_graph_task_id()) not in ways:
+            ways[backward] = step_follows(optimizer).why_not
         self._ready[id(parameter)] = self._clock()
         self._added[id(parameter)] += 1
 

@@ -73,6 +73,10 @@ class Places:
         """Whether a place is in the user's own source."""
         return self._judge(spot[0]) == "user"
 
+    def is_users_file(self, path: str) -> bool:
+        """Whether a file is the user's own source."""
+        return _owner(path, self._project) == "user"
+
     def is_of_a_library(self, spot: Spot) -> bool:
         """Whether a place is in an installed package other than torch."""
         return self._judge(spot[0]) == "library"

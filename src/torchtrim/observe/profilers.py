@@ -27,9 +27,11 @@ def waits_to_start() -> bool:
 
 
 def _waits(thing: torch.profiler.profile | autograd_profiler.profile) -> bool:
+    """Whether it is prepared. One that is switched off, or was not constructed, lacks most attributes."""
     if isinstance(thing, torch.profiler.profile):
-        return thing.current_action is torch.profiler.ProfilerAction.WARMUP
-    return bool(thing.entered) and thing.kineto_results is None
+        action = getattr(thing, "current_action", None)
+        return action is torch.profiler.ProfilerAction.WARMUP
+    return bool(getattr(thing, "entered", False)) and thing.kineto_results is None
 
 
 def open_ranges() -> list[record_function]:
@@ -37,7 +39,7 @@ def open_ranges() -> list[record_function]:
     return [
         thing
         for thing in gc.get_referrers(record_function)
-        if isinstance(thing, record_function) and thing.record is not None
+        if isinstance(thing, record_function) and getattr(thing, "record", None) is not None
     ]
 
 

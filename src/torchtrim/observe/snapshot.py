@@ -237,7 +237,7 @@ def _random_state() -> dict[str, Any]:
 
 def _set_random_state(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
-    torch.set_rng_state(torch.tensor(list(state["torch"]), dtype=torch.uint8))
+    torch.set_rng_state(torch.tensor(list(state["torch"]), dtype=torch.uint8, device="cpu"))
     if "numpy" in state:
         sys.modules["numpy"].random.set_state(state["numpy"])
     if "cuda" in state:

@@ -3,6 +3,10 @@
 A container counts that got longer in every step that was looked at, from the second on, and that a name of
 the program leads to; so does a name whose tensor hangs on a graph that gets longer. What torchtrim itself
 keeps has no such name.
+
+A look keeps numbers alone: to hold a container until the next look would keep alive what the step between
+would free. So one more step, which nothing measures, tells that what has grown is one container, and which
+line fills it.
 """
 
 from __future__ import annotations
@@ -39,16 +43,22 @@ _NODE_BYTES = 256
 
 @dataclass(eq=False)
 class _Suspect:
-    """A container: how long it was at each look, and how heavy at the last ones."""
+    """A container: how long it was at each look, and how heavy at the last ones. `kind` is empty until it is
+    known to be one container that grows."""
 
-    thing: Any
     lengths: list[int]
     weights: list[int] = field(default_factory=list)
     name: str = ""
+    kind: str = ""
+    hangs: bool = False
 
 
 class StepGrowth:
-    """Told of the end of each of `steps` steps. `modules`: the roots so far. Few steps say nothing."""
+    """Told of the end of each of `steps` steps, then asked for one more. `modules`: the roots so far.
+    `follows`: the lines of the step that runs are followed.
+
+    Few steps say nothing.
+    """
 
     def __init__(
         self, steps: int, places: Places, modules: Callable[[], Iterable[nn.Module]]
@@ -60,6 +70,9 @@ class StepGrowth:
         self._looks = 0
         self._ended = 0
         self._suspects: dict[int, _Suspect] = {}
+        self._followed: dict[int, tuple[Any, int]] = {}
+        self._asked = False
+        self.follows = False
         self._depths: list[int] = []
         self._hangs_longest = ""
         self._peaks: list[int] = []
@@ -67,20 +80,39 @@ class StepGrowth:
     def step_ended(self, peak: int) -> None:
         """Look. `peak`: of the step, in bytes, 0 where it was not measured."""
         self._ended += 1
-        self._fillers.stop()
         self._peaks.append(peak)
         if self._ended < 2 or self._steps <= LEAST_LOOKS:
             return
         self._looks += 1
         self._look_at_containers()
         self._look_at_graphs()
-        if self._ended == self._steps - 1:
-            self._name()
-            self._fillers.start({n: s.thing for n, s in self._suspects.items()})
+
+    def next(self, *, always: bool = False) -> bool:
+        """Begin the step whose lines are followed; False where it is over, or where nothing seems to grow
+        and it is not to be run `always`."""
+        if self._asked or self._looks < LEAST_LOOKS:
+            return False
+        self._asked = True
+        things = {id(one): one for one in containers() if id(one) in self._suspects}
+        owners = find_owners(things, roots_here(self._places, self._modules()))
+        self._suspects = {n: s for n, s in self._suspects.items() if n in owners}
+        for number, suspect in self._suspects.items():
+            suspect.name = owners[number].name
+        self._followed = {n: (things[n], length(things[n])) for n in self._suspects}
+        if self._followed:
+            self._fillers.start({n: thing for n, (thing, _) in self._followed.items()})
+        self.follows = always or bool(self._followed)
+        return self.follows
 
     def stop(self) -> None:
-        """Watch no longer."""
+        """Follow lines no longer, and keep what has grown meanwhile."""
+        self.follows = False
         self._fillers.stop()
+        followed, self._followed = self._followed, {}
+        for number, (thing, before) in followed.items():
+            if length(thing) > before:
+                suspect = self._suspects[number]
+                suspect.kind, suspect.hangs = kind_of(thing), _holds_graph(thing)
 
     def _look_at_containers(self) -> None:
         ours = of_coverage() | {
@@ -97,14 +129,13 @@ class StepGrowth:
                 continue
             known, now = self._suspects.get(id(thing)), length(thing)
             if self._looks == 1:
-                kept[id(thing)] = _Suspect(thing, [now])
+                kept[id(thing)] = _Suspect([now])
             elif known is not None and now > known.lengths[-1]:
                 known.lengths.append(now)
                 kept[id(thing)] = known
+                if self._looks > 2:
+                    known.weights.append(weigh(thing, ()).bytes)
         self._suspects = kept
-        if self._looks > 2:
-            for suspect in kept.values():
-                suspect.weights.append(weigh(suspect.thing, ()).bytes)
 
     def _look_at_graphs(self) -> None:
         """How long the longest graph is on which a tensor hangs; at the end, whose that is."""
@@ -116,13 +147,6 @@ class StepGrowth:
         longest = [number for number, size in sizes.items() if size == self._depths[-1]]
         owners = find_owners(longest, roots_here(self._places, self._modules()))
         self._hangs_longest = min((one.name for one in owners.values()), key=len, default="")
-
-    def _name(self) -> None:
-        """Drop what no name of the program leads to."""
-        owners = find_owners(self._suspects, roots_here(self._places, self._modules()))
-        self._suspects = {n: s for n, s in self._suspects.items() if n in owners}
-        for number, suspect in self._suspects.items():
-            suspect.name = owners[number].name
 
     def into(self, profile: Profile) -> Profile:
         """The profile with what grows."""
@@ -136,15 +160,14 @@ class StepGrowth:
 
     def _of_containers(self, places: list[Place]) -> Iterator[Growth]:
         for number, suspect in self._suspects.items():
-            if not suspect.name or len(suspect.weights) < 2:
+            if not suspect.kind or len(suspect.weights) < 2:
                 continue
-            hangs = _holds_graph(suspect.thing)
             grew = _each(suspect.weights)
             filler = self._fillers.found.get(number)
             yield Growth(
                 name=suspect.name,
-                kind=f"{kind_of(suspect.thing)} of graphs" if hangs else kind_of(suspect.thing),
-                bytes=max(grew, self._peak_growth()) if hangs else grew,
+                kind=f"{suspect.kind} of graphs" if suspect.hangs else suspect.kind,
+                bytes=max(grew, self._peak_growth()) if suspect.hangs else grew,
                 entries=_each(suspect.lengths),
                 adapter="",
                 place=_number(places, filler, inner=True),
@@ -153,7 +176,7 @@ class StepGrowth:
 
     def _of_graphs(self) -> Iterator[Growth]:
         name = self._hangs_longest
-        held = [suspect.name for suspect in self._suspects.values() if suspect.name]
+        held = [suspect.name for suspect in self._suspects.values() if suspect.kind]
         if not name or name.startswith(tuple(held)):
             return
         nodes = _each(self._depths)

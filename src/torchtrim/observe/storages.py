@@ -258,3 +258,13 @@ def reachable_tensors() -> Iterator[torch.Tensor]:
                 gradient = thing.grad if thing.is_leaf else None
             if gradient is not None:
                 yield gradient
+
+
+def reachable_bytes() -> int:
+    """Bytes of all storages that Python can reach."""
+    storages = {}
+    for tensor in reachable_tensors():
+        with contextlib.suppress(NotImplementedError, RuntimeError):
+            storage = tensor.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())

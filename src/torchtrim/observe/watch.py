@@ -99,6 +99,7 @@ class Watcher:
         self.roots: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.forwards = 0
+        self.elsewhere = 0
         self.backwards = 0
         self.gradients = 0
         self.steps_by_hand = 0
@@ -181,16 +182,27 @@ class Watcher:
         watches = self._watches and not self._is_aside
         return watches and threading.get_ident() == self._thread and os.getpid() == self._pid
 
+    def _is_elsewhere(self) -> bool:
+        """Whether this call would count if it were in the thread that is watched; `forwards` has no such."""
+        other = threading.get_ident() != self._thread and os.getpid() == self._pid
+        if not other or not self._watches or self._is_aside or self._depth:
+            return False
+        return _current_autograd_node() is None and (not self._trains or torch.is_grad_enabled())
+
     def _watched_call(self, original: Any) -> Any:
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            unwatched = not self._here() or self._loading
-            if unwatched or _is_traced() or isinstance(module, ScriptModule):
-                return original(module, *args, **kwargs)
-            if self._depth == 0 and _is_without_values(module.parameters()):
-                with self.aside():
-                    return original(module, *args, **kwargs)
-            with self._running(module, args, kwargs) as done:
-                output = original(module, *args, **kwargs)
+        watcher = self
+
+        # With stacks, torch's profiler takes the local `self` of what is `nn.Module.__call__` for the module.
+        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            unwatched = not watcher._here() or watcher._loading
+            watcher.elsewhere += watcher._is_elsewhere()
+            if unwatched or _is_traced() or isinstance(self, ScriptModule):
+                return original(self, *args, **kwargs)
+            if watcher._depth == 0 and _is_without_values(self.parameters()):
+                with watcher.aside():
+                    return original(self, *args, **kwargs)
+            with watcher._running(self, args, kwargs) as done:
+                output = original(self, *args, **kwargs)
                 done(output)
             return output
 

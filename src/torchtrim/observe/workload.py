@@ -171,7 +171,7 @@ def _resized(tensor: torch.Tensor, dimension: int, length: int, wanted: int) -> 
         strides = torch.empty(shape, device="meta").stride()
         blank: torch.Tensor = blanks().tensor(shape, strides, tensor.dtype)
         return blank.requires_grad_(tensor.requires_grad)
-    return tensor.index_select(dimension, torch.arange(wanted) % length)
+    return tensor.index_select(dimension, torch.arange(wanted, device=tensor.device) % length)
 
 
 def _rolled(batch: Any) -> Any:

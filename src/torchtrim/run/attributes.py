@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+
+from torchtrim.run.generators import state_of
 
 _WHERE = {"inplace", "gradient_as_bucket_view"}
 _EXCHANGED_NAMES = """
@@ -85,7 +86,7 @@ class _Description:
         if isinstance(value, _PLAIN):
             return f"{type(value).__name__} {value!r}"
         if isinstance(value, float):
-            self.tensors.append(torch.tensor(value, dtype=torch.float64))
+            self.tensors.append(torch.tensor(value, dtype=torch.float64, device="cpu"))
             return "float"
         if isinstance(value, torch.Tensor):
             self.tensors.append(value)
@@ -122,14 +123,10 @@ def _key(key: Any) -> str:
 def _generator(value: Any) -> str:
     """The state of a generator of random numbers, or an array's bytes; else the type."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    if isinstance(value, torch.Generator):
-        return f"{kind} {value.get_state().tolist()}"
-    if isinstance(value, random.Random):
-        return f"{kind} {value.getstate()}"
+    if (state := state_of(value)) is not None:
+        return f"{kind} {state}"
     if kind == "numpy.ndarray":
         is_read = value.dtype != object and value.nbytes <= _LARGEST_ARRAY
         data = hashlib.sha256(value.tobytes()).hexdigest() if is_read else ""
         return f"{kind} {value.dtype} {value.shape} {data}"
-    if kind.startswith("numpy.random") and hasattr(value, "bit_generator"):
-        return f"{kind} {value.bit_generator.state}"
     return kind

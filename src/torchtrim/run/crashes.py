@@ -59,6 +59,12 @@ def _no_step(trial: Trial) -> str:
             "that torchtrim runs, so there is no step to record. Give --processes with the number of ranks "
             "that it spawns, or have it train in a single process: most scripts have an option for that."
         )
+    if trial.elsewhere and not trial.forwards:
+        return (
+            "the script called its modules in another thread than its main one, and torchtrim watches the "
+            "main one alone, so there is no step to record. Call the function that trains directly, not "
+            "through threading.Thread or a pool of threads."
+        )
     if trial.request.infers:
         return (
             f"the script ended after {trial.forwards} calls of its models, and {trial.request.total} are "

@@ -59,7 +59,8 @@ def _fill(module: nn.Module) -> None:
     for _, tensor in _tensors_of(module):
         own = _own_part(tensor)
         if own.is_floating_point():
-            own.copy_(torch.empty(own.shape).normal_(0.0, _SCALE, generator=draws))
+            drawn = torch.empty(own.shape, dtype=torch.float32, device="cpu")
+            own.copy_(drawn.normal_(0.0, _SCALE, generator=draws))
         else:
             own.zero_()
         _left[id(tensor)] = _Left(weakref.ref(tensor), _versions(tensor))

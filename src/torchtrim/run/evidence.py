@@ -28,6 +28,7 @@ from torchtrim.observe.watch import Listener
 from torchtrim.records.files import write_atomically
 from torchtrim.records.trial import Call, Step
 from torchtrim.run.attributes import attributes
+from torchtrim.run.generators import text_of
 from torchtrim.run.script_state import ScriptState
 
 QUANTITIES = (
@@ -43,6 +44,7 @@ QUANTITIES = (
     "input gradient",
     "attribute",
     "script state",
+    "script generator",
     "random state",
     "call",
     "exception",
@@ -192,6 +194,8 @@ class Evidence(Listener):
                 self._see(f"script state:{name}", value)
             else:
                 self.step.digests[f"script state:{name}"] = f"{_PLAIN}{value}"
+        for name, state in script.generators.states(sys._getframe(1)):
+            self.step.digests[f"script generator:{name}"] = state
 
     def round_trip(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Load what models and optimizers would save into them again, and add it."""
@@ -323,7 +327,7 @@ def random_states() -> Iterator[tuple[str, str]]:
     yield "python", _hash(repr(random.getstate()).encode())
     yield "torch", digest_of(torch.get_rng_state())
     if "numpy" in sys.modules:
-        yield "numpy", _hash(repr(sys.modules["numpy"].random.get_state()).encode())
+        yield "numpy", _hash(text_of(sys.modules["numpy"].random.get_state(legacy=False)).encode())
     if torch.cuda.is_available():
         for number, state in enumerate(torch.cuda.get_rng_state_all()):
             yield f"cuda:{number}", digest_of(state)

@@ -213,6 +213,7 @@ class Live(Applier, Listener):
     def ended(self, error: BaseException | None) -> None:
         """The script has ended, so or with an error; in a copy that is the end of the step."""
         if self._copy is None:
+            super().ended(error)
             return
         if error is None or self.watcher.would_end:
             self._finish()

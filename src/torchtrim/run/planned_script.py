@@ -25,9 +25,9 @@ from torchtrim.run.processes import LIFELINE, end_with_parent
 from torchtrim.run.script import Script
 from torchtrim.run.spawning import Spawning
 from torchtrim.run.staged import PutsInStages, among_ranks
+from torchtrim.run.unsettled import checked_saves
 from torchtrim.run.worker import run_target
-from torchtrim.techniques.apply import apply_plan
-from torchtrim.techniques.base import Handle
+from torchtrim.techniques.apply import Applied, apply_plan
 from torchtrim.techniques.fingerprint import fingerprint_of
 from torchtrim.techniques.places import root_of
 
@@ -56,7 +56,7 @@ class Applier(Listener):
         self._plan = plan
         self._stays = stays
         self._waits_for = {root_of(where) for one in plan.techniques for where in one.where}
-        self._applied: list[Handle] = []
+        self._applied: list[Applied] = []
 
     def root_appears(self, root: nn.Module) -> None:
         name = self.modules.add_root(root)
@@ -74,7 +74,7 @@ class Applier(Listener):
     def _apply(self, name: str, root: nn.Module | torch.optim.Optimizer) -> None:
         try:
             self._applied.append(apply_plan(self._plan, {name: root}))
-        except ApplyFailed as error:
+        except TorchtrimError as error:
             raise Ends(error) from error
         self._waits_for.discard(name)
         if not self._waits_for and not self._stays:
@@ -86,7 +86,34 @@ class Applier(Listener):
             self._applied.pop().revert()
 
     def ended(self, error: BaseException | None) -> None:
-        """The script has ended, so or with an error."""
+        """The script has ended, so or with an error: tell what the plan never changed or has left undone.
+
+        Raises `Ends` for the latter where the script itself has not failed.
+        """
+        well = error is None or (isinstance(error, SystemExit) and not error.code)
+        if self._waits_for and well:
+            print(self._unapplied(), file=sys.stderr, flush=True)
+        try:
+            self.check_settled()
+        except Ends as end:
+            if error is None or isinstance(error, SystemExit):
+                raise
+            print(f"torchtrim: {end.error}", file=sys.stderr, flush=True)
+
+    def _unapplied(self) -> str:
+        names = ", ".join(sorted(self._waits_for))
+        said = f"torchtrim: the plan changed nothing of {names}, which the script's main thread never ran"
+        if not self.watcher.elsewhere:
+            return said
+        return f"{said}. Another thread called modules: train in the main thread, which the plan is for"
+
+    def check_settled(self) -> None:
+        """Raise `Ends` if the plan has updated parameters whose `step` has not come."""
+        try:
+            for applied in self._applied:
+                applied.check_settled()
+        except ApplyFailed as error:
+            raise Ends(error) from error
 
 
 def run_planned(script: Script, plan: Plan | None, applier: Applier | None = None) -> None:
@@ -111,7 +138,7 @@ def run_planned(script: Script, plan: Plan | None, applier: Applier | None = Non
     eagerly = Eagerly(_say_eager)
     eagerly.install()
     try:
-        with applier.watcher:
+        with applier.watcher, checked_saves(applier.check_settled):
             _as_python(script, target, applier.ended)
     except Ends as end:
         raise end.error from None

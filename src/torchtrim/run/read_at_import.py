@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from torchtrim.records.files import read_head
+
 _NAMES = re.compile(
     r"\b(?:ATEN|BLIS|C10|CUBLAS|CUDA|CUDNN|DNNL|GLIBC|GOMP|HIP|HSA|KINETO|KMP|LD|MALLOC|MKL|NCCL|NPY|NUMEXPR"
     r"|OMP|ONEDNN|OPENBLAS|PYTORCH|ROCM|TORCH|TORCHDYNAMO|TORCHINDUCTOR|TRITON|VECLIB)_[A-Z0-9_]+\b"
@@ -27,7 +29,7 @@ _SETS = re.compile(
 )
 _AT_START = ("GLIBC_", "LD_", "MALLOC_", "PYTHON")
 _MOST_FILES = 500
-_MOST_CHARACTERS = 2**20
+_MOST_BYTES = 2**20
 
 
 def what_it_changes(path: Path) -> str:
@@ -65,7 +67,7 @@ def _texts(path: Path) -> Iterator[str]:
             continue
         seen.add(file)
         try:
-            text = file.read_text(encoding="utf-8", errors="replace")[:_MOST_CHARACTERS]
+            text = read_head(file, _MOST_BYTES).decode("utf-8", errors="replace")
         except OSError:
             continue
         yield text

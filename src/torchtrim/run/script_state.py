@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -17,6 +16,8 @@ from torch import nn
 
 from torchtrim.observe.places import Places
 from torchtrim.run.attributes import Described, described
+from torchtrim.run.generators import Generators
+from torchtrim.run.variables import scopes
 
 _PLAIN = (bool, int, str, bytes, type(None))
 _CONTAINERS = (dict, list, set, deque)
@@ -49,6 +50,7 @@ class ScriptState:
     def __init__(self, places: Places, number: Callable[[nn.Module], int]) -> None:
         self._places = places
         self._number = number
+        self.generators = Generators(places)
         self._same: dict[str, Same] = {}
         self._texts: dict[str, str] = {}
         self._marks: dict[str, _Mark] = {}
@@ -77,8 +79,8 @@ class ScriptState:
             yield label, UNCHANGED if is_same and _bytes(tensor) > _SMALL else tensor
 
     def _stateful(self, frame: FrameType | None) -> Iterator[tuple[str, Any]]:
-        for scope, variables in self._scopes(frame):
-            for name, value in variables.items():
+        for scope, variables in scopes(self._places, frame):
+            for name, value in list(variables.items()):
                 with contextlib.suppress(Exception):
                     if not name.startswith("__") and self._counts(value):
                         yield f"{scope}.{name}", value
@@ -87,21 +89,6 @@ class ScriptState:
         if isinstance(value, (*_PLAIN, torch.Tensor)) or type(value) in _CONTAINERS:
             return True
         return self._opened(value) is not None
-
-    def _scopes(self, frame: FrameType | None) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The variables of the script's functions that run, the inner ones first, and of their modules."""
-        seen: set[str] = set()
-        while frame is not None:
-            if self._places.is_users((frame.f_code, frame.f_lasti)):
-                module = str(frame.f_globals.get("__name__"))
-                name = frame.f_code.co_name
-                if name not in seen and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-                    seen.add(name)
-                    yield name, _locals_of(frame)
-                if module not in seen:
-                    seen.add(module)
-                    yield module, dict(frame.f_globals)
-            frame = frame.f_back
 
     def _opened(self, value: Any) -> dict[str, Any] | None:
         """What is in an object of the script's classes, or in one with a `state_dict`; None for others."""
@@ -150,16 +137,3 @@ def _bytes(tensor: torch.Tensor) -> int:
 def _mark(tensor: torch.Tensor) -> _Mark:
     version = -1 if tensor.is_inference() else tensor._version
     return _Mark(weakref.ref(tensor), version)
-
-
-def _locals_of(frame: FrameType) -> dict[str, Any]:
-    """The variables of a function that runs.
-
-    Before Python 3.13 the frame keeps what is read here, and so what the variables hold. That is undone,
-    unless the script has it too, by `locals()`.
-    """
-    kept = frame.f_locals
-    found = dict(kept)
-    if sys.version_info < (3, 13) and sys.getrefcount(kept) <= 3:
-        kept.clear()
-    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,8 +22,7 @@ from torchtrim.observe.optimizers import names_of
 from torchtrim.observe.places import Places
 from torchtrim.observe.recording import Recording, counted_device, tensors_in
 from torchtrim.observe.replicas import Replicas
-from torchtrim.observe.step_growth import StepGrowth
-from torchtrim.observe.storages import reachable_tensors, storage_bytes
+from torchtrim.observe.storages import reachable_bytes, storage_bytes
 from torchtrim.observe.stream_frames import StreamFrames
 from torchtrim.observe.times import Times, with_times
 from torchtrim.observe.watch import Listener, Watcher
@@ -34,6 +32,7 @@ from torchtrim.records.trial import Request, Trial
 from torchtrim.run.emptied import note_on
 from torchtrim.run.evidence import Evidence, digest_of, has_bits, keep_value, kind_of
 from torchtrim.run.exported import apply_exported
+from torchtrim.run.growth_phase import GrowthPhase
 from torchtrim.run.input_phase import InputPhase
 from torchtrim.run.script_state import ScriptState
 from torchtrim.run.seeming import reduce_in_place
@@ -103,9 +102,8 @@ class Session(Listener):
         self._digests: list[str] = []
         self._lines: list[tuple[str, int, bool]] = []
         self._replicas = Replicas()
-        self._growth: StepGrowth | None = None
-        if request.grows and trains:
-            self._growth = StepGrowth(request.total, self._places, lambda: self.watcher.roots)
+        steps = request.total if request.grows and trains else 0
+        self._growth = GrowthPhase(steps, self._places, lambda: self.watcher.roots)
         self.trial.notes += (_RANKS,) if request.ranks else ()
         self._sharder = Sharder(request.sharding) if request.sharding is not None else None
 
@@ -148,6 +146,8 @@ class Session(Listener):
         """Stop measuring: what comes until the next step is evaluation."""
         if self._input.runs:
             self._input.idles()
+        elif self._growth.runs:
+            pass
         elif self._times is not None:
             self.finish()
         elif self._watched is None:
@@ -158,8 +158,9 @@ class Session(Listener):
     def step_ends(self) -> None:
         """Close the step, and begin the next or call `done`."""
         if self._times is not None:
-            (self._input if self._input.runs else self._times).step_ends()
-            self._time_or_finish(self._times)
+            phases = (self._growth, self._input)
+            next((one for one in phases if one.runs), self._times).step_ends()
+            self._go_on_or_finish(self._times)
             return
         if self._watched is None:
             self._seconds = max(now() - self._began - self._own, 0.0)
@@ -172,14 +173,14 @@ class Session(Listener):
         self._evidence.step.seconds = self._seconds
         self.trial.steps.append(self._evidence.next_step())
         self._input.step_is_timed()
-        self._look_for_growth()
+        self._growth.step_ended(self.trial.steps[-1].peak_bytes)
         request = self.trial.request
         if request.round_trip and len(self.trial.steps) == request.total - 1:
             self._evidence.round_trip(self.watcher.optimizers)
         if self.complete:
             self._note_counts()
             self._times = Times(self._more_times(), self.trial.seconds, self._places)
-            self._time_or_finish(self._times)
+            self._go_on_or_finish(self._times)
         else:
             self._next()
 
@@ -199,10 +200,17 @@ class Session(Listener):
             return 0
         return self.trial.request.times
 
-    def _time_or_finish(self, times: Times) -> None:
-        if not times.next() and not self._input.next(self._compares_input(), self.trial):
+    def _go_on_or_finish(self, times: Times) -> None:
+        """Begin a step that is wanted besides those that are compared, or finish."""
+        if self._growth.next(self.trial.seconds) or times.next():
+            return
+        if not self._input.next(self._compares_input(), self.trial):
             self.finish()
             self._done()
+
+    def _is_late(self, times: Times) -> bool:
+        """Whether the step that is wanted besides takes so long that the loop does something else."""
+        return times.late() or self._input.late() or self._growth.late()
 
     def _compares_input(self) -> bool:
         """Whether steps with and without their loader are worth running."""
@@ -219,27 +227,20 @@ class Session(Listener):
             self._note_plans()
             if self.trial.profile is None:
                 self.trial.profile = self._fallback
+            self._growth.step_ends()
             if self.trial.profile is not None:
-                self.trial.profile = self._replicas.put_into(self.trial.profile, self.modules)
-            if self._growth is not None:
-                self._growth.stop()
-                if self.trial.profile is not None:
-                    self.trial.profile = self._growth.into(self.trial.profile)
+                profile = self._replicas.put_into(self.trial.profile, self.modules)
+                self.trial.profile = self._growth.into(profile)
             if not self.complete:
                 self._note_counts()
         return self.trial
 
-    def _look_for_growth(self) -> None:
-        if self._growth is not None:
-            with torch.utils._python_dispatch._disable_current_modes():
-                self._growth.step_ended(self.trial.steps[-1].peak_bytes)
-
     def _note_counts(self) -> None:
-        if self.watcher.steps_by_hand and not self.watcher.optimizers:
-            self.trial.notes += (_BY_HAND,)
-        self.trial.forwards = self.watcher.forwards
-        self.trial.backwards = self.watcher.backwards + self.watcher.gradients
-        self.trial.rss_bytes = rss_bytes()
+        seen, trial = self.watcher, self.trial
+        trial.notes += (_BY_HAND,) if seen.steps_by_hand and not seen.optimizers else ()
+        trial.forwards, trial.elsewhere = seen.forwards, seen.elsewhere
+        trial.backwards = seen.backwards + seen.gradients
+        trial.rss_bytes = rss_bytes()
 
     def _note_times(self) -> None:
         if self._times is not None:
@@ -418,7 +419,7 @@ class Session(Listener):
         if self._frame_over and depth == 0:
             self._frame_over = False
             self.step_ends()
-        if self._times is not None and depth == 0 and (self._times.late() or self._input.late()):
+        if self._times is not None and depth == 0 and self._is_late(self._times):
             self.finish()
         if self._over:
             self._done()
@@ -488,13 +489,3 @@ class Session(Listener):
         with torch.utils._python_dispatch._disable_current_modes():
             function(*args)
         self._own += now() - begin
-
-
-def reachable_bytes() -> int:
-    """Bytes of all storages that Python can reach."""
-    storages = {}
-    for tensor in reachable_tensors():
-        with contextlib.suppress(NotImplementedError, RuntimeError):
-            storage = tensor.untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
-    return sum(storages.values())

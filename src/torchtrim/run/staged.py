@@ -110,7 +110,7 @@ def among_ranks(pipeline: Pipeline, method: str | None = None) -> Iterator[None]
 
 def _seed_alike() -> None:
     """A script that seeds nothing makes the same model on all ranks."""
-    seed = torch.tensor([torch.initial_seed() % 2**31])
+    seed = torch.tensor([torch.initial_seed() % 2**31], device="cpu")
     dist.broadcast(seed, 0)
     random.seed(int(seed))
     torch.manual_seed(int(seed))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from torchtrim.records.trial import Request
 
@@ -49,21 +50,44 @@ def keep_wide_in_backward() -> None:
 
 
 def prepare(root: nn.Module, request: Request) -> None:
-    """Widen and nudge its parameters, as is requested."""
+    """Widen and nudge its parameters, buffers and what it is first called with, as is requested."""
     if request.double:
         root.double()
     if request.nudged:
         with torch.no_grad():
-            for parameter in root.parameters():
-                if parameter.is_floating_point() and parameter.layout is torch.strided:
-                    _nudge(parameter)
+            for tensor in (*root.parameters(), *root.buffers()):
+                tensor.copy_(_nudged(tensor))
+        _nudge_inputs(root, torch.float64 if request.double else None)
 
 
-def _nudge(parameter: torch.Tensor) -> None:
-    """Move each number by one rounding, up and down by turns."""
-    signs = torch.ones(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
-    signs[1::2] = -1
-    parameter.mul_(1 + torch.finfo(parameter.dtype).eps * signs.view(parameter.shape))
+def _nudge_inputs(root: nn.Module, dtype: torch.dtype | None) -> None:
+    """Nudge the inputs of the next call, those of float32 in the wider type."""
+
+    def nudge(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return _nudged(value.to(dtype) if dtype and value.dtype is torch.float32 else value)
+        return value
+
+    def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        handle.remove()
+        return tree_map(nudge, args), tree_map(nudge, kwargs)
+
+    handle = root.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def _nudged(value: torch.Tensor) -> torch.Tensor:
+    """The numbers moved by one rounding each, up or down at random, the same way each time.
+
+    Of a type narrower than float32 they stay, since there one rounding is no small change.
+    """
+    if value.dtype not in (torch.float32, torch.float64) or value.layout is not torch.strided:
+        return value
+    own = torch.Generator("cpu").manual_seed(value.numel())
+    signs = (
+        torch.randint(2, value.shape, generator=own, dtype=torch.int64, device="cpu").to(value) * 2
+        - 1
+    )
+    return value * (1 + torch.finfo(value.dtype).eps * signs)
 
 
 class Wide(TorchFunctionMode):

@@ -19,6 +19,7 @@ from typing import NoReturn
 import msgspec
 import torch
 
+from torchtrim.errors import is_out_of_memory
 from torchtrim.observe.build import Setting
 from torchtrim.observe.dry.mode import Dry
 from torchtrim.observe.dry.run import current as current_dry
@@ -49,7 +50,6 @@ from torchtrim.techniques.failing import place_of
 SEED = 1_927_031
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
 _KEEPS = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, 2**31 - 1), (_TOP_PAD, 2**26))
-_MEMORY_WORDS = ("can't allocate memory", "not enough memory", "out of memory")
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
@@ -234,10 +234,8 @@ def crash_of(error: BaseException) -> Crash:
     """What the error of a script says."""
     text = "".join(traceback.format_exception(_without_own_frames(error))).strip()
     message = f"{type(error).__name__}: {error}"
-    full = any(word in str(error).lower() for word in _MEMORY_WORDS)
-    memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or full
     return Crash(
-        kind="out of memory" if memory else "crashed",
+        kind="out of memory" if is_out_of_memory(error) else "crashed",
         message=message,
         traceback=text,
         place=place_of(error),

@@ -18,7 +18,9 @@ def step_of(profile: Profile, seconds: float | None = None) -> Step:
     return Step(
         tasks=tuple(map(_task, profile.operators)),
         tensors=_Tensors(profile).all(),
-        modules=tuple(Module(m.path, m.type, m.parent, m.chain, m.hooked) for m in profile.modules),
+        modules=tuple(
+            Module(m.path, m.type, m.parent, m.chain, m.hooked, m.writes) for m in profile.modules
+        ),
         calls=tuple(
             Call(c.module, Span(c.first, c.last), c.inputs, c.outputs, c.graded, c.held)
             for c in profile.calls

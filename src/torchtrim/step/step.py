@@ -73,7 +73,7 @@ class Span(NamedTuple):
 class Module(NamedTuple):
     """A module of the program. `parent` is a number, -1 for a root's. `chain`: its children run in turn.
 
-    `hooked`: it carries user hooks.
+    `hooked`: it carries user hooks. `writes`: what its code writes beyond its own tensors and attributes.
     """
 
     path: str
@@ -81,6 +81,12 @@ class Module(NamedTuple):
     parent: int
     chain: bool
     hooked: bool
+    writes: str = ""
+
+    @property
+    def runs_once(self) -> bool:
+        """Whether its forward may not be called more often than the program does."""
+        return self.hooked or bool(self.writes)
 
 
 class Call(NamedTuple):

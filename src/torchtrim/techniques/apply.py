@@ -6,12 +6,15 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
+from msgspec.structs import replace
 from torch import nn
 
-from torchtrim.errors import ApplyFailed, TorchtrimError
+from torchtrim.errors import ApplyFailed, TorchtrimError, UsageError, is_out_of_memory
 from torchtrim.observe.optimizers import names_of
-from torchtrim.records.plan import Plan
-from torchtrim.techniques.base import Handles, Replaces, technique
+from torchtrim.parts import TO_REPORT, said_of, trace_of
+from torchtrim.records.plan import Plan, Technique
+from torchtrim.techniques.base import Handle, Handles, Replaces, check_known, technique
+from torchtrim.techniques.failing import defect, note
 from torchtrim.techniques.fingerprint import fingerprint_of
 from torchtrim.techniques.places import root_of
 
@@ -58,26 +61,35 @@ def apply_plan(plan: Plan, roots: Mapping[str, Root], *, by_hand: bool = False) 
         for chosen in plan.techniques:
             where = tuple(w for w in chosen.where if root_of(w) in roots)
             if where:
-                part = type(chosen)(
-                    name=chosen.name,
-                    where=where,
-                    options=chosen.options,
-                    equivalence=chosen.equivalence,
-                )
-                unit = technique(chosen.name)
-                if by_hand and isinstance(unit, Replaces):
-                    applied.add(unit.by_hand(roots, part))
-                else:
-                    applied.add(unit.apply(roots, part))
-    except TorchtrimError:
+                applied.add(_applied(replace(chosen, where=where), roots, by_hand))
+    except Exception:
         applied.revert()
         raise
-    except Exception as error:
-        applied.revert()
-        raise ApplyFailed(
-            f"the plan could not be applied, and the model is as it was: {error}"
-        ) from error
     return applied
+
+
+def _applied(one: Technique, roots: Mapping[str, Root], by_hand: bool) -> Handle:
+    """Apply one technique. What it raises by mistake becomes an `ApplyFailed` that names it."""
+    try:
+        unit = technique(one.name)
+        check_known(one)
+        if by_hand and isinstance(unit, Replaces):
+            return unit.by_hand(roots, one)
+        return unit.apply(roots, one)
+    except UsageError as error:
+        raise ApplyFailed(str(error)) from error
+    except TorchtrimError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        refused = ApplyFailed(
+            "the plan could not be applied, and the model is unchanged: "
+            f"{one.name} raised {said_of(error)}.\nIf you have edited the plan, look at what it says of "
+            f"{one.name}. If not: {TO_REPORT}{trace_of(error)}"
+        )
+        note(refused, defect(one.name))
+        raise refused from error
 
 
 def shards(plan: Plan | None) -> bool:

@@ -9,6 +9,8 @@ import torch
 
 from torchtrim.observe.recording import COPIED_DEPTH, SHARED
 
+_AS_IS = (torch.Tensor, *SHARED)
+
 
 def as_they_are(value: Any) -> Any:
     """The value with containers of its own; tensors and modules are shared.
@@ -20,7 +22,7 @@ def as_they_are(value: Any) -> Any:
 
 
 def _fresh(value: Any, known: dict[int, Any], depth: int) -> Any:
-    if isinstance(value, (torch.Tensor, *SHARED)) or not depth:
+    if isinstance(value, _AS_IS) or not depth:
         return value
     if id(value) not in known:
         known[id(value)] = value

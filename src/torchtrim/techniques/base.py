@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from torchtrim.errors import UsageError
+from torchtrim.parts import isolated
 from torchtrim.records.finding import Equivalence
 from torchtrim.records.plan import Technique
 from torchtrim.step.edits import Edit
@@ -45,7 +46,10 @@ class Option(NamedTuple):
 
 
 class TechniqueUnit(Protocol):
-    """One technique: `options` and `edits` read a step, `apply` changes live modules or optimizers."""
+    """One technique: `options` and `edits` read a step, `apply` changes live modules or optimizers.
+
+    One to which a plan may give options names them in `takes`.
+    """
 
     name: str
     equivalence: Equivalence
@@ -148,8 +152,77 @@ def technique(name: str) -> TechniqueUnit:
             f"there is no technique {name!r} in this torchtrim; it has {', '.join(known)}. "
             "A plan made by a newer torchtrim needs that version."
         )
+    return _unit(name)
+
+
+def check_known(one: Technique) -> None:
+    """Raise `UsageError` for a technique, or an option of it, that this torchtrim does not have."""
+    takes: Collection[str] = getattr(technique(one.name), "takes", ())
+    unknown = sorted(set(one.options) - set(takes))
+    if unknown:
+        has = f"it has {', '.join(takes)}" if takes else "it has none"
+        raise UsageError(
+            f"{one.name} has no option {unknown[0]!r}, which the plan gives it; {has}. Correct or remove "
+            "it, or plan again. A plan made by a newer torchtrim needs that version."
+        )
+
+
+def _unit(name: str) -> TechniqueUnit:
     unit: TechniqueUnit = importlib.import_module(f"{__package__}.{name}").TECHNIQUE
     return unit
+
+
+def units(exclude: Collection[str] = ()) -> dict[str, TechniqueUnit]:
+    """The techniques by name; not those excluded, and not those whose file cannot be imported."""
+    found = {}
+    for name in names():
+        if name not in exclude:
+            with isolated("technique", name):
+                found[name] = technique(name)
+    return found
+
+
+def options_of(name: str, step: Step) -> list[Option]:
+    """The places of this step at which a technique can save; none where it fails."""
+    found: list[Option] = []
+    with isolated("technique", name):
+        found = list(technique(name).options(step))
+    return found
+
+
+def edit_of(step: Step, option: Option) -> Edit | None:
+    """What an option changes in the step; None where it saves nothing, or its technique fails."""
+    edit = None
+    with isolated("technique", option.technique):
+        edit = _unit(option.technique).edits(step, option)
+    return edit
+
+
+def in_files_of(name: str, step: Step) -> list[Option]:
+    """What a technique can do with files; nothing where it fails."""
+    found: list[Option] = []
+    with isolated("technique", name):
+        unit = technique(name)
+        found = list(unit.to_files(step)) if isinstance(unit, ToFiles) else []
+    return found
+
+
+def settled(step: Step, one: Technique) -> Technique:
+    """A technique with what can be said of all its places together."""
+    found = one
+    with isolated("technique", one.name):
+        unit = technique(one.name)
+        found = unit.settled(step, one) if isinstance(unit, Settles) else one
+    return found
+
+
+def refusals_of(name: str, step: Step) -> list[str]:
+    """What a technique says of the places at which it would save and is not used."""
+    found: list[str] = []
+    with isolated("technique", name):
+        unit = technique(name)
+        found = list(unit.refusals(step)) if isinstance(unit, Refuses) else []
+    return found
 
 
 def page(name: str) -> str:
@@ -168,7 +241,7 @@ def names() -> list[str]:
 
 def exportable() -> list[str]:
     """The techniques that can be written as plain PyTorch."""
-    return [name for name in names() if isinstance(technique(name), Exportable)]
+    return [name for name, unit in units().items() if isinstance(unit, Exportable)]
 
 
 _SERVING = (
@@ -176,6 +249,7 @@ _SERVING = (
     "arguments",
     "base",
     "batch_parts",
+    "block_state",
     "blocks",
     "by_channels",
     "by_graph",
@@ -202,7 +276,6 @@ _SERVING = (
     "overheads",
     "overwriting",
     "places",
-    "python_state",
     "rerun",
     "scratch",
     "sharding",

@@ -26,14 +26,15 @@ class Block(NamedTuple):
 def blocks_of(step: Step) -> list[Block]:
     """The blocks that save at least half a thousandth of the peak and may run twice.
 
-    A block may not run twice if something writes to its inputs between its forward and its backward, or
-    if it has user hooks. Of modules with the same operators the outermost is taken.
+    A block may not run twice if something writes to its inputs between its forward and its backward, if it
+    has user hooks, or if its code writes what cannot be put back. Of modules with the same operators the
+    outermost is taken.
     """
     reader = _Reader(step)
     blocks: dict[tuple[Span, ...], Block] = {}
     for number, module in enumerate(step.modules):
         calls = reader.calls[number]
-        if not calls or reader.hooked(number):
+        if not calls or reader.runs_once(number):
             continue
         for block in (*reader.whole(module, calls), *reader.ranges(number, module, calls)):
             if block.spans not in blocks:
@@ -67,11 +68,11 @@ class _Reader:
                 born[tensor.birth] += tensor.bytes
         return list(accumulate(born, initial=0))
 
-    def hooked(self, number: int) -> bool:
-        """Whether the user's hooks hang in the module."""
-        if self._step.modules[number].hooked:
+    def runs_once(self, number: int) -> bool:
+        """Whether the module, or one in it, has user hooks or writes what cannot be put back."""
+        if self._step.modules[number].runs_once:
             return True
-        return any(map(self.hooked, self._children[number]))
+        return any(map(self.runs_once, self._children[number]))
 
     def whole(self, module: Module, calls: list[Call]) -> Iterator[Block]:
         """The module itself, if it saves enough."""

@@ -36,6 +36,7 @@ class BoundedState:
     """Binds the sessions, states or caches of models, as they come."""
 
     name = "bounded_state"
+    takes = (*_OF_STATES, *_OF_CACHES)
     equivalence: Equivalence = "BITWISE"
 
     def options(self, step: Step) -> Sequence[Option]:

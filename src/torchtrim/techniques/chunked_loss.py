@@ -43,6 +43,7 @@ class ChunkedLoss:
     """`where` holds the paths of heads: linear layers, or modules that take the product themselves."""
 
     name = "chunked_loss"
+    takes = _OPTIONS
     equivalence: Equivalence = "ROUNDING"
 
     def options(self, step: Step) -> Sequence[Option]:

@@ -33,6 +33,7 @@ class CompressGradients:
     """`where` names modules in `DistributedDataParallel`. `dtype`: `bfloat16`."""
 
     name = "compress_gradients"
+    takes = tuple(_OPTIONS)
     equivalence: Equivalence = "SEMANTIC"
     helps: tuple[str, ...] = ()
     ways = 1

@@ -62,6 +62,7 @@ class DataParallel:
     how many micro-batches a step has; or `bucket_cap_mb`: MiB of a bucket; or `static_graph`: true."""
 
     name = "data_parallel"
+    takes = (VIEWS, ACCUMULATE, CAP, STATIC)
     equivalence: Equivalence = "BITWISE"
 
     def options(self, step: Step) -> Sequence[Option]:

@@ -12,16 +12,19 @@ import torch
 from torchtrim.errors import ApplyFailed
 from torchtrim.observe.optimizers import parameters_of
 from torchtrim.observe.spent import Spent, updating
+from torchtrim.observe.step_paths import step_follows
+from torchtrim.techniques.block_state import say_once
 from torchtrim.techniques.failing import note
-from torchtrim.techniques.stepping import Stepping
+from torchtrim.techniques.stepping import Stepping, has_step_hooks
 
 
 class EarlyUpdates:
     """An optimizer whose parameters are updated when their gradient was added to for the `added`-th time
     since its last step; `step` updates the others.
 
-    `revert` makes the optimizer what it was. Raises `ApplyFailed`, in backward or `step`, where the script
-    does what would make the result another.
+    A backward that a step may not follow, and one while the optimizer has step hooks, leaves all updates to
+    `step`: that is the original's way. `revert` makes the optimizer what it was. Raises `ApplyFailed`, in
+    backward, `step` or `state_dict`, where the script does what would make the result another.
     """
 
     def __init__(self, where: str, optimizer: torch.optim.Optimizer, added: int) -> None:
@@ -34,6 +37,10 @@ class EarlyUpdates:
         self._settings: dict[int, Any] = {}
         self._stepping = Stepping(where, optimizer, self._around)
         self._step: Any = getattr(type(optimizer).step, "__wrapped__")  # noqa: B009
+        self._backward = -1
+        self._late = False
+        self._placeholders: list[torch.Tensor] = []
+        self._saved = optimizer.register_state_dict_pre_hook(lambda _: self.check_settled())
         self._groups: dict[int, int] = {}
         self._marks: dict[int, Spent] = {}
         self._hooks = []
@@ -49,11 +56,22 @@ class EarlyUpdates:
         """Make the optimizer what it was; what marks used gradients goes."""
         for hook in self._hooks:
             hook.remove()
+        self._saved.remove()
         self._stepping.revert()
         self._take_marks()
 
+    def check_settled(self) -> None:
+        """Raise `ApplyFailed` if parameters were updated and no `step` has come."""
+        if self._used:
+            raise self._refused(
+                f"{len(self._used)} parameters were updated in backward, and the program goes on without the "
+                "`step` that was to follow"
+            )
+
     def _accumulated(self, parameter: torch.Tensor) -> None:
         """A gradient was added to."""
+        if not self._is_early():
+            return
         self._added[id(parameter)] += 1
         count = self._added[id(parameter)]
         if count < self._needed:
@@ -65,8 +83,31 @@ class EarlyUpdates:
             )
         self._update(parameter)
 
+    def _is_early(self) -> bool:
+        """Whether this backward may update parameters: it, and those before it since the last step."""
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward and not self._late:
+            self._backward = backward
+            why = self._why_late()
+            self._late = bool(why)
+            if why:
+                say_once(
+                    self._where,
+                    f"{why}, so this backward leaves the updates to `step`, as without the plan, and its "
+                    "gradients stay.",
+                )
+        return not self._late
+
+    def _why_late(self) -> str:
+        """Why this backward must not update parameters, empty if it may."""
+        if has_step_hooks(self._optimizer):
+            return "the optimizer has step hooks, which would see no gradients"
+        follows = step_follows(self._optimizer)
+        return "" if follows.sure else f"a `step` may not follow: {follows.why_not}"
+
     def _update(self, parameter: torch.Tensor) -> None:
         """Run the optimizer's own step for one parameter, and let the gradient go."""
+        self._keep_order()
         optimizer, number = self._optimizer, self._groups[id(parameter)]
         whole = optimizer.param_groups
         group = whole[number]
@@ -80,6 +121,22 @@ class EarlyUpdates:
                 optimizer.param_groups = whole
         parameter.grad = self._mark(parameter)
         self._used.append(parameter)
+
+    def _keep_order(self) -> None:
+        """Give the states the order that `step` would give them, before the first of them is made."""
+        if self._placeholders or self._used:
+            return
+        state = self._optimizer.state
+        for parameter in parameters_of(self._optimizer):
+            if parameter not in state:
+                state[parameter] = {}
+                self._placeholders.append(parameter)
+
+    def _drop_placeholders(self) -> None:
+        for parameter in self._placeholders:
+            if not self._optimizer.state.get(parameter, True):
+                del self._optimizer.state[parameter]
+        self._placeholders = []
 
     def _mark(self, parameter: torch.Tensor) -> Spent:
         """The placeholder for its gradient; a parameter may have changed its type or device."""
@@ -98,6 +155,12 @@ class EarlyUpdates:
                     "and `step`, when parameters had been updated"
                 )
         used = self._used
+        self._check_marks()
+        if used and has_step_hooks(optimizer):
+            raise self._refused(
+                "the optimizer has come to have step hooks, which see no gradients of parameters that were "
+                "updated in backward"
+            )
         if not all(isinstance(parameter.grad, Spent) for parameter in used):
             raise self._refused(
                 "gradients were dropped or put in place between backward and `step`, when parameters had "
@@ -106,13 +169,22 @@ class EarlyUpdates:
         self._take_marks()
         self._settings.clear()
         self._added.clear()
+        self._late = False
         self._used = []
         try:
             yield
         finally:
+            self._drop_placeholders()
             for parameter in used:
                 if parameter.grad is None:
                     parameter.grad = self._mark(parameter)
+
+    def _check_marks(self) -> None:
+        """Raise `ApplyFailed` in a second `step` on the same gradients: they are gone."""
+        used = set(map(id, self._used))
+        for parameter in parameters_of(self._optimizer):
+            if isinstance(parameter.grad, Spent) and id(parameter) not in used:
+                raise self._refused("`step` was called again with no backward in between")
 
     def _take_marks(self) -> None:
         for parameter in parameters_of(self._optimizer):

@@ -6,7 +6,18 @@ import contextlib
 
 _KEY = "_torchtrim_place"
 _UNMATCHED = "CheckpointError"
+_DEFECT = "technique "
 _last_again = [""]
+
+
+def defect(technique: str) -> str:
+    """What stands in the stead of a place where a technique fails by a defect of its own."""
+    return _DEFECT + technique
+
+
+def defective(place: str) -> str:
+    """The technique of which `defect` is; empty for a place."""
+    return place.removeprefix(_DEFECT) if place.startswith(_DEFECT) else ""
 
 
 def note(error: BaseException, where: str) -> None:

@@ -27,6 +27,13 @@ class Handles:
         """One more."""
         self._handles.append(handle)
 
+    def check_settled(self) -> None:
+        """Raise `ApplyFailed` if a technique is ahead of the program, its updates awaiting their `step`."""
+        for handle in self._handles:
+            check = getattr(handle, "check_settled", None)
+            if check is not None:
+                check()
+
     def revert(self) -> None:
         """Make everything what it was, the last first."""
         while self._handles:

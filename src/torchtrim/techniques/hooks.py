@@ -5,6 +5,7 @@ Those that let others be within them are marked; the inner ones hand what they d
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -13,7 +14,7 @@ from torch.autograd.function import BackwardCFunction
 
 F = TypeVar("F", bound=Callable[..., Any])
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
-_MARK = "_torchtrim_chains"
+_MARK, _OWN = "_torchtrim_chains", "_torchtrim_own"
 
 
 class Handed(NamedTuple):
@@ -31,6 +32,40 @@ def chains(unpack: F) -> F:
     """Mark hooks, by how they unpack, as such that inner ones hand on to."""
     setattr(unpack, _MARK, True)
     return unpack
+
+
+def own(unpack: F) -> F:
+    """Mark hooks, by how they unpack, as a technique's."""
+    setattr(unpack, _OWN, True)
+    return unpack
+
+
+def foreign() -> bool:
+    """Whether the innermost hooks are the script's: then no technique sees what is saved."""
+    top = on_top()
+    return top is not None and not (hasattr(top[1], _MARK) or hasattr(top[1], _OWN))
+
+
+class Lost:
+    """Tells once, on stderr, that a technique saves nothing, since hooks of the script are in its way."""
+
+    def __init__(self, technique: str) -> None:
+        self._technique = technique
+        self._told = False
+
+    def tell(self, where: str) -> None:
+        """It would have saved memory at this place."""
+        if self._told:
+            return
+        self._told = True
+        print(
+            f"torchtrim: {where} runs under hooks on saved tensors that the script has set "
+            f"(saved_tensors_hooks, save_on_cpu or a checkpoint), so {self._technique} saves nothing there, "
+            "and the peak may pass the plan's budget. The results are not affected. Plan again with these "
+            "hooks on from the first step, or take them out.",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def on_top() -> Hooks | None:

@@ -50,6 +50,7 @@ class LowBitStates:
     """`where` names optimizers (`AdamW`, a second one `AdamW#2`). `states`: `8bit` or `bf16`."""
 
     name = "low_bit_states"
+    takes = ("states",)
     equivalence: Equivalence = "SEMANTIC"
     helps: tuple[str, ...] = ()
     ways = 2

@@ -46,6 +46,7 @@ class MicroBatch:
     """`where` names modules and ranges of a Sequential that run in `parts` parts of the batch."""
 
     name = "micro_batch"
+    takes = ("parts",)
     equivalence: Equivalence = "ROUNDING"
 
     def options(self, step: Step) -> Sequence[Option]:

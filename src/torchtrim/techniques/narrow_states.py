@@ -144,7 +144,7 @@ class Eight:
         signed = key not in _UNSIGNED
         if (device, signed) not in self._maps:
             values = self._torchao.create_dynamic_map(signed)
-            self._maps[device, signed] = torch.tensor(values, device=device)
+            self._maps[device, signed] = torch.tensor(values, dtype=torch.float32, device=device)
         return self._maps[device, signed]
 
 

@@ -47,6 +47,7 @@ class OffloadOptimizer:
     """
 
     name = "offload_optimizer"
+    takes = ("chunk_bytes", "file")
     equivalence: Equivalence = "BITWISE"
 
     def options(self, step: Step) -> Sequence[Option]:

@@ -11,10 +11,14 @@ was seen to do that it is not planned, and a budget that is missed says why and 
 of all gradients is known when all have been made, so they are kept, or forward and backward run a second
 time. Clipping
 each parameter's gradient by itself, in a hook of `register_post_accumulate_grad_hook`, goes with it. Where a
-later step reads gradients, whatever reads the gradient raises. Likewise
-where a gradient is added to more often than it was, is dropped or replaced, or where the learning rate is
-changed between backward and step. A closure, several processes and optimizers that are not torch's own are
-refused. A backward that no step follows, at the very end of a script, has updated parameters all the same.
+later step reads gradients, whatever reads the gradient raises. Likewise where a gradient is added to more
+often than it was, is dropped or replaced, where `step` is called twice, or where the learning rate is changed
+between backward and step. Several processes and optimizers that are not torch's own are refused.
+
+A backward updates parameters only where `step` follows it, whatever way the program takes: that is read from
+the source of the line that calls `backward` and of what comes after. A step that a test of the loss guards,
+a backward for a saliency map or an attack, and an optimizer that has come to have step hooks are left to
+`step`, as without the plan, and the run says so. Where a loop guards its step so, this is not planned.
 """
 
 from __future__ import annotations
@@ -49,6 +53,7 @@ class OptimizerInBackward:
     """`where` names optimizers (`AdamW`, a second one `AdamW#2`). `backwards`: how many there are a step."""
 
     name = "optimizer_in_backward"
+    takes = ("backwards",)
     equivalence: Equivalence = "BITWISE"
 
     def options(self, step: Step) -> Sequence[Option]:
@@ -66,15 +71,19 @@ class OptimizerInBackward:
         return found
 
     def refusals(self, step: Step) -> Iterator[str]:
-        """The optimizers whose gradients are read before they step, with the price of not keeping them."""
+        """The optimizers that may not step after a backward, and those whose gradients are read before they
+        step, with the price of not keeping them."""
         profile = step.profile
         if profile is None:
             return
         touched = _touched(profile)
         for name, calls in seen_of(step).items():
             readers = sorted({i for seen in calls for i in _read_after(seen, touched)})
+            skipped = next((seen.step.skipped for seen in calls if seen.step.skipped), "")
             if readers:
                 yield _refusal(step, profile, name, calls[0], readers[0])
+            elif skipped:
+                yield f"optimizer_in_backward is not for `{name}`: {skipped}"
 
     def edits(self, step: Step, option: Option) -> Edit:
         """Gradients end where they are final, and the update runs there."""
@@ -118,6 +127,8 @@ def _touched(profile: Profile) -> dict[int, list[int]]:
 
 def _is_free(step: Step, seen: Seen, touched: Mapping[int, Sequence[int]]) -> bool:
     """Whether the gradients are made in this step, and final ones are read in the optimizer's step alone."""
+    if seen.step.skipped:
+        return False
     span = range(*seen.span)
     for update in seen.step.updates:
         gradient = step.tensors[update.gradient]

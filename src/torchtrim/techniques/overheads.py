@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from torchtrim.caches import folder, write
+from torchtrim.parts import isolated
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Overheads
 from torchtrim.techniques.base import Handle, technique
@@ -45,8 +46,10 @@ def measured() -> Overheads | None:
 
     In a thread of its own, where no mode, hook, default or trace of the caller's is on.
     """
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(_measured).result()
+    found = None
+    with isolated("technique", "recompute or replay"), ThreadPoolExecutor(1) as pool:
+        found = pool.submit(_measured).result()
+    return found
 
 
 def _measured() -> Overheads | None:
@@ -130,7 +133,7 @@ def _applied(model: nn.Module, name: str, places: list[str]) -> Handle:
 
 def _seconds(model: nn.Module) -> float:
     """The least that a forward and backward takes."""
-    x, taken = torch.ones(2, 2, dtype=torch.float32, requires_grad=True), []
+    x, taken = torch.ones(2, 2, dtype=torch.float32, device="cpu", requires_grad=True), []
     for _ in range(_ROUNDS):
         begin = time.thread_time()
         model(x).sum().backward()

@@ -8,6 +8,9 @@ PyTorch's ReLU6 and Hardtanh keep their input for backward, and a copy of it whe
 result does as well, since it is within the bounds where the input is: they overwrite, and keep no copy. Of
 the other modules with an `inplace`, Threshold does likewise and is rare, SiLU, Mish and Hardswish need their
 input, and ELU and its kin round otherwise.
+
+`nn.Linear` returns a view for tokens in three dimensions, and autograd's backward of an in-place write to a
+view copies the gradient twice. The write goes to an alias of the view instead, which copies nothing.
 """
 
 from __future__ import annotations

@@ -44,6 +44,7 @@ class PlainOptimizer:
     parameters each, or `fused`."""
 
     name = "plain_optimizer"
+    takes = ("style", "chunk_bytes")
     equivalence: Equivalence = "BITWISE"
 
     def options(self, step: Step) -> Sequence[Option]:

@@ -45,6 +45,7 @@ class Precision:
     """`where` names roots. `of`: `compute` or `saved`; `dtype`: `bfloat16` or `float16`."""
 
     name = "precision"
+    takes = ("of", "dtype")
     equivalence: Equivalence = "SEMANTIC"
     helps: tuple[str, ...] = ()
     ways = 2

@@ -6,7 +6,7 @@ block by block; `techniques.rerun` does it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torchtrim.records.finding import Equivalence
@@ -30,6 +30,18 @@ class Recompute:
     def options(self, step: Step) -> Sequence[Option]:
         """Every block and every range of a chain that saves something for backward."""
         return [Option(self.name, *block) for block in blocks_of(step)]
+
+    def refusals(self, step: Step) -> Iterator[str]:
+        """The modules whose code must not run twice, those of one line together."""
+        found: dict[str, list[str]] = {}
+        for module in step.modules:
+            if module.writes:
+                found.setdefault(module.writes, []).append(module.path)
+        for writes, paths in found.items():
+            more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+            yield (
+                f"recompute is not for `{paths[0]}`{more}: {writes}, and running it again would do that twice"
+            )
 
     def edits(self, step: Step, option: Option) -> Edit | None:
         """Its calls run again."""

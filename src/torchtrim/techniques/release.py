@@ -14,6 +14,7 @@ class Release(ByGraph):
     """`where` names modules. Option `gradients`: put the gradients of their parameters aside."""
 
     name = "release"
+    takes = ("gradients",)
 
 
 TECHNIQUE = Release()

@@ -41,6 +41,7 @@ class ReplaceNorm:
     most."""
 
     name = "replace_norm"
+    takes = ("to", "groups")
     equivalence: Equivalence = "SEMANTIC"
     helps: tuple[str, ...] = ("micro_batch",)
     ways = 1

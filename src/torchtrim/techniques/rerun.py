@@ -1,9 +1,9 @@
 """Runs a part of a model again in backward, instead of keeping what it saved.
 
-The random numbers are kept (`torch.utils.checkpoint`, non-reentrant), and buffers that the part writes,
-such as BatchNorm's statistics, are written once: while it runs again, scratch copies with the values of
-before the first run stand in their place. Plain attributes and the generators of Python and numpy are
-put back likewise (`techniques.python_state`).
+The random numbers are kept (`torch.utils.checkpoint`, non-reentrant), and what the part writes beside its
+results, such as BatchNorm's statistics, is written once: while it runs again, scratch copies with the values
+of before the first run stand in their place (`techniques.block_state`). A part whose code writes what cannot
+be put back, such as a list, is refused; one that comes to do so later runs once from then on, and says so.
 """
 
 from __future__ import annotations
@@ -15,17 +15,15 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from torchtrim.observe.recording import tensors_in
 from torchtrim.techniques.arguments import as_they_are
+from torchtrim.techniques.block_state import Before, BlockState
 from torchtrim.techniques.chains import Range, Ranges
 from torchtrim.techniques.early_stop import EarlyStop
 from torchtrim.techniques.handles import Handle, Handles
-from torchtrim.techniques.numbering import unnumbered
 from torchtrim.techniques.places import Span, part_at
-from torchtrim.techniques.python_state import PythonState
 from torchtrim.techniques.swap import Swapped
 
 
@@ -64,7 +62,7 @@ def rerun_places(
     swapped, at = Handles(), ""
     try:
         for at, module in whole:
-            swapped.add(rerun_whole(module, telling(at)))
+            swapped.add(rerun_whole(module, at, telling(at)))
         for at, chain, spans in ranges:
             swapped.add(_again(spans, chain, at, telling))
     except BaseException as error:
@@ -74,9 +72,9 @@ def rerun_places(
     return swapped
 
 
-def rerun_whole(module: nn.Module, told: Told | None = None) -> Swapped:
+def rerun_whole(module: nn.Module, where: str, told: Told | None = None) -> Swapped:
     """Make a module run again as a whole. `told` hears of its runs."""
-    return Swapped(module, functools.partial(_whole, Buffers([module], told or Untold(""))))
+    return Swapped(module, functools.partial(_whole, Rerun(where, [module], told or Untold(where))))
 
 
 def _sort(
@@ -96,32 +94,33 @@ def _sort(
 
 
 def _again(ranges: Sequence[Span], chain: nn.Sequential, where: str, telling: Telling) -> Ranges:
-    """The ranges of a chain, each with the buffers of its modules."""
+    """The ranges of a chain, each with the state of its modules."""
     found = []
     for first, last in ranges:
-        buffers = Buffers(list(chain)[first:last], telling(f"{where}[{first}:{last}]"))
-        found.append(Range(first, last, functools.partial(_range, buffers)))
+        at = f"{where}[{first}:{last}]"
+        block = Rerun(at, list(chain)[first:last], telling(at))
+        found.append(Range(first, last, functools.partial(_range, block)))
     return Ranges(chain, found)
 
 
-def _whole(buffers: Buffers, forward: Callable[..., Any]) -> Callable[..., Any]:
-    return functools.partial(_run, forward, buffers)
+def _whole(block: Rerun, forward: Callable[..., Any]) -> Callable[..., Any]:
+    return functools.partial(_run, forward, block)
 
 
-def _range(buffers: Buffers, forward: Callable[..., Any], value: Any) -> Any:
-    return _run(forward, buffers, value)
+def _range(block: Rerun, forward: Callable[..., Any], value: Any) -> Any:
+    return _run(forward, block, value)
 
 
-def _run(function: Callable[..., Any], buffers: Buffers, *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_grad_enabled():
+def _run(function: Callable[..., Any], block: Rerun, *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled() or block.is_off():
         return function(*args, **kwargs)
-    twice = _Twice(function, args, kwargs, buffers.told)
+    twice = _Twice(function, args, kwargs, block.told)
     return checkpoint(
         twice,
         *tensors_in((args, kwargs)),
         use_reentrant=False,
         preserve_rng_state=True,
-        context_fn=buffers.contexts,
+        context_fn=block.contexts,
         early_stop=twice.early_stop,
     )
 
@@ -159,9 +158,6 @@ class _Twice:
             self._told.has_run()
 
 
-Values = dict[tuple[int, str], torch.Tensor]
-
-
 class _Anew(contextlib.AbstractContextManager[None]):
     """A context that can be entered again: a graph that is retained has more than one backward."""
 
@@ -176,74 +172,29 @@ class _Anew(contextlib.AbstractContextManager[None]):
         self._stack.close()
 
 
-class Buffers:
-    """Sees to it that a block which runs twice writes its buffers once.
+class Rerun:
+    """A block that runs again: its state, and who is told of its runs."""
 
-    Which buffers the block writes is learnt when it first runs in a mode (training or not), by their
-    values: kernels such as BatchNorm's write without telling autograd. Those of norms always count.
-    """
-
-    def __init__(self, modules: Sequence[nn.Module], told: Told) -> None:
+    def __init__(self, where: str, modules: Sequence[nn.Module], told: Told) -> None:
         self.told = told
-        self._modules = [inner for module in modules for inner in module.modules()]
-        self._written: dict[tuple[bool, ...], set[tuple[int, str]]] = {}
+        self._state = BlockState(modules, where)
+
+    def is_off(self) -> bool:
+        """Whether the block has come to be one that may run only once; the first time it is said."""
+        why = self._state.why_once()
+        if why:
+            self._state.says_once(why)
+        return bool(why)
 
     def contexts(
         self,
     ) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
         """Contexts for the first run and for the run in backward."""
-        before: Values = {}
-        python = PythonState(self._modules)
-        again = _Anew(functools.partial(self._again, before, python))
-        return self._first(before, python), again
+        before = self._state.begin()
+        return _first(before), _Anew(before.again)
 
-    @contextlib.contextmanager
-    def _first(self, before: Values, python: PythonState) -> Iterator[None]:
-        mode = tuple(module.training for module in self._modules)
-        written = self._written.get(mode)
-        versions = {}
-        with unnumbered():
-            for at, buffer in self._buffers():
-                if written is None or at in written:
-                    before[at] = buffer.clone()
-                    versions[at] = (buffer, buffer._version)
-        yield
-        python.has_run()
-        if written is None:
-            self._written[mode] = written = set()
-            with unnumbered():
-                for at, buffer in self._buffers():
-                    if at in before and self._changed(at, buffer, before[at], *versions[at]):
-                        written.add(at)
-            for at in before.keys() - written:
-                del before[at]
 
-    @contextlib.contextmanager
-    def _again(self, before: Values, python: PythonState) -> Iterator[None]:
-        now = {(n, name): self._modules[n]._buffers[name] for n, name in before}
-        for (n, name), value in before.items():
-            self._modules[n]._buffers[name] = value.clone()
-        try:
-            with python.again():
-                yield
-        finally:
-            for (n, name), buffer in now.items():
-                self._modules[n]._buffers[name] = buffer
-
-    def _changed(
-        self,
-        at: tuple[int, str],
-        buffer: torch.Tensor,
-        value: torch.Tensor,
-        old: torch.Tensor,
-        version: int,
-    ) -> bool:
-        if buffer is not old or buffer._version != version:
-            return True
-        return isinstance(self._modules[at[0]], _NormBase) or not torch.equal(buffer, value)
-
-    def _buffers(self) -> Iterator[tuple[tuple[int, str], torch.Tensor]]:
-        for number, module in enumerate(self._modules):
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    yield (number, name), buffer
+@contextlib.contextmanager
+def _first(before: Before) -> Iterator[None]:
+    yield
+    before.has_run()

@@ -39,6 +39,7 @@ class ScaleLr:
     `linear` or `sqrt`; `warmup`: steps over which the factor rises from 1, 0 for none."""
 
     name = "scale_lr"
+    takes = ("from_batch", "to_batch", "rule", "warmup")
     equivalence: Equivalence = "SEMANTIC"
     helps: tuple[str, ...] = ()
     ways = 0

@@ -51,6 +51,7 @@ class Shard:
     forward. `blocks`: patterns of paths below the module, none for the blocks that repeat."""
 
     name = "shard"
+    takes = tuple(_OPTIONS)
     equivalence: Equivalence = "BITWISE"
     helps: tuple[str, ...] = ()
     ways = 2

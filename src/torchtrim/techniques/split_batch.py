@@ -16,6 +16,7 @@ class SplitBatch(ByGraph):
     """`where` names modules. Option `parts`: in how many parts, 2 or more."""
 
     name = "split_batch"
+    takes = ("parts",)
     equivalence: Equivalence = "ROUNDING"
 
 

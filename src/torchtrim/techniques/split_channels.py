@@ -45,6 +45,7 @@ class SplitChannels:
     `overwrites`: whether the gradient is written over the input."""
 
     name = "split_channels"
+    takes = _SETTINGS
     equivalence: Equivalence = "BITWISE"
 
     def options(self, step: Step) -> Sequence[Option]:

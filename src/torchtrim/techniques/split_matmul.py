@@ -40,6 +40,7 @@ class SplitMatmul:
     """`where` names modules that treat each row by itself. `parts`: how many there are of the rows."""
 
     name = "split_matmul"
+    takes = ("parts",)
     equivalence: Equivalence = "ROUNDING"
 
     def options(self, step: Step) -> Sequence[Option]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from torchtrim.errors import ApplyFailed
 from torchtrim.observe.optimizers import parameters_of
@@ -184,11 +185,24 @@ def refuse(where: str, optimizer: torch.optim.Optimizer) -> None:
             f"`{where}` is a {kind.__module__}.{kind.__qualname__}, and only torch's own optimizers that "
             "update each element by itself can be planned. Plan again for this script."
         )
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    if has_step_hooks(optimizer):
         raise ApplyFailed(
             f"`{where}` carries step hooks of its own, which would see it in another state. Take them off, "
             "or leave this optimizer out of the plan."
         )
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the program's own hooks hang on the steps of this optimizer, or on those of all."""
+    everywhere = (
+        *_global_optimizer_pre_hooks.values(),
+        *_global_optimizer_post_hooks.values(),
+    )
+    if any(
+        not str(getattr(hook, "__module__", "")).startswith("torchtrim.") for hook in everywhere
+    ):
+        return True
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
 def run_scaled(factor: float, warmup: int) -> Around:

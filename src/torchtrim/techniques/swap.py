@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import inspect
+import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import _symbolic_trace
 
 from torchtrim.errors import ApplyFailed
 
@@ -69,7 +72,8 @@ class _Switch:
 
     def is_used(self) -> bool:
         """Whether a call that comes now is changed."""
-        return self.is_on and torch._C._get_tracing_state() is None
+        traced = torch._C._get_tracing_state() is not None or _symbolic_trace._is_fx_tracing_flag
+        return self.is_on and not traced
 
 
 def _over(own: Forward, wrap: Callable[[Forward], Forward], switch: _Switch) -> Forward:
@@ -101,13 +105,22 @@ def _take_off(module: nn.Module) -> bool:
     return True
 
 
+def _for_scripts(forward: Any, original: Any) -> Forward:
+    """A forward that TorchScript takes for the original: it compiles that one's source, with its globals."""
+    names = getattr(inspect.unwrap(original), "__globals__", forward.__globals__)
+    made = types.FunctionType(forward.__code__, names, "forward", None, forward.__closure__)
+    return functools.wraps(original)(made)
+
+
 def _subclass(
     original: type[nn.Module], wrap: Callable[[Forward], Forward], switch: _Switch
 ) -> type[nn.Module]:
-    @functools.wraps(original.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run: Forward = functools.partial(original.forward, self)
         return (wrap(run) if switch.is_used() else run)(*args, **kwargs)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return call(self, args, kwargs)
 
     def reduce_ex(self: nn.Module, protocol: Any) -> Any:
         reduced = original.__reduce_ex__(self, protocol)
@@ -120,7 +133,7 @@ def _subclass(
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
         "__reduce_ex__": reduce_ex,
-        "forward": forward,
+        "forward": _for_scripts(forward, original.forward),
         _SWAPPED: switch,
     }
     return type(original.__name__, (original,), namespace)

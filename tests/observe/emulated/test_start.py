@@ -95,6 +95,10 @@ def test_a_librarys_question_on_the_users_behalf_does_not(sources: Sources) -> N
         "torch.nn.Linear(2, 2).cuda().weight",
         "torch.nn.Linear(2, 2).to('cuda').weight",
         "torch.rand(1, device='cuda', generator=torch.Generator('cuda'))",
+        "torch.ones(1).type('torch.cuda.DoubleTensor')",
+        "torch.nn.Linear(2, 2).type(torch.cuda.HalfTensor).weight",
+        "torch.cuda.FloatTensor(2, 3)",
+        "torch.cuda.LongTensor([1, 2])",
     ],
 )
 @pytest.mark.parametrize("who", ["users", "librarys"])
@@ -102,6 +106,48 @@ def test_whoever_asks_for_a_device_begins_it(sources: Sources, who: str, asking:
     made = getattr(sources, who)(asking)()
     assert current() is not None
     assert made.is_cuda
+
+
+@pytest.mark.filterwarnings("ignore:torch.set_default_tensor_type:UserWarning")
+@pytest.mark.parametrize(
+    ("asking", "dtype"),
+    [
+        ("torch.set_default_device('cuda')", torch.float32),
+        ("torch.set_default_device(torch.device('cuda', 0))", torch.float32),
+        ("torch.set_default_device(device='cuda')", torch.float32),
+        ("torch.set_default_tensor_type('torch.cuda.FloatTensor')", torch.float32),
+        ("torch.set_default_tensor_type(torch.cuda.DoubleTensor)", torch.float64),
+    ],
+)
+@pytest.mark.parametrize("who", ["users", "librarys"])
+def test_a_default_that_is_the_device_begins_it(
+    sources: Sources, who: str, asking: str, dtype: torch.dtype
+) -> None:
+    getattr(sources, who)(asking)()
+    try:
+        assert current() is not None
+        made = torch.ones(2)
+        assert made.is_cuda
+        assert made.dtype is dtype
+    finally:
+        torch.set_default_tensor_type("torch.FloatTensor")
+        torch.set_default_device(None)
+
+
+def test_a_default_of_the_host_begins_nothing(sources: Sources) -> None:
+    torch.set_default_device("cpu")
+    torch.set_default_device(None)
+    assert not isinstance(torch.ones(1), torch.cuda.FloatTensor)
+    assert torch.ones(1).type(torch.DoubleTensor).type("torch.FloatTensor").is_cpu
+    assert current() is None
+
+
+def test_a_type_of_the_device_that_was_kept_is_the_same_type(sources: Sources) -> None:
+    kind = torch.cuda.FloatTensor
+    made = kind([1.0])
+    assert isinstance(made, kind)
+    assert not isinstance(made.cpu(), kind)
+    assert kind(2).is_cuda
 
 
 def test_a_factory_begins_it(tmp_path: Path) -> None:

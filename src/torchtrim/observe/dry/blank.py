@@ -37,7 +37,7 @@ class Blanks:
         Raises `RuntimeError` for one that no machine's addresses could hold.
         """
         if 0 in shape:
-            return torch.empty_strided(shape, strides, dtype=dtype)
+            return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
         count = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         flat = torch.frombuffer(
             self._region, dtype=dtype, count=count, offset=self._place(count * dtype.itemsize)

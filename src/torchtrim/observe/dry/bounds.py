@@ -174,10 +174,11 @@ def _pack(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
     steps, batch = (padded.shape[1], padded.shape[0]) if first else tuple(padded.shape[:2])
     if dry.knows(lengths):
         every = lengths.tolist()
-        sizes = torch.tensor([sum(one > step for one in every) for step in range(max(every))])
+        counts = [sum(one > step for one in every) for step in range(max(every))]
+        sizes = torch.tensor(counts, device="cpu")
     else:
         _bounded(dry, "pack_padded_sequence", steps * batch)
-        sizes = torch.full((steps,), batch)
+        sizes = torch.full((steps,), batch, dtype=torch.int64, device="cpu")
     shape = (int(sizes.sum()), *padded.shape[2:])
     dense = torch.empty(shape, device="meta").stride()
     return dry.blank(Geometry(shape, dense, padded.dtype)), sizes

@@ -180,7 +180,7 @@ def needed(call: Callable[[], Any]) -> int:
 def zeros(tensor: torch.Tensor, samples: int | None = None) -> torch.Tensor:
     """A tensor of zeros in the layout of another, with another number of samples."""
     size = tensor.shape if samples is None else (samples, *tensor.shape[1:])
-    return torch.empty_strided(size, tensor.stride(), dtype=tensor.dtype).zero_()
+    return torch.empty_strided(size, tensor.stride(), dtype=tensor.dtype, device="cpu").zero_()
 
 
 def _name() -> str:

@@ -135,7 +135,7 @@ def _blocks_of(dtype: torch.dtype) -> int:
     threads = torch.get_num_threads()
 
     def attempt() -> int:
-        square = torch.zeros(_LARGE, _LARGE, dtype=dtype)
+        square = torch.zeros(_LARGE, _LARGE, dtype=dtype, device="cpu")
         return needed(lambda: torch.mm(square, square))
 
     found = machine().once(f"blocks of mm {dtype} {threads}", attempt)
@@ -149,7 +149,8 @@ def _blocks_tried(matrix: Any, columns: int, most: int) -> int:
 
     def attempt() -> int:
         first, second = (
-            torch.zeros(size, dtype=dtype) for size in ((rows, inner), (inner, columns))
+            torch.zeros(size, dtype=dtype, device="cpu")
+            for size in ((rows, inner), (inner, columns))
         )
         return needed(lambda: torch.mm(first, second))
 

@@ -208,7 +208,7 @@ def fused_attention(
     weights, kept = _weights(query, key, attn_bias, dropout_p, is_causal, scale, generator)
     rows = -(-query.shape[-2] // 32) * 32 if compute_log_sumexp else 0
     sums = query.new_zeros((*query.shape[:-2], rows), dtype=torch.float32)
-    return (weights * kept) @ value, sums, seed, torch.zeros((), dtype=torch.int64)
+    return (weights * kept) @ value, sums, seed, torch.zeros((), dtype=torch.int64, device="cpu")
 
 
 def fused_attention_backward(
@@ -252,7 +252,7 @@ def _flat(matrices: torch.Tensor) -> torch.Tensor:
 def _remembered() -> tuple[torch.Tensor, torch.Generator]:
     """A number for the state of the CPU's random numbers, which is kept while the number is."""
     number = next(_NUMBERS)
-    seed = torch.tensor(number)
+    seed = torch.tensor(number, device="cpu")
     _STATES[number] = torch.default_generator.get_state()
     weakref.finalize(seed.untyped_storage(), _STATES.pop, number, None)
     return seed, torch.default_generator
@@ -271,7 +271,7 @@ def _weights(
     factor = _root_of_scale(query, scale)
     scores = (query * factor) @ (key.transpose(-2, -1) * factor)
     if is_causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores.masked_fill_(later, -math.inf)
     if bias is not None:
         scores = scores + bias

@@ -17,7 +17,7 @@ from torchtrim.observe.emulated.tags import DEVICE, HOST, Tags
 _LIFT = torch.ops.aten.lift_fresh.default
 _READ = torch.ops.aten._local_scalar_dense.default
 _SPARSE = ("coo", "csr", "csc", "bsr", "bsc", "compressed")
-_TYPES = {
+TYPES = {
     "FloatTensor": torch.float32,
     "DoubleTensor": torch.float64,
     "HalfTensor": torch.float16,
@@ -29,6 +29,7 @@ _TYPES = {
     "ByteTensor": torch.uint8,
     "BoolTensor": torch.bool,
 }
+"""The types of tensors in `torch.cuda`, by name."""
 
 
 class Construction:
@@ -52,7 +53,7 @@ class Construction:
         self._patches.replace(torch.Tensor, "new_tensor", self._new_tensor)
         own_new = torch.Tensor.new
         self._patches.replace(torch.Tensor, "new", self._new(own_new))
-        for name, dtype in _TYPES.items():
+        for name, dtype in TYPES.items():
             self._patches.replace(torch.cuda, name, self._legacy(name, dtype))
         self._patches.replace(torch, "Generator", Generator)
         self._patches.replace(

@@ -39,13 +39,16 @@ def shape_of(tensor: torch.Tensor) -> Shape:
 
 def alias(storage: Any, shape: Shape) -> torch.Tensor:
     """A tensor in a storage, with a version of its own: to be called within `unowned`."""
-    return torch.empty(0, dtype=shape.dtype).set_(storage, shape.offset, shape.size, shape.stride)
+    return torch.empty(0, dtype=shape.dtype, device="cpu").set_(
+        storage, shape.offset, shape.size, shape.stride
+    )
 
 
 def copy_of(storage: Any, *, poisoned: bool = False) -> Any:
     """Another storage with the same bytes, or with poison: to be called within `unowned`."""
     if poisoned:
-        return torch.full((storage.nbytes(),), _BYTE, dtype=torch.uint8).untyped_storage()
+        size = (storage.nbytes(),)
+        return torch.full(size, _BYTE, dtype=torch.uint8, device="cpu").untyped_storage()
     return _bytes(storage).clone().untyped_storage()
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from torchtrim.observe.asking import is_asking
-from torchtrim.observe.emulated.construction import Generator
+from torchtrim.observe.emulated.construction import TYPES, Generator
 from torchtrim.observe.emulated.device import Emulation
 from torchtrim.observe.emulated.moves import is_cuda
 from torchtrim.observe.emulated.patches import Patches
@@ -18,6 +19,9 @@ _NEED_A_DEVICE = (
     *("_lazy_init", "init", "current_device", "set_device", "get_device_name"),
     "get_device_properties",
 )
+
+_MAKE_TENSORS = ("tensor", "as_tensor", "asarray", "load")
+_SET_DEFAULTS = ("set_default_device", "set_default_tensor_type")
 
 
 class OnDemand:
@@ -41,11 +45,13 @@ class OnDemand:
         for name in _NEED_A_DEVICE:
             self._ask(cuda, name, _always)
         self._ask(torch.Tensor, "cuda", _always)
-        for name in ("tensor", "as_tensor", "asarray", "load"):
+        for name in (*_MAKE_TENSORS, *_SET_DEFAULTS):
             self._ask(torch, name, _names_cuda)
-        for name in ("to", "new_tensor"):
+        for name in ("to", "type", "new_tensor"):
             self._ask(torch.Tensor, name, _names_cuda)
         self._ask_generator()
+        for name, dtype in TYPES.items():
+            self._patches.replace(cuda, name, _asking_type(name, dtype, self._begin))
 
     def _ask_generator(self) -> None:
         """A class, so that what is said of its type still can be."""
@@ -91,13 +97,31 @@ def _always(*args: Any, **kwargs: Any) -> bool:
 
 
 def _names_cuda(*args: Any, **kwargs: Any) -> bool:
-    """Whether a device among the arguments is a CUDA device, or a tensor's is."""
+    """Whether an argument is a CUDA device, or a type of tensors of such a device."""
     values = (*args, *kwargs.values())
-    return any(isinstance(value, (str, torch.device)) and _is_cuda(value) for value in values)
+    return any(isinstance(value, (str, type, torch.device)) and _is_cuda(value) for value in values)
 
 
-def _is_cuda(value: str | torch.device) -> bool:
+def _is_cuda(value: str | type | torch.device) -> bool:
+    name = f"{value.__module__}.{value.__name__}" if isinstance(value, type) else str(value)
     try:
-        return is_cuda(value)
+        return name.startswith("torch.cuda.") or is_cuda(name)
     except RuntimeError:
         return False
+
+
+def _asking_type(name: str, dtype: torch.dtype, begin: Callable[[], None]) -> type:
+    """A stand-in for a type such as `torch.cuda.FloatTensor`: to make a tensor of it begins the emulation."""
+    own = getattr(torch.cuda, name)
+
+    class Kind(type):
+        def __instancecheck__(cls, thing: object) -> bool:
+            now = getattr(torch.cuda, name)
+            return isinstance(thing, own if now is cls else now)
+
+    def make(cls: type, *data: Any) -> Any:
+        if getattr(torch.cuda, name) is cls:
+            begin()
+        return getattr(torch.cuda, name)(*data)
+
+    return Kind(name, (), {"__module__": "torch.cuda", "__new__": make, "dtype": dtype})

@@ -61,7 +61,7 @@ class _Reader:
     def splits(self, number: int) -> Iterator[tuple[int, Split]]:
         """The module, or ranges of it, each with the bytes that it takes."""
         calls = [call for call in self._calls[number] if call.graded]
-        if not calls or self._hooked(number):
+        if not calls or self._runs_once(number):
             return
         path = self._step.modules[number].path
         if not any(takes_statistics(self._step, call.span) for call in calls):
@@ -114,10 +114,10 @@ class _Reader:
         tasks = [b for task in range(*span) for b in (task, *self._step.backward.get(task, ()))]
         return max(self._step.tasks[task].transient for task in tasks)
 
-    def _hooked(self, number: int) -> bool:
-        if self._step.modules[number].hooked:
+    def _runs_once(self, number: int) -> bool:
+        if self._step.modules[number].runs_once:
             return True
-        return any(map(self._hooked, self._children[number]))
+        return any(map(self._runs_once, self._children[number]))
 
 
 def _is_in(inner: Call, outer: Call) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,11 +16,11 @@ from torchtrim.techniques.batch_parts.draws import Draws
 from torchtrim.techniques.batch_parts.given import Ambient, Given
 from torchtrim.techniques.batch_parts.losses import Losses
 from torchtrim.techniques.batch_parts.rows import Along, Rows, order_of, parts_of
-from torchtrim.techniques.batch_parts.study import SAME, SUM, Facts, Study
+from torchtrim.techniques.batch_parts.study import SAME, SUM, Facts, Study, has_gradient_hooks
 from torchtrim.techniques.batch_parts.tree import filled, leaves_of
+from torchtrim.techniques.block_state import BlockState, Left
 from torchtrim.techniques.failing import note
 from torchtrim.techniques.numbering import passed, unnumbered
-from torchtrim.techniques.python_state import PythonState
 
 Forward = Callable[..., Any]
 Tensors = Sequence[torch.Tensor]
@@ -32,6 +33,7 @@ class InParts:
         self._where = where
         self._module = module
         self._parts = parts
+        self._state = BlockState([module], where)
         self._known: dict[tuple[Any, ...], Facts] = {}
 
     def __call__(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
@@ -39,20 +41,38 @@ class InParts:
         given = Given.of(args, kwargs)
         if not torch.is_grad_enabled() or given.size < 2 or not self._is_graded(given):
             return forward(*args, **kwargs)
+        if why := self._state.why_once() or self._why_whole():
+            self._state.says_once(why)
+            return forward(*args, **kwargs)
         try:
-            with unnumbered():
-                facts = self._facts(forward, given)
-                if facts.second:
-                    given = given.transposed
-                run = _Run(self._module, forward, given, facts, self._parts)
-                tensors = [given.leaves[n] for n in given.tensors]
-                hook = torch.empty(0, requires_grad=True)
-                result = run.result(_Parted.apply(run, self._where, hook, *tensors))  # type: ignore[no-untyped-call]
-            passed(facts.operators)
-            return result
+            return self._result(forward, given)
+        except _Writes as wrote:
+            self._state.says_once(str(wrote))
         except Exception as error:
             note(error, self._where)
             raise
+        return forward(*args, **kwargs)
+
+    def _why_whole(self) -> str:
+        """Return why all samples must run together now, empty if they need not."""
+        if self._known and any(map(has_gradient_hooks, self._module.parameters())):
+            return (
+                "its parameters have hooks on their gradients, which would see those of each part"
+            )
+        return ""
+
+    def _result(self, forward: Forward, given: Given) -> Any:
+        """The whole batch's result from parts. Raises `_Writes`, everything as it was."""
+        with unnumbered():
+            facts = self._facts(forward, given)
+            if facts.second:
+                given = given.transposed
+            run = _Run(self._state, forward, given, facts, self._parts)
+            tensors = [given.leaves[n] for n in given.tensors]
+            hook = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
+            result = run.result(_Parted.apply(run, self._where, hook, *tensors))  # type: ignore[no-untyped-call]
+        passed(facts.operators)
+        return result
 
     def _is_graded(self, given: Given) -> bool:
         return any(p.requires_grad for p in self._module.parameters()) or any(
@@ -71,30 +91,47 @@ class InParts:
     def _studied(self, forward: Forward, given: Given) -> Facts:
         """With samples along the first dimension, or else along the second of sequences."""
         try:
-            return Study(self._where, self._module, forward, given, self._parts).facts()
+            return self._study(forward, given)
         except ApplyFailed:
             given = given.transposed
             if given.size >= 2:
                 with contextlib.suppress(ApplyFailed):
-                    return Study(self._where, self._module, forward, given, self._parts).facts()
+                    return self._study(forward, given)
             raise
+
+    def _study(self, forward: Forward, given: Given) -> Facts:
+        where, module, parts = self._where, self._module, self._parts
+        return Study(where, module, forward, given, parts, self._state).facts()
+
+
+class _Writes(Exception):
+    """The first part wrote state or drew numbers that the other parts would write or draw again."""
+
+    @staticmethod
+    def of(left: Left) -> _Writes | None:
+        """For what a part left; None where each part may do that, as draw from `random` for a layer."""
+        drawn = [one for one in left.drawn if not isinstance(one, random.Random)]
+        if left.written:
+            return _Writes(f"it writes to `{left.written[0]}`, which each part would do")
+        return (
+            _Writes("it draws from a generator of its own, once for all samples") if drawn else None
+        )
 
 
 class _Run:
     """One call: its parts, what they draw and how their results come together."""
 
     def __init__(
-        self, module: nn.Module, forward: Forward, given: Given, facts: Facts, parts: int
+        self, state: BlockState, forward: Forward, given: Given, facts: Facts, parts: int
     ) -> None:
         self._forward = forward
         self._facts = facts
         self._parts = tuple(parts_of(given.size, parts))
-        self._modules = list(module.modules())
         tensors = [given.leaves[n] for n in given.tensors]
         self._ambient = Ambient(tensors)
         self._graded = [t.requires_grad for t in tensors]
         self._given = given.without_tensors
-        self._python = PythonState(self._modules)
+        self._before = state.begin()
         self._totals: list[torch.Tensor] | None = None
         self._result: Any = None
 
@@ -140,11 +177,19 @@ class _Run:
             made = [leaf for leaf in leaves_of(tree) if isinstance(leaf, torch.Tensor)]
             self._join(joined, made, rows)
             if plain:
-                self._python.has_run()
+                self._check_left()
                 self._result = filled(tree, [_marked(leaf) for leaf in leaves_of(tree)])
         if self._totals is None:
             self._totals = [sum(one[1:], one[0]) for one in zip(*counts, strict=True)]
         return joined
+
+    def _check_left(self) -> None:
+        """The first part has run. Raises `_Writes`, with all as before, if others would leave more."""
+        wrote = _Writes.of(self._before.has_run())
+        if wrote is not None:
+            self._before.restore()
+            self._ambient.rewind()
+            raise wrote
 
     def _join(self, joined: list[torch.Tensor], made: Tensors, rows: Rows) -> None:
         """Add what a part gave to what there is of the whole batch."""
@@ -220,7 +265,7 @@ class _Run:
         losses = Losses(facts.losses, self._totals)
         with contextlib.ExitStack() as stack:
             if again:
-                stack.enter_context(self._python.again())
+                stack.enter_context(self._before.again())
             if again and facts.draws:
                 self._ambient.rewind()
             if facts.losses:

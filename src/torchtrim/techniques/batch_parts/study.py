@@ -21,8 +21,8 @@ from torchtrim.techniques.batch_parts.given import Ambient, Given
 from torchtrim.techniques.batch_parts.losses import Losses
 from torchtrim.techniques.batch_parts.rows import Along, Rows, apart, order_of, split_dim
 from torchtrim.techniques.batch_parts.tree import leaves_of
+from torchtrim.techniques.block_state import BlockState
 from torchtrim.techniques.numbering import Counting
-from torchtrim.techniques.python_state import PythonState
 
 SUM, SAME = -1, -2
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -74,9 +74,16 @@ class Study:
     """One module, given one batch. Raises `ApplyFailed` where it may not run in parts."""
 
     def __init__(
-        self, where: str, module: nn.Module, forward: Forward, given: Given, parts: int
+        self,
+        where: str,
+        module: nn.Module,
+        forward: Forward,
+        given: Given,
+        parts: int,
+        state: BlockState,
     ) -> None:
         self._where = where
+        self._state = state
         self._forward = forward
         self._given = given
         self._modules = [(name, inner) for name, inner in module.named_modules()]
@@ -125,7 +132,7 @@ class Study:
                     f"{self._name(name)} has hooks, which would be called for each part."
                 )
             for key, parameter in inner.named_parameters(recurse=False):
-                if _has_hooks(parameter):
+                if has_gradient_hooks(parameter):
                     raise self._refused(
                         f"{self._name(name)} has a hook on the gradient of its {key}, which would see each "
                         "part's. Take one of the two out; optimizer_in_backward is such a hook."
@@ -396,7 +403,7 @@ class Study:
         self, leaves: Sequence[Any], *, graded: bool = False, losses: Losses | None = None
     ) -> Run:
         args, kwargs = self._given.arguments(leaves)
-        python = PythonState([inner for _, inner in self._modules])
+        python = self._state.begin(tensors=False)
         losses = losses or Losses()
         with self._ambient.aside(), python.again(), self._ambient.again(graded=graded):
             self._ambient.rewind()
@@ -439,7 +446,7 @@ def _takes_statistics(module: nn.Module) -> bool:
     return module.training or module.running_mean is None
 
 
-def _has_hooks(parameter: torch.Tensor) -> bool:
+def has_gradient_hooks(parameter: torch.Tensor) -> bool:
     """Whether somebody other than who records the step hears of its gradient."""
     after: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     theirs = [hook for hook in after.values() if not _records(hook)]

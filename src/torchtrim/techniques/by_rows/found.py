@@ -51,7 +51,7 @@ class _Reader:
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
-        self._hooked = [m.path for m in profile.modules if m.hooked]
+        self._once = [m.path for m in profile.modules if m.hooked or m.writes]
 
     def by_rows(self, call: Call) -> bool:
         """Whether one tensor goes in and one comes out, and rows never meet; at least one product's result
@@ -61,11 +61,13 @@ class _Reader:
         outer = {*call.inputs, *call.outputs}
         if len(call.inputs) != 1 or len(call.outputs) != 1 or len(outer) != len(("in", "out")):
             return False
-        if any(f"{one}.".startswith(f"{path}.") for one in self._hooked):
+        if any(f"{one}.".startswith(f"{path}.") for one in self._once):
             return False
         given = _first_use(ops, call.inputs[0])
         made = _first_use(ops, call.outputs[0])
-        if given is None or made is None or len(given.shape) < 2 or not _is_whole(given):
+        if given is None or made is None or not made.shape:
+            return False
+        if len(given.shape) < 2 or not _is_whole(given):
             return False
         rows = prod(given.shape[:-1])
         wide = max(

@@ -115,7 +115,8 @@ class Aside:
         if block.at >= 0:
             self._file.seek(block.at)
             for first in range(0, block.bytes, _AT_ONCE):
-                part = torch.empty(min(_AT_ONCE, block.bytes - first), dtype=torch.uint8)
+                size = min(_AT_ONCE, block.bytes - first)
+                part = torch.empty(size, dtype=torch.uint8, device="cpu")
                 self._file.readinto(_memory_of(part))  # type: ignore[attr-defined]
                 whole[first : first + len(part)].copy_(part)
         return whole.untyped_storage()

@@ -83,7 +83,7 @@ def workspace_of(op: Op, values: tuple[Value, ...], samples: int, kernel: str) -
 def planned_kernel(found: Convolution, op: Op, values: tuple[Value, ...], batch: int) -> str:
     """The kernel for such a batch, found on tensors of one element, expanded."""
     x, weight, *rest = (
-        torch.zeros((), dtype=values[a.value].dtype).expand(values[a.value].shape)
+        torch.zeros((), dtype=values[a.value].dtype, device="cpu").expand(values[a.value].shape)
         for a in op.args[:3]
         if isinstance(a, Ref)
     )

@@ -51,6 +51,7 @@ class OffloadActivations:
     """`where` holds places such as `Net:gelu.3 until addmm.9 from addmm.12`."""
 
     name = "offload_activations"
+    takes = (SLAB, FILE)
     equivalence: Equivalence = "BITWISE"
 
     def options(self, step: Step) -> Sequence[Option]:

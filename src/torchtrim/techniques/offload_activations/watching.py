@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtrim.techniques.base import Handle, Handles
 from torchtrim.techniques.failing import note
-from torchtrim.techniques.hooks import chains, on_top
+from torchtrim.techniques.hooks import Lost, chains, foreign, on_top
 from torchtrim.techniques.numbering import counting, is_numbered, unnumbered
 from torchtrim.techniques.offload_activations.moving import Moved, Mover, View
 from torchtrim.techniques.offload_activations.places import UNSEEN, Place, Room, placed
@@ -48,7 +48,11 @@ def watch(roots: Mapping[str, nn.Module], where: Sequence[str], mover: Mover) ->
 
 def _watched(watcher: Watcher, forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or not watcher.may_watch():
+        if not torch.is_grad_enabled() or watcher.is_on:
+            return forward(*args, **kwargs)
+        if foreign():
+            watcher.lost.tell(watcher.where)
+        if on_top() is not None:
             return forward(*args, **kwargs)
         return watcher.run(functools.partial(forward, *args, **kwargs))
 
@@ -137,10 +141,11 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._triggers = {place.trigger for place in places}
         self._ranks = {place: rank for rank, place in enumerate(places)}
         self._rooms = places
-        self._where = str(next(iter(places)))
+        self.where = str(next(iter(places)))
         self._call: _Call | None = None
         self._known: dict[Any, tuple[str, tuple[int, ...]]] = {}
         self._hooks = self._pack, chains(_unpack)
+        self.lost = Lost("offload_activations")
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -151,9 +156,10 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """True: what the script compiles runs compiled."""
         return True
 
-    def may_watch(self) -> bool:
-        """Whether its hooks would act: not within a call that is watched, nor under hooks of others."""
-        return self._call is None and on_top() is None
+    @property
+    def is_on(self) -> bool:
+        """Whether a call that is watched is going on."""
+        return self._call is not None
 
     def run(self, forward: Callable[[], Any]) -> Any:
         """A call that is watched."""
@@ -162,7 +168,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with torch.autograd.graph.saved_tensors_hooks(*self._hooks), counting(call.skip), self:
                 return forward()
         except Exception as error:
-            note(error, self._where)
+            note(error, self.where)
             raise
         finally:
             self._call = None
@@ -212,6 +218,8 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     moved.release()
 
     def _note(self, call: _Call, place: Place, result: Any) -> None:
+        if foreign():
+            self.lost.tell(str(place))
         results = list(_tensors_among(result))
         if place.result < len(results):
             storage = results[place.result].untyped_storage()

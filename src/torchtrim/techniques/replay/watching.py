@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtrim.techniques.base import Handle, Handles
 from torchtrim.techniques.failing import note
-from torchtrim.techniques.hooks import Handed, Hooks, is_chained, on_top
+from torchtrim.techniques.hooks import Handed, Hooks, Lost, foreign, is_chained, on_top, own
 from torchtrim.techniques.numbering import counting, is_numbered, unnumbered
 from torchtrim.techniques.places import module_at
 from torchtrim.techniques.replay.normalized import with_statistics, without_writes
@@ -49,7 +49,10 @@ def _watched(
     named = _by_name(places)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or not watcher.may_watch():
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        if not watcher.may_watch():
+            watcher.lost.tell(str(places[0]))
             return forward(*args, **kwargs)
         call = _Call(named, str(places[0]))
         return watcher.run(call, functools.partial(forward, *args, **kwargs))
@@ -122,6 +125,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._readers: dict[int, list[Recipe]] = {}
         self._outer: Hooks | None = None
         self._hooks = self._pack, _unpack
+        self.lost = Lost("replay")
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -134,8 +138,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def may_watch(self) -> bool:
         """Whether hooks would act: under those of others, such as a checkpoint's, these alone do."""
-        top = on_top()
-        return top is None or top[1] is _unpack or is_chained(top)
+        return not foreign()
 
     def run(self, call: _Call, forward: Callable[[], Any]) -> Any:
         """A call that is watched."""
@@ -250,6 +253,8 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             found.call.read.append(storage)
 
     def _note(self, result: Any, recipe: Recipe, found: _Found) -> None:
+        if foreign():
+            self.lost.tell(found.place)
         made = result[0] if isinstance(result, (tuple, list)) else result
         number = _number(made)
         weak = StorageWeakRef(made.untyped_storage())  # type: ignore[no-untyped-call]
@@ -308,6 +313,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 
+@own
 def _unpack(saved: Saved | Kept | Handed) -> torch.Tensor:
     return saved.get()
 

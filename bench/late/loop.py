@@ -1,0 +1,108 @@
+# ruff: noqa: F401
+"""A small language model that trains; at `#:` a late change is put in."""
+
+import collections
+import copy
+import itertools
+import json
+import math
+import os
+import random
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+torch.manual_seed(0)
+random.seed(0)
+np.random.seed(0)
+torch.set_num_threads(1)
+torch.set_default_dtype(torch.float64)
+LATE, STEPS, WORDS, WIDTH = 4, 8, 40, 16
+STEP = 0
+SEEN, PRINTED, STATE = [], [], {"count": 0}
+#: top
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.act = nn.ReLU()
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.1)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("var", torch.ones(WIDTH))
+        self.calls, self.shift, self.seen, self.average = 0, 0.0, [], torch.zeros(WIDTH)
+        self.torch_generator = torch.Generator().manual_seed(1)
+        self.generator, self.numpy_generator = random.Random(1), np.random.default_rng(1)
+
+    def forward(self, x):
+        #: forward
+        return x + self.drop(self.down(self.act(self.up(self.norm(x)))))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.Sequential(*[Block() for _ in range(4)])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, ids):
+        return self.head(self.norm(self.blocks(self.embed(ids))))
+
+
+def batch_of(number, size=8, length=12):
+    generator = torch.Generator().manual_seed(number)
+    ids = torch.randint(0, WORDS, (size, length + 1), generator=generator)
+    return ids[:, :-1], ids[:, 1:]
+
+
+def loss_of(logits, y):
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
+def say(*values):
+    PRINTED.extend(float(value) for value in values)
+
+
+net = Net()
+opt = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+#: setup
+for STEP in range(STEPS):
+    x, y = batch_of(STEP)
+    late = STEP >= LATE
+    #: before
+    opt.zero_grad()
+    logits = net(x)
+    loss = loss_of(logits, y)
+    #: loss
+    loss.backward()
+    #: grads
+    opt.step()
+    #: after
+    say(loss.detach())
+#: end
+held = [v.double().sum().item() for v in net.state_dict().values() if isinstance(v, torch.Tensor)]
+states = [
+    (
+        len(b.seen),
+        b.calls,
+        float(b.average.sum()),
+        float(b.torch_generator.get_state().double().sum()),
+    )
+    for b in net.modules()
+    if hasattr(b, "torch_generator")
+]
+drawn = [
+    (b.generator.random(), float(b.numpy_generator.random()))
+    for b in net.modules()
+    if hasattr(b, "generator")
+]
+final = [torch.rand(()).item(), random.random(), float(np.random.rand())]
+saved = [(k, sorted(v)) for k, v in opt.state_dict()["state"].items()]
+print(json.dumps([PRINTED, held, states, drawn, final, len(SEEN), STATE["count"], saved]))

@@ -1,0 +1,395 @@
+"""The source of functions that are loaded, with its names resolved to the objects they stand for now.
+
+Nothing of the program runs for it: attributes are looked up statically, and properties are not called.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import inspect
+import linecache
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import nn
+
+UNKNOWN: Final = object()
+"""Stands for a value that cannot be told without running the program."""
+
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+_TENSOR_VIEWS = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
+
+
+_OWN_REFERENCES = 3
+"""To the dict of a frame's variables: the frame's, the reader's, and that of the call that counts them."""
+
+
+class Value(NamedTuple):
+    """What an expression stands for. `outlives`: the object was there before the call and stays after it."""
+
+    value: Any
+    outlives: bool
+
+
+_LOCAL = Value(UNKNOWN, False)
+
+
+@functools.lru_cache(maxsize=256)
+def _nodes(
+    path: str, lines: tuple[str, ...]
+) -> tuple[ast.Module, dict[tuple[int, str], Any]] | None:
+    try:
+        tree = ast.parse("".join(lines))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    found: dict[tuple[int, str], Any] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, _FUNCTIONS):
+            decorators = getattr(node, "decorator_list", ())
+            line = min([node.lineno, *(one.lineno for one in decorators)])
+            found.setdefault((line, getattr(node, "name", "<lambda>")), node)
+    return tree, found
+
+
+def node_of(code: types.CodeType) -> FunctionNode | ast.Module | None:
+    """Return the syntax tree of a code object, None where its source is not at hand."""
+    parsed = _nodes(code.co_filename, tuple(linecache.getlines(code.co_filename)))
+    if parsed is None:
+        return None
+    tree, functions = parsed
+    if code.co_name == "<module>":
+        return tree if tree.body else None
+    node: FunctionNode | None = functions.get((code.co_firstlineno, code.co_name))
+    return node
+
+
+def lookup(owner: Any, name: str) -> Any:
+    """Return an attribute without running code: a value, a bound method, or `UNKNOWN`."""
+    if isinstance(owner, torch.Tensor):
+        return owner if name in _TENSOR_VIEWS else UNKNOWN
+    if isinstance(owner, types.ModuleType):
+        return vars(owner).get(name, UNKNOWN)
+    if isinstance(owner, nn.Module):
+        for table in (vars(owner), owner._parameters, owner._buffers, owner._modules):
+            if name in table:
+                return table[name]
+    found = inspect.getattr_static(owner, name, UNKNOWN)
+    return _bound(found, owner)
+
+
+def _bound(found: Any, owner: Any) -> Any:
+    if isinstance(found, staticmethod):
+        return found.__func__
+    if isinstance(found, classmethod):
+        return types.MethodType(found.__func__, owner if isinstance(owner, type) else type(owner))
+    if isinstance(found, types.FunctionType) and not isinstance(owner, type):
+        return types.MethodType(found, owner)
+    if isinstance(found, (property, types.GetSetDescriptorType, types.MemberDescriptorType)):
+        return UNKNOWN
+    return found
+
+
+def _locals_of(frame: types.FrameType) -> Mapping[str, Any]:
+    """Return a frame's local variables, and leave nothing that keeps them alive.
+
+    Up to Python 3.12 a frame that is asked for them has them in a dict from then on: what the function then
+    deletes would live on there. A dict that the program holds itself, from `locals()`, stays as it is.
+    """
+    found = frame.f_locals
+    if not isinstance(found, dict) or not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        return found
+    now = dict(found)
+    if sys.getrefcount(found) <= _OWN_REFERENCES:
+        found.clear()
+    return now
+
+
+def function_of(value: Any) -> tuple[types.FunctionType, tuple[Any, ...]] | None:
+    """Return the Python function that a call of `value` runs, and what is bound to its first parameters."""
+    bound: tuple[Any, ...] = ()
+    for _ in range(8):
+        if isinstance(value, types.FunctionType):
+            return value, bound
+        if isinstance(value, types.MethodType):
+            value, bound = value.__func__, (value.__self__, *bound)
+        elif isinstance(value, functools.partial):
+            value, bound = value.func, (*value.args, *bound)
+        elif hasattr(type(value), "__wrapped__") or "__wrapped__" in getattr(value, "__dict__", {}):
+            value = inspect.getattr_static(value, "__wrapped__", UNKNOWN)
+        elif isinstance(inspect.getattr_static(type(value), "__call__", None), types.FunctionType):
+            value, bound = type(value).__call__, (value, *bound)
+        else:
+            return None
+    return None
+
+
+class Scope:
+    """The names of one function, resolved. `given` holds the values of parameters, by name.
+
+    `seen` hears of each name and attribute that is looked up beyond the function: the table it is in, the
+    name, and the value, `UNKNOWN` for a missing one. `now`: the local variables of a call that is running.
+    """
+
+    def __init__(
+        self,
+        node: FunctionNode | ast.Module,
+        names: Mapping[str, Any],
+        *,
+        closure: Mapping[str, Any] | None = None,
+        given: Mapping[str, Value] | None = None,
+        seen: Callable[[Any, str, Any], None] = lambda *_: None,
+        now: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.node = node
+        self._now = now or {}
+        self.given = dict.fromkeys(_parameters(node), _LOCAL) | dict(given or {})
+        self._names = names
+        self._closure = closure or {}
+        self._seen = seen
+        self._assigned = _assignments(node)
+        self._busy: set[str] = set()
+
+    @staticmethod
+    def of(
+        function: types.FunctionType,
+        given: Mapping[str, Value],
+        seen: Callable[[Any, str, Any], None] = lambda *_: None,
+    ) -> Scope | None:
+        """Return the scope of a function, None where its source is not at hand."""
+        node = node_of(function.__code__)
+        if node is None or isinstance(node, ast.Module):
+            return None
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
+        closure = {name: content(cell) for name, cell in cells}
+        return Scope(node, function.__globals__, closure=closure, given=given, seen=seen)
+
+    @staticmethod
+    def of_frame(frame: types.FrameType) -> Scope | None:
+        """Return the scope of a call that is running, None where its source is not at hand."""
+        node = node_of(frame.f_code)
+        return None if node is None else Scope(node, frame.f_globals, now=_locals_of(frame))
+
+    def bound(self, name: str, value: Any) -> Scope:
+        """Return this scope with a name standing for a value."""
+        now = {**self._now, name: value}
+        return Scope(self.node, self._names, closure=self._closure, given=self.given, now=now)
+
+    @property
+    def parameters(self) -> list[str]:
+        """The names of the positional parameters, in order."""
+        args = getattr(self.node, "args", None)
+        return [] if args is None else [one.arg for one in (*args.posonlyargs, *args.args)]
+
+    @property
+    def closes_over(self) -> frozenset[str]:
+        """The names that the function assigns beyond itself: `global` and `nonlocal` ones."""
+        declared = (
+            one for one in own_nodes(self.node) if isinstance(one, (ast.Global, ast.Nonlocal))
+        )
+        return frozenset(
+            name for one in declared for name in one.names if name not in self._assigned
+        )
+
+    def is_local(self, name: str) -> bool:
+        """Whether the function itself assigns the name."""
+        return name in self._assigned or name in self.given
+
+    def value(self, expression: ast.expr) -> Value:
+        """Return what an expression stands for, and whether that outlives the call."""
+        if isinstance(expression, ast.Name):
+            return self._name(expression.id)
+        if isinstance(expression, ast.Attribute):
+            return self._attribute(expression)
+        if isinstance(expression, ast.Subscript):
+            return self._element(expression)
+        if isinstance(expression, ast.Call):
+            return self._result(expression)
+        if isinstance(expression, ast.Constant):
+            return Value(expression.value, False)
+        if isinstance(expression, (ast.NamedExpr, ast.Starred)):
+            return self.value(expression.value)
+        if isinstance(expression, ast.IfExp):
+            return _joined(map(self.value, (expression.body, expression.orelse)))
+        if isinstance(expression, ast.BoolOp):
+            return _joined(map(self.value, expression.values))
+        return _LOCAL
+
+    def _name(self, name: str) -> Value:
+        if name in self._now:
+            return Value(self._now[name], True)
+        if name in self._assigned:
+            return self._assigned_value(name)
+        if name in self.given:
+            return self.given[name]
+        if name in self._closure:
+            return Value(self._closure[name], True)
+        found = self._names.get(name, UNKNOWN)
+        self._seen(self._names, name, found)
+        return Value(vars(builtins).get(name, UNKNOWN) if found is UNKNOWN else found, True)
+
+    def _assigned_value(self, name: str) -> Value:
+        """The value of a local name: known where all that is assigned to it is the same."""
+        if name in self._busy:
+            return _LOCAL
+        self._busy.add(name)
+        try:
+            values = [
+                self.value(source) if part == _WHOLE else self._part(source, part)
+                for source, part in self._assigned[name]
+            ]
+        finally:
+            self._busy.discard(name)
+        if name in self.given:
+            values.append(self.given[name])
+        return _joined(values)
+
+    def _part(self, source: ast.expr, part: int | None) -> Value:
+        """What an element of an expression stands for; `part` is its index, None for any."""
+        if isinstance(source, (ast.List, ast.Tuple)):
+            every = list(map(self.value, source.elts))
+            return every[part] if part is not None and part < len(every) else _joined(every)
+        whole = self.value(source)
+        if part is not None and type(whole.value) in (list, tuple) and part < len(whole.value):
+            return whole._replace(value=whole.value[part])
+        return whole._replace(value=UNKNOWN)
+
+    def _attribute(self, expression: ast.Attribute) -> Value:
+        owner = self.value(expression.value)
+        if owner.value is UNKNOWN:
+            return owner
+        found = lookup(owner.value, expression.attr)
+        if owner.outlives:
+            self._seen(owner.value, expression.attr, found)
+        return Value(found, owner.outlives)
+
+    def _element(self, expression: ast.Subscript) -> Value:
+        owner = self.value(expression.value)
+        if isinstance(owner.value, torch.Tensor):
+            return owner
+        index = self.value(expression.slice).value
+        if type(owner.value) in (list, tuple, dict) and isinstance(index, (int, str)):
+            try:
+                return Value(owner.value[index], owner.outlives)
+            except (KeyError, IndexError, TypeError):
+                pass
+        return Value(UNKNOWN, owner.outlives)
+
+    def _result(self, call: ast.Call) -> Value:
+        """What a call returns: views of a tensor are that tensor, elements of what outlives do so too."""
+        if not isinstance(call.func, ast.Attribute):
+            return self._built_in(call)
+        owner = self.value(call.func.value)
+        if isinstance(owner.value, torch.Tensor):
+            return owner if call.func.attr in _VIEWS else _LOCAL
+        elements = owner.outlives and isinstance(owner.value, (list, tuple, dict, set))
+        return Value(UNKNOWN, elements)
+
+    def _built_in(self, call: ast.Call) -> Value:
+        """`getattr(x, "name")`, and what goes through a container: `enumerate`, `zip`, `reversed`, `iter`."""
+        name = call.func.id if isinstance(call.func, ast.Name) else ""
+        if name == "getattr" and len(call.args) >= 2 and isinstance(call.args[1], ast.Constant):
+            return self._attribute(
+                ast.Attribute(value=call.args[0], attr=str(call.args[1].value), ctx=ast.Load())
+            )
+        if name in ("enumerate", "zip", "reversed", "iter", "next"):
+            return _joined(map(self.value, call.args))._replace(value=UNKNOWN)
+        return _LOCAL
+
+
+_VIEW_NAMES = """
+    detach view view_as reshape flatten unflatten squeeze unsqueeze transpose t permute select narrow diagonal
+    expand expand_as contiguous requires_grad_ chunk split unbind numpy
+"""
+_VIEWS = frozenset(_VIEW_NAMES.split())
+
+
+def content(cell: types.CellType) -> Any:
+    """Return what a cell of a closure holds, `UNKNOWN` for an empty one."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return UNKNOWN
+
+
+def _joined(values: Any) -> Value:
+    every = list(values)
+    if not every:
+        return _LOCAL
+    same = all(one.value is every[0].value for one in every)
+    return Value(every[0].value if same else UNKNOWN, any(one.outlives for one in every))
+
+
+Sources = dict[str, list[tuple[ast.expr, int | None]]]
+_WHOLE = -1
+
+
+@functools.lru_cache(maxsize=4096)
+def _assignments(node: Any) -> Sources:
+    """The expressions that a function assigns to each of its names, each with the index of what it takes of
+    them: `_WHOLE`, or None for some part."""
+    found: Sources = {}
+    if isinstance(node, ast.Module):
+        return found
+    outer = {name for one in own_nodes(node) if isinstance(one, ast.Global) for name in one.names}
+    for one in own_nodes(node):
+        for name in _bare_names(one):
+            found.setdefault(name, [])
+        for target, source, whole in _targets(one):
+            for name, part in _names(target, whole=whole):
+                found.setdefault(name, []).append((source, part))
+    return {name: sources for name, sources in found.items() if name not in outer}
+
+
+def _names(target: ast.expr, *, whole: bool) -> Iterator[tuple[str, int | None]]:
+    """The names in a target, and which part of what is assigned each gets."""
+    elements = target.elts if isinstance(target, (ast.Tuple, ast.List)) else []
+    places = {id(one): index for index, one in enumerate(elements)} if whole else {}
+    if any(isinstance(one, ast.Starred) for one in elements):
+        places = {}
+    for inner in ast.walk(target):
+        if isinstance(inner, ast.Name) and not isinstance(inner.ctx, ast.Load):
+            yield inner.id, _WHOLE if whole and inner is target else places.get(id(inner))
+
+
+def _targets(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr, bool]]:
+    if isinstance(node, ast.Assign):
+        for target in node.targets:
+            yield target, node.value, True
+    elif isinstance(node, (ast.AnnAssign, ast.NamedExpr)) and node.value is not None:
+        yield node.target, node.value, True
+    elif isinstance(node, (ast.For, ast.AsyncFor, ast.comprehension)):
+        yield node.target, node.iter, False
+    elif isinstance(node, ast.withitem) and node.optional_vars is not None:
+        yield node.optional_vars, node.context_expr, True
+
+
+def _bare_names(node: ast.AST) -> Iterator[str]:
+    """The names that a node binds to something new: functions, parameters, imports, errors."""
+    if isinstance(node, _FUNCTIONS):
+        yield from _parameters(node)
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        yield node.name
+    elif isinstance(node, (ast.Import, ast.ImportFrom)):
+        yield from ((one.asname or one.name).partition(".")[0] for one in node.names)
+    elif isinstance(node, (ast.ExceptHandler, ast.MatchAs, ast.MatchStar)) and node.name:
+        yield node.name
+
+
+def _parameters(node: Any) -> Iterator[str]:
+    args = getattr(node, "args", None)
+    if isinstance(args, ast.arguments):
+        every = (*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg)
+        yield from (one.arg for one in every if one is not None)
+
+
+def own_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """Walk a function's body, functions within it included; its decorators and defaults are left out."""
+    body: Any = getattr(node, "body", [])
+    for one in body if isinstance(body, list) else [body]:
+        yield from ast.walk(one)
