@@ -103,10 +103,10 @@ def scales_gradient(function: Any, buffers: Any, *args: Any, **kwargs: Any) -> A
 
 
 def loses_buffer(function: Any, buffers: Any, *args: Any, **kwargs: Any) -> Any:
-    before = {at: buffer.clone() for at, buffer in buffers._buffers()}
+    before = {key: tensor.clone() for key, tensor in buffers._state.tensors()}
     output = function(*args, **kwargs)
-    for (number, name), value in before.items():
-        buffers._modules[number]._buffers[name] = value
+    for key, value in before.items():
+        getattr(buffers._state.modules[key.module], key.table)[key.name] = value
     return output
 
 
@@ -232,7 +232,8 @@ def test_a_plan_with_a_fingerprint_is_judged_in_float64(monkeypatch: pytest.Monk
 
 
 class Growing(nn.Module):
-    """A layer that does something else at every second call, as a list tells it."""
+    """A layer that does something else at every second call, as a list tells it. The source does not show
+    who writes to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,7 +241,7 @@ class Growing(nn.Module):
         self.calls: list[int] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls.append(1)
+        eval("self.calls.append(1)")
         return torch.tanh(torch.sin(self.linear(x))) if len(self.calls) % 2 else self.linear(x)
 
 

@@ -92,6 +92,58 @@ def test_what_a_step_writes_beside_tensors_is_compared(change: Change, named: st
     assert found.first_difference.module == named
 
 
+class Twins(nn.Module):
+    """Two results of each call; `faulty` are the call and the result that differ."""
+
+    def __init__(self, faulty: tuple[int, int] | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.add_module("0", nn.Linear(4, 4))
+        self.faulty, self.calls = faulty, 0
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.get_submodule("0")(x)
+        found = [x.sin(), x.cos()]
+        if self.faulty is not None and self.calls % 2 == self.faulty[0]:
+            found[self.faulty[1]] = found[self.faulty[1]] * 1.5
+        self.__dict__["calls"] += 1
+        return found[0], found[1]
+
+
+@pytest.mark.parametrize(
+    ("faulty", "said"),
+    [
+        ((0, 0), "output in step 1"),
+        ((0, 1), "output [1] in step 1"),
+        ((1, 0), "output of call 2 in step 1"),
+        ((1, 1), "output [1] of call 2 in step 1"),
+    ],
+)
+def test_a_result_of_a_root_is_called_that(faulty: tuple[int, int], said: str) -> None:
+    def step(faulty: tuple[int, int] | None) -> torchtrim.TrainStep:
+        model = Twins(faulty)
+
+        def loss(model: Twins, batch: torch.Tensor) -> torch.Tensor:
+            return sum((one.square().mean() for _ in range(2) for one in model(batch)), 0.0)
+
+        return torchtrim.TrainStep(
+            model, loss, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(2, 4)
+        )
+
+    found = torchtrim.verify(step(None), step(faulty), steps=1)
+    assert found.first_difference is not None
+    assert found.first_difference.module == "Twins"
+    assert found.first_difference.op.startswith(said)
+
+
+def test_an_input_of_a_root_is_called_that() -> None:
+    other = torch.randn(6, 4)
+    found = torchtrim.verify(step_of(), step_of(inputs=other), steps=1)
+    assert found.first_difference is not None
+    assert found.first_difference.op == "input in step 1"
+    assert found.first_difference.module == "Net"
+
+
 def test_what_only_time_decides_counts_for_nothing() -> None:
     ticks = iter(range(1000))
 
@@ -337,3 +389,55 @@ def test_models_and_optimizers_save_and_load_on_the_way(tmp_path: Path) -> None:
     assert found.verdict == "NOT EQUAL"
     assert found.first_difference is not None
     assert found.first_difference.op.startswith("checkpoint in step")
+
+
+DRAWS = """import random
+import time
+import numpy as np
+import torch
+from torch import nn
+torch.manual_seed(0)
+shuffler, spare, clock = np.random.default_rng(7), random.Random(3), random.Random(time.time_ns())
+model = nn.Linear(4, 1)
+sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+def train(shuffler, data):
+    for _ in range(6):
+        loss = model(data).square().mean()
+        loss.backward()
+        sgd.step()
+        sgd.zero_grad()
+        shuffler.random()
+        spare.random()
+train(shuffler, torch.randn(3, 4))
+"""
+ONCE_MORE = DRAWS.replace("        shuffler.random()\n", "        shuffler.random(2)\n")
+
+
+def drawn(folder: Path, one: str, other: str) -> Certificate:
+    """The certificate of two scripts that draw numbers."""
+    scripts = []
+    for name, text in (("one", one), ("other", other)):
+        (folder / f"{name}.py").write_text(text)
+        scripts.append(torchtrim.Script(str(folder / f"{name}.py"), device="cpu"))
+    return torchtrim.verify(*scripts, steps=1)
+
+
+@pytest.mark.parametrize(
+    "other", [ONCE_MORE, ONCE_MORE.replace("shuffler", "numbers").replace("train", "fit")]
+)
+def test_a_number_more_from_a_generator_of_the_script_is_seen(tmp_path: Path, other: str) -> None:
+    found = drawn(tmp_path, DRAWS, other)
+    assert found.verdict == "NOT EQUAL"
+    assert found.first_difference is not None
+    assert "script generator" in found.first_difference.op
+    assert found.first_difference.module == "train.shuffler"
+
+
+def test_other_names_of_generators_and_one_seeded_by_the_clock_are_no_difference(
+    tmp_path: Path,
+) -> None:
+    renamed = DRAWS.replace("shuffler", "numbers").replace("train", "fit").replace("spare", "left")
+    found = drawn(tmp_path, DRAWS, renamed)
+    assert found.verdict == "BITWISE"
+    assert any("script generators" in one for one in found.compared)
+    assert "clock differs between two runs of the original" in found.reason

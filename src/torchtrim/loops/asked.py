@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
 from torchtrim.errors import ApplyFailed, PlannedStepFailed, ScriptFailed, UsageError
+from torchtrim.loops.surviving import broken_technique
 from torchtrim.planner.pins import Patterns, compiled
 from torchtrim.planner.plans import techniques_of
 from torchtrim.records.allowance import Allowance, words_for
@@ -13,7 +14,7 @@ from torchtrim.records.finding import Equivalence
 from torchtrim.records.plan import Technique
 from torchtrim.records.trial import Trial
 from torchtrim.step.from_profile import step_of
-from torchtrim.techniques.base import Measured, Option, names, technique
+from torchtrim.techniques.base import Measured, Option, names, options_of, technique, units
 
 Choice = tuple[Technique, ...]
 
@@ -45,12 +46,12 @@ def helped_by(name: str) -> tuple[str, ...]:
 
 def semantic_names() -> list[str]:
     """The techniques that make another function."""
-    return [name for name in names() if technique(name).equivalence == "SEMANTIC"]
+    return [name for name, unit in units().items() if unit.equivalence == "SEMANTIC"]
 
 
 def measured_names() -> list[str]:
     """All techniques that are measured; those that keep the function are tried where nothing else fits."""
-    return [name for name in names() if isinstance(technique(name), Measured)]
+    return [name for name, unit in units().items() if isinstance(unit, Measured)]
 
 
 def check_named(allowed: Allowance) -> None:
@@ -148,6 +149,7 @@ def _recorded(
     try:
         trial = run(choice)
     except (ApplyFailed, PlannedStepFailed, ScriptFailed) as error:
+        broken_technique(error)
         said = " and ".join(one.name for one in choice)
         failed(f"{said} cannot be used here: {str(error).splitlines()[0]}")
         return None
@@ -156,7 +158,7 @@ def _recorded(
 
 def _options(original: Trial, name: str) -> list[Option]:
     assert original.profile is not None
-    return list(technique(name).options(step_of(original.profile, original.seconds)))
+    return options_of(name, step_of(original.profile, original.seconds))
 
 
 def _is_dropped(option: Option, dropped: Collection[str]) -> bool:

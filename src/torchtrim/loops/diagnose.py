@@ -10,6 +10,7 @@ from torchtrim.errors import NothingTrains
 from torchtrim.loops.findings import ranks_of, report_of
 from torchtrim.loops.optimize import Fitting
 from torchtrim.loops.settings import with_settings
+from torchtrim.parts import failures
 from torchtrim.records.finding import Finding
 from torchtrim.records.profile import Profile
 from torchtrim.records.report import Result
@@ -59,6 +60,8 @@ def diagnose_report(
     if capture and trial.profile is not None:
         found = diagnose(trial.profile, (CAPTURE,))
         said = verdict(trial.profile, len({(one.path, one.line) for one in found}))
+        if any(one.name == CAPTURE for one in failures("rule")):
+            said = f"whether anything keeps the step from being captured is not known: {CAPTURE} failed"
         report = msgspec.structs.replace(
             report, findings=(*report.findings, *found), notes=(said, *report.notes)
         )

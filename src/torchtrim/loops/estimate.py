@@ -35,7 +35,7 @@ from torchtrim.rules.registry import diagnose as find
 from torchtrim.run.script import Script, working_folder
 from torchtrim.run.trials import Model, Progress, Workload, run_trial
 from torchtrim.sync.model.devices import DEVICES
-from torchtrim.units import format_bytes, parse_bytes
+from torchtrim.units import check_bytes, format_bytes, parse_bytes
 
 _DEVICES = ("cpu", "emulated", *DEVICES)
 _REQUEST = Request(steps=0, warmup=1, dry=True)
@@ -288,6 +288,8 @@ def estimate_report(
     `grown`: what says how far, if not the estimate.
     """
     budget = parse_bytes(fits) if fits is not None else None
+    if max_batch is not None:
+        check_bytes(max_batch, share=True)
     found = Estimate(script, device=script.device, request=request, progress=progress)
     facts = found.facts
     if grown is not None:

@@ -10,7 +10,7 @@ import msgspec
 from torchtrim.errors import ScriptFailed, UsageError
 from torchtrim.loops.asked import check_named
 from torchtrim.loops.estimate import Estimate, estimate_report
-from torchtrim.loops.optimize import measured
+from torchtrim.loops.tried import measured
 from torchtrim.planner.rates import rates_plan
 from torchtrim.records.allowance import allowance
 from torchtrim.records.estimate import Growth, Probed
@@ -20,7 +20,7 @@ from torchtrim.records.trial import Request
 from torchtrim.run.script import Script, working_folder
 from torchtrim.run.trials import Model, Progress, Workload, run_trial
 from torchtrim.techniques.scale_lr import scaled_for
-from torchtrim.units import format_bytes, parse_bytes
+from torchtrim.units import check_bytes, format_bytes, parse_bytes
 
 PROBES = 4
 _TRUSTED = 0.25
@@ -40,6 +40,7 @@ def find_batch(
     """As `torchtrim.find_batch`; `request`: what each run is."""
     if probes < 1:
         raise UsageError(f"probes={probes}: an answer has to be tried at least once.")
+    check_bytes(memory, share=True)
     return Search(Estimate(workload, progress=progress), memory, request, progress).run(probes)
 
 
@@ -57,6 +58,7 @@ def find_batch_report(
     """
     allowed = allowance(allow)
     check_named(allowed)
+    check_bytes(memory, share=True)
 
     def grown(found: Estimate) -> Growth:
         return Search(found, memory, request, progress).run(PROBES)

@@ -9,6 +9,7 @@ from torchtrim.loops.findings import ranks_of, report_of
 from torchtrim.loops.fix import Fixing
 from torchtrim.loops.fixed import fixes_of, with_fixes
 from torchtrim.loops.optimize import Fit, Fitting
+from torchtrim.parts import isolated
 from torchtrim.records.plan import MemoryKind
 from torchtrim.records.report import Result
 from torchtrim.records.terms import BITWISE, Terms
@@ -38,9 +39,10 @@ def optimize_report(
     found = fitting.nearest(memory, memory_kind)
     result = fitted(workload, found, memory_kind)
     if fixing is not None and found.missed is None and isinstance(workload, Script):
-        fixed = fixing.fix(found.original)
-        cured = with_fixes(result.report, fixes_of(fixed, workload.project))
-        result = result._replace(report=cured)
+        with isolated("fix", "of host-device syncs"):
+            fixed = fixing.fix(found.original)
+            cured = with_fixes(result.report, fixes_of(fixed, workload.project))
+            result = result._replace(report=cured)
     return result
 
 

@@ -1,4 +1,4 @@
-"""Whether a plan was made for this script."""
+"""Whether a plan was made for this script, and for this torchtrim."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ from torchtrim.errors import ApplyFailed, UsageError
 from torchtrim.records.plan import Plan
 from torchtrim.run.script import Script
 from torchtrim.run.trials import Workload
+from torchtrim.techniques.base import check_known
 from torchtrim.techniques.fingerprint import sha256_of
 
 
 def check_script(plan: Plan, workload: Workload) -> None:
-    """Raises `ApplyFailed` for a plan that was made for another script."""
+    """Raises `ApplyFailed` for a plan that was made for another script, and `UsageError` for one with a
+    technique or an option that this torchtrim does not have."""
+    for one in plan.techniques:
+        check_known(one)
     path = workload.path if isinstance(workload, Script) else None
     if path is None or not plan.script_sha256:
         return

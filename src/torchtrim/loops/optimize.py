@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from torchtrim.errors import InfeasibleBudget, PlannedStepFailed, Unsupported
+from torchtrim.errors import ApplyFailed, InfeasibleBudget, PlannedStepFailed, Unsupported
 from torchtrim.loops.asked import (
     Choice,
     check_named,
@@ -25,14 +25,18 @@ from torchtrim.loops.asked import (
 from torchtrim.loops.candidates import Target, Timed, others, quickest
 from torchtrim.loops.lengths import longest_step, recording, uneven_note
 from torchtrim.loops.levers import LEAST_SAVING, Reached, levers_of, refusals
+from torchtrim.loops.reconsidered import Outcome, note_on, plans_below, suspects
 from torchtrim.loops.sharding import NAME as SHARD
 from torchtrim.loops.sharding import may_shard, with_shard
 from torchtrim.loops.surviving import (
+    broken_in,
+    broken_technique,
     failing_places,
     failure_note,
     of_techniques,
     without_places,
 )
+from torchtrim.loops.tried import Tried, key_of, measured
 from torchtrim.planner.pins import KEEP
 from torchtrim.planner.planner import Planner
 from torchtrim.planner.several import Planners, Variant
@@ -49,7 +53,7 @@ from torchtrim.techniques.base import exportable, names, technique
 from torchtrim.techniques.export import exported
 from torchtrim.techniques.fingerprint import sha256_of
 from torchtrim.techniques.overheads import overheads
-from torchtrim.units import format_bytes, parse_bytes
+from torchtrim.units import check_bytes, format_bytes, parse_bytes
 from torchtrim.verifier.as_asked import as_asked, asked_of, by_hand, limit_of
 from torchtrim.verifier.certify import Contest
 from torchtrim.verifier.ranks import certify_ranks
@@ -80,19 +84,6 @@ class Fit(NamedTuple):
     levers: tuple[Lever, ...] = ()
 
 
-class Tried(NamedTuple):
-    """A plan that was run, and what it used of the memory that the budget is on; None for the original."""
-
-    plan: Plan | None
-    trial: Trial | None
-    used: int
-
-    @classmethod
-    def unchanged(cls, used: int) -> Tried:
-        """The original, which changes nothing."""
-        return cls(None, None, used)
-
-
 class Fitting:
     """Fits one workload. Every method runs it, and leaves nothing behind.
 
@@ -121,6 +112,7 @@ class Fitting:
         self._last: tuple[str, ...] = ()
         self._planners: dict[tuple[int, str, frozenset[str]], Planner | Planners] = {}
         self._recorded: dict[tuple[int, str], Trial] = {}
+        self._known: dict[tuple[str, MemoryKind], int] = {}
         self.notes: list[str] = []
 
     def observe(self) -> Trial:
@@ -220,6 +212,7 @@ class Fitting:
 
     def nearest(self, memory: str | int, memory_kind: MemoryKind = "allocated") -> Fit:
         """As `fit`; where nothing fits, the plan with the smallest peak, verified, and `missed`."""
+        check_bytes(memory, share=True)
         original = self.observe_longest()
         whole = measured(original, memory_kind)
         budget = parse_bytes(memory, whole=whole)
@@ -290,6 +283,8 @@ class Fitting:
                 return self._run(request, "planned")
         except PlannedStepFailed as error:
             error.plan = plan
+            if broken_in(error):
+                error.exit_code = ApplyFailed.exit_code
             raise
 
     @contextmanager
@@ -312,33 +307,42 @@ class Fitting:
             except PlannedStepFailed as error:
                 if error.plan is None:
                     raise
-                bad = failing_places(error, error.plan, self.run_planned)
-                self._check_pinned(error, bad)
-                profile = self.original.profile if self.original is not None else None
-                last = number == _ROUNDS - 1
-                bad = of_techniques(error, bad, error.plan, profile, last=last)
+                bad = broken_technique(error)
+                if not bad:
+                    bad = self._failing(error, error.plan, last=number == _ROUNDS - 1)
+                else:
+                    self._check_pinned(error, bad)
                 self._dropped |= bad
                 self.notes.append(failure_note(error, bad))
         return otherwise()._replace(notes=(*self.notes, "every plan that was tried failed"))
 
+    def _failing(self, error: PlannedStepFailed, plan: Plan, *, last: bool) -> set[str]:
+        """What to plan without, so that the step does not fail."""
+        places = failing_places(error, plan, self.run_planned)
+        self._check_pinned(error, places)
+        profile = self.original.profile if self.original is not None else None
+        return of_techniques(error, places, plan, profile, last=last)
+
     def _check_pinned(self, error: PlannedStepFailed, bad: Collection[str]) -> None:
         """Raises it where what fails is pinned."""
         assert self.original is not None
-        pinned = sorted(
-            {where for _, where in self.planner(self.original).pinned.forced} & set(bad)
-        )
+        forced = self.planner(self.original).pinned.forced
+        pinned = sorted(where for what, where in forced if {what, where} & set(bad))
         if pinned:
             said = f"`{pinned[0]}` is pinned under [pins], and fails there. Take it out. It says: {error}"
-            raise PlannedStepFailed(
+            failed = PlannedStepFailed(
                 said, place=pinned[0], learnt=error.learnt, traceback=error.traceback
-            ) from error
+            )
+            failed.exit_code = error.exit_code
+            raise failed from error
 
     def _within(self, original: Trial, budget: int, kind: MemoryKind) -> Fit:
         """A plan whose measured figure is within the budget, or the one that needs least."""
         planner = self.planner(original)
         whole = measured(original, kind)
-        bias = whole - planner.simulated_original
+        first = bias = whole - planner.simulated_original
         tried = [] if planner.forced else [Tried.unchanged(whole)]
+        outcomes: list[Outcome] = []
         notes: list[str] = []
         for number in range(_ROUNDS + 1):
             try:
@@ -354,6 +358,8 @@ class Fitting:
             trial = self.run_planned(plan)
             used = measured(trial, kind)
             tried.append(Tried(plan, trial, used))
+            outcomes.append(Outcome(plan, used, plan.predicted.peak_bytes - bias + first))
+            self._known[key_of(plan, kind)] = used
             error = used - plan.predicted.peak_bytes
             if last or (used <= budget and (used >= _WELL_USED * budget or error > -0.02 * budget)):
                 break
@@ -363,6 +369,8 @@ class Fitting:
                     f"{format_bytes(used)}; planned again"
                 )
             bias += error
+        if not planner.forced and all(one.used > budget for one in tried):
+            tried += self._reconsidered(original, outcomes, Target(budget, first, kind))
         fitting = [one for one in tried if one.used <= budget]
         if fitting:
             best = max(fitting, key=lambda one: one.used)
@@ -374,6 +382,37 @@ class Fitting:
         else:
             found = self._missed(original, budget, kind, min(tried, key=lambda one: one.used))
         return found._replace(notes=(*notes, *found.notes))
+
+    def _reconsidered(
+        self, original: Trial, outcomes: list[Outcome], target: Target
+    ) -> Iterator[Tried]:
+        """Run what is predicted to need less than all that was run, until a plan fits the budget."""
+        blamed = suspects(outcomes)
+        if blamed:
+            self._note(note_on(blamed))
+        without = (self._planner_without(original, left) for left in blamed)
+        alone = (self.planner(original, only=name) for name in names() if name not in self._exclude)
+        for plan in plans_below((*without, *alone), target, self._allowed):
+            lowest = min((one.used for one in outcomes), default=measured(original, target.kind))
+            known = repr(plan.techniques) in {repr(one.plan.techniques) for one in outcomes}
+            if lowest <= target.budget or known:
+                continue
+            if plan.predicted.peak_bytes >= (1 - LEAST_SAVING) * lowest:
+                continue
+            with suppress(PlannedStepFailed):
+                trial = self.run_planned(plan)
+                used = measured(trial, target.kind)
+                outcomes.append(Outcome(plan, used, plan.predicted.peak_bytes))
+                self._known[key_of(plan, target.kind)] = used
+                yield Tried(plan, trial, used)
+
+    def _planner_without(self, original: Trial, left: Collection[str]) -> Planner | Planners:
+        """As `planner`, without these techniques."""
+        before, self._dropped = self._dropped, {*self._dropped, *left}
+        try:
+            return self.planner(original)
+        finally:
+            self._dropped = before
 
     def _quickest(
         self, original: Trial, first: Tried, tried: Sequence[Tried], target: Target
@@ -415,6 +454,7 @@ class Fitting:
             Reached(found.plan.techniques, tried.used, seconds),
             self._exclude,
             self._allowed,
+            lambda plan: self._known.get(key_of(plan, kind)),
         )
         levers = with_shard(levers, self.workload, original, whole)
         missed = self.planner(original).infeasible(budget, tried.used)
@@ -458,18 +498,3 @@ def _nothing_helps(budget: int, whole: int, set_by: str) -> InfeasibleBudget:
         smallest_bytes=whole,
         set_by=set_by,
     )
-
-
-def measured(trial: Trial, kind: MemoryKind) -> int:
-    """The trial's figure of that kind of memory. Raises `Unsupported` where it was not measured."""
-    figure = {
-        "allocated": trial.peak_bytes,
-        "reserved": max((step.reserved_bytes or 0 for step in trial.steps), default=0),
-        "rss": trial.rss_bytes or 0,
-    }[kind]
-    if not figure:
-        raise Unsupported(
-            f"--memory-kind {kind}: it is not measured on {trial.device}. "
-            "`allocated` is measured everywhere, `reserved` on CUDA, `rss` on CPU."
-        )
-    return figure

@@ -42,7 +42,7 @@ from torchtrim.run.trials import Progress, Workload
 from torchtrim.sync.model.devices import DEVICES
 from torchtrim.sync.model.roofline import estimate
 from torchtrim.techniques.fingerprint import sha256_of
-from torchtrim.units import parse_bytes
+from torchtrim.units import check_bytes, parse_bytes
 from torchtrim.verifier.certify import ROUNDING_LIMIT, SHRINKS_BY
 
 _MOST_BARS = 2000
@@ -63,6 +63,7 @@ def plan_pipeline(
 
     Raises `Unsupported`, `InfeasibleBudget`.
     """
+    check_bytes(memory, share=True)
     fitting = Fitting(script, request, progress)
     trial = fitting.observe()
     planner = fitting.planner(trial)

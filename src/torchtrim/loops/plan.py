@@ -8,7 +8,8 @@ from torchtrim import __version__
 from torchtrim.errors import ExportFailed
 from torchtrim.loops.findings import report_of
 from torchtrim.loops.fitted import fitted
-from torchtrim.loops.optimize import Fit, Fitting, measured
+from torchtrim.loops.optimize import Fit, Fitting
+from torchtrim.loops.tried import measured
 from torchtrim.records.plan import MemoryKind
 from torchtrim.records.report import FrontierPoint, Result
 from torchtrim.records.terms import BITWISE, Terms
@@ -16,7 +17,7 @@ from torchtrim.records.trial import Request
 from torchtrim.report.assemble import with_plan
 from torchtrim.run.trials import Progress, Workload
 from torchtrim.techniques.export import exported
-from torchtrim.units import format_bytes, parse_bytes
+from torchtrim.units import check_bytes, format_bytes, parse_bytes
 
 
 def plan_report(
@@ -30,6 +31,7 @@ def plan_report(
     progress: Progress = lambda _: None,
 ) -> Result:
     """A plan with its figures and, if asked, what other budgets would cost. Raises `InfeasibleBudget`."""
+    check_bytes(memory, share=True)
     fitting = Fitting(workload, request, progress, terms)
     trial = fitting.observe_longest()
     planner = fitting.planner(trial)

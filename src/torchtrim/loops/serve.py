@@ -8,7 +8,8 @@ from torchtrim.errors import InfeasibleBudget, PlannedStepFailed, UsageError
 from torchtrim.loops.diagnose import TAKEN_AS_CALLS
 from torchtrim.loops.fitted import fitted
 from torchtrim.loops.levers import Reached
-from torchtrim.loops.optimize import NOTHING, Fit, Fitting, Tried, measured
+from torchtrim.loops.optimize import NOTHING, Fit, Fitting
+from torchtrim.loops.tried import Tried, measured
 from torchtrim.planner.calls import CallOptions, plan_of_calls
 from torchtrim.records.plan import MemoryKind, Plan, Prediction
 from torchtrim.records.report import Result
@@ -18,7 +19,7 @@ from torchtrim.run.trials import Progress
 from torchtrim.step.from_profile import step_of
 from torchtrim.step.simulate import timeline
 from torchtrim.techniques.fingerprint import sha256_of
-from torchtrim.units import format_bytes, parse_bytes
+from torchtrim.units import check_bytes, format_bytes, parse_bytes
 
 _MOST_PARTS = 32
 RELEASE = "release"
@@ -69,6 +70,8 @@ def fit_calls(
         raise UsageError(
             f"--device {script.device}: --mode inference plans calls on a device that is there. Give cpu."
         )
+    if memory is not None:
+        check_bytes(memory, share=True)
     original = fitting.observe()
     _check(original)
     whole = measured(original, memory_kind)

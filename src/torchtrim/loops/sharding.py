@@ -9,6 +9,7 @@ from torchtrim.errors import TorchtrimError
 from torchtrim.loops.asked import choices
 from torchtrim.loops.estimate import Estimate
 from torchtrim.records.allowance import Allowance
+from torchtrim.records.commands import path_argument
 from torchtrim.records.finding import Equivalence
 from torchtrim.records.lever import Lever
 from torchtrim.records.sharding import Sharding
@@ -70,7 +71,7 @@ def sharded_lever(workload: Workload, original: Trial, whole: int) -> tuple[Leve
 
 def _command(script: Script, ranks: int) -> str:
     """The command that says more."""
-    target = ["-m", script.target] if script.module else [script.target]
+    target = ["-m", script.target] if script.module else [path_argument(script.target)]
     device = ["--device", script.device] if script.device else []
     words = ["torchtrim", "estimate", *target, *device, "--ranks", str(ranks), "--fsdp"]
     return shlex.join([*words, *(["--", *script.args] if script.args else [])])

@@ -41,10 +41,11 @@ def spread_over(
         )
     if devices < 1 or batch < 1:
         raise UsageError(f"{batch} samples on {devices} devices: there is at least one of each.")
+    budget = parse_bytes(memory)
     request = Request(steps=0, warmup=1, dry=True)
     found = Estimate(workload, device=device, request=request, progress=progress)
     times = estimate(found.profile, DEVICES[device]).device_seconds
     reader = Reader(found.profile, 0.0, times)
     progress("looking for stages, replicas and shards")
     chain_of = functools.lru_cache(maxsize=None)(reader.chain)
-    return spread(chain_of, devices, batch, parse_bytes(memory), order_of, fabric, layouts)
+    return spread(chain_of, devices, batch, budget, order_of, fabric, layouts)

@@ -200,4 +200,8 @@ def _largest(one: Path, other: Path) -> float | None:
 
 def _values(path: Path) -> torch.Tensor:
     data = bytearray(path.read_bytes())
-    return torch.frombuffer(data, dtype=torch.float64) if data else torch.empty(0)
+    return (
+        torch.frombuffer(data, dtype=torch.float64)
+        if data
+        else torch.empty(0, dtype=torch.float64, device="cpu")
+    )

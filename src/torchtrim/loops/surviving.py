@@ -8,12 +8,33 @@ from collections.abc import Callable, Collection
 from msgspec.structs import replace
 
 from torchtrim.errors import PlannedStepFailed
+from torchtrim.parts import Failure, debugging, note
 from torchtrim.records.plan import Plan
 from torchtrim.records.profile import Profile
 from torchtrim.records.trial import Trial
+from torchtrim.techniques.failing import defective
 
 _REFUSED = "ApplyFailed: "
 _RANGE = re.compile(r"(?P<path>.+)\[(?P<first>\d+):(?P<last>\d+)\]")
+
+
+def broken_in(error: Exception) -> str:
+    """The technique with a defect that kept a plan from being applied; empty for other failures."""
+    return defective(getattr(error, "place", ""))
+
+
+def broken_technique(error: Exception) -> set[str]:
+    """The technique that could not be applied by a defect of its own, which is noted; else none.
+
+    With TORCHTRIM_DEBUG=1 the error is raised.
+    """
+    name = broken_in(error)
+    if name and debugging():
+        raise error
+    if name:
+        first = str(error).splitlines()[0].rstrip(".")
+        note(Failure("technique", name, first.rpartition(f"{name} raised ")[2]))
+    return {name} if name else set()
 
 
 def failing_places(error: PlannedStepFailed, plan: Plan, run: Callable[[Plan], Trial]) -> set[str]:

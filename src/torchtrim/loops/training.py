@@ -28,7 +28,7 @@ from torchtrim.records.trial import Request
 from torchtrim.run.trials import Progress
 from torchtrim.techniques.apply import Applied, apply_plan
 from torchtrim.techniques.fingerprint import fingerprint_of
-from torchtrim.units import parse_bytes
+from torchtrim.units import check_bytes, parse_bytes
 
 _OF_OPTIMIZERS = ("optimizer_in_backward", "plain_optimizer")
 """The optimizer is ours, not the user's."""
@@ -62,6 +62,8 @@ def optimize_step(
     """
     if split_batch != 1:
         raise UsageError("split_batch is for mode='inference': in training its sum would differ.")
+    if memory is not None:
+        check_bytes(memory, share=True)
     step, left = (
         step_of(model, inputs),
         _OF_OPTIMIZERS if inplace else (*_OF_OPTIMIZERS, "overwrite"),

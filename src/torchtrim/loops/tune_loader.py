@@ -12,7 +12,7 @@ from torchtrim.data.rebuild import keywords_of, written
 from torchtrim.errors import TorchtrimError, Unsupported
 from torchtrim.fixes.base import Edit
 from torchtrim.fixes.pinned_loader import added_keyword
-from torchtrim.fixes.reading.source import Source
+from torchtrim.fixes.reading.source import Source, read_source
 from torchtrim.fixes.writing.edits import diff_of
 from torchtrim.loops.findings import report_of
 from torchtrim.records.loader import LoaderSettings, Tuning
@@ -79,7 +79,7 @@ def diff_for(tuning: Tuning, project: str | Path) -> str:
     if not tuning.path or tuning.chosen == tuning.before or tuning.chosen.whole:
         return ""
     try:
-        text = path.read_text(encoding="utf-8")
+        text, _ = read_source(path)
         source = Source(str(path), text)
     except (OSError, ValueError, TorchtrimError):
         return ""

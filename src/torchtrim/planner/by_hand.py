@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torchtrim.step.edits import Edit
 from torchtrim.step.rerun import rerun
 from torchtrim.step.step import Step
-from torchtrim.techniques.base import Option, technique
+from torchtrim.techniques.base import Option, edit_of, options_of
 
 PRODUCTS = frozenset(
     f"aten::{name}"
@@ -39,7 +39,7 @@ def by_hand(step: Step) -> Iterator[ByHand]:
 
     A model without blocks in a row has none to checkpoint, and one that mixes samples no halves.
     """
-    for name, options in checkpointed(technique("recompute").options(step)).items():
+    for name, options in checkpointed(options_of("recompute", step)).items():
         yield ByHand(name, options, _again(step, options))
         if name == _EACH:
             kept = _again(step, options, PRODUCTS)
@@ -59,12 +59,11 @@ def _again(step: Step, options: Iterable[Option], kept: frozenset[str] = frozens
 
 def _halves(step: Step) -> Iterator[ByHand]:
     """All of the model, or nearly, in two parts of its batch."""
-    parted = technique("micro_batch")
-    halves = [o for o in parted.options(step) if dict(o.settings) == {"parts": 2}]
+    halves = [o for o in options_of("micro_batch", step) if dict(o.settings) == {"parts": 2}]
     whole = max((call.span.last - call.span.first for call in step.calls), default=0)
     widest = max(halves, key=_tasks, default=None)
     if widest is not None and _tasks(widest) >= _NEARLY_ALL * whole:
-        edit = parted.edits(step, widest)
+        edit = edit_of(step, widest)
         if edit is not None:
             yield ByHand("the batch in two halves", (widest,), [edit])
 

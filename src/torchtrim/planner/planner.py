@@ -19,7 +19,7 @@ from torchtrim.planner.solvers.exact import Exact
 from torchtrim.planner.solvers.integer import Integer
 from torchtrim.planner.solvers.local import Local
 from torchtrim.records.finding import EQUIVALENCES, Equivalence
-from torchtrim.records.plan import MemoryKind, Plan, Prediction, Technique
+from torchtrim.records.plan import MemoryKind, Plan, Prediction
 from torchtrim.records.profile import Profile, is_emulated
 from torchtrim.records.report import FrontierPoint
 from torchtrim.rules.prices import device_of
@@ -31,7 +31,7 @@ from torchtrim.step.links import added_seconds, traffic
 from torchtrim.step.overwrite import overwritten
 from torchtrim.step.simulate import Outcome, level, simulate
 from torchtrim.step.step import Step
-from torchtrim.techniques.base import Option, Settles, names, technique
+from torchtrim.techniques.base import Option, edit_of, options_of, settled, units
 from torchtrim.units import format_bytes
 
 _SOLVERS = (Exact(), Local())
@@ -238,7 +238,7 @@ class Planner:
         step, index = self._overwriting[0], choice.outcome.task
         most, found = step.tasks[index].transient, ""
         for option in choice.options:
-            edit = technique(option.technique).edits(step, option)
+            edit = edit_of(step, option)
             for one in edit.inserts if edit else ():
                 if one.at == index and level(one) > most:
                     most, found = level(one), f"{option.technique} of {option.where}"
@@ -297,7 +297,7 @@ class Planner:
         return self.pinned.demands(option) or (edit.seconds < 0 and self.pinned.may(option))
 
     def _overwritten(self, step: Step, free: Iterable[Option]) -> Step:
-        edits = (technique(o.technique).edits(step, o) for o in free)
+        edits = (edit_of(step, o) for o in free)
         return overwritten(step, (t for edit in edits if edit for t in edit.overwrites))
 
     @cached_property
@@ -349,24 +349,20 @@ class Planner:
         """The allowed options of a step, and what each changes."""
         found = []
         for name in self._allowed_names():
-            unit = technique(name)
-            for option in unit.options(step):
+            for option in options_of(name, step):
                 places = {option.where, f"{name}:{option.where}"}
                 barred = not places.isdisjoint(self._exclude)
                 if barred or not _allowed(equivalence_of(option), self._allow):
                     continue
-                edit = unit.edits(step, option)
+                edit = edit_of(step, option)
                 if edit is not None:
                     found.append((option, edit))
         return found
 
     def _allowed_names(self) -> list[str]:
         """The techniques that plans may use."""
-        return [
-            name
-            for name in names()
-            if name not in self._exclude and _allowed(technique(name).equivalence, self._allow)
-        ]
+        known = units(self._exclude)
+        return [name for name, unit in known.items() if _allowed(unit.equivalence, self._allow)]
 
     def _offered(self) -> list[tuple[Option, Edit]]:
         """What can be done, whether or not what may overwrites its input."""
@@ -437,7 +433,7 @@ class Planner:
             script_sha256=self._sha256,
             budget_bytes=budget,
             memory_kind=memory_kind,
-            techniques=tuple(_settled(step, one) for one in techniques_of(choice.options)),
+            techniques=tuple(settled(step, one) for one in techniques_of(choice.options)),
             predicted=Prediction(
                 peak_bytes=max(choice.outcome.peak_bytes + bias, 0),
                 step_seconds=seconds,
@@ -471,11 +467,5 @@ def _by_offload(problem: Problem) -> tuple[list[int], list[int]]:
 
 def _edits_of(step: Step, options: Iterable[Option]) -> list[Edit]:
     """What options change in a step."""
-    edits = (technique(option.technique).edits(step, option) for option in options)
+    edits = (edit_of(step, option) for option in options)
     return [edit for edit in edits if edit is not None]
-
-
-def _settled(step: Step, one: Technique) -> Technique:
-    """A technique with what can be said of all its places together."""
-    unit = technique(one.name)
-    return unit.settled(step, one) if isinstance(unit, Settles) else one

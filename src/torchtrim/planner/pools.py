@@ -8,7 +8,7 @@ from torchtrim.memory.curve import bytes_over_time
 from torchtrim.step.edits import Block, Edit
 from torchtrim.step.host import host_blocks, host_peak
 from torchtrim.step.step import Step
-from torchtrim.techniques.base import Option, ToFiles, technique
+from torchtrim.techniques.base import Option, edit_of, in_files_of
 
 Pair = tuple[Option, Edit]
 
@@ -41,11 +41,10 @@ def in_files(
     on_host = {option.where for option, edit in pairs if host_blocks(edit)}
     found = []
     for name in names:
-        unit = technique(name)
-        for option in unit.to_files(step) if isinstance(unit, ToFiles) else ():
+        for option in in_files_of(name, step):
             if option.where.removesuffix(" in file") in kept & on_host:
                 continue
-            if (edit := unit.edits(step, option)) is not None:
+            if (edit := edit_of(step, option)) is not None:
                 found.append((option, edit))
     return found
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from torchtrim.parts import isolated
 from torchtrim.records.certificate import Asked, Certificate
 from torchtrim.records.plan import Plan, Technique
 from torchtrim.records.trial import Request, Trial
@@ -59,9 +60,10 @@ def as_asked(found: Certificate, plan: Plan, original: Trial, planned: Trial) ->
 
 def _advice(plan: Plan) -> Iterator[str]:
     for one in asked_of(plan):
-        unit = technique(one.name)
-        if isinstance(unit, Replaces) and (said := unit.advice(one)):
-            yield said
+        with isolated("technique", one.name):
+            unit = technique(one.name)
+            if isinstance(unit, Replaces) and (said := unit.advice(one)):
+                yield said
 
 
 _EQUAL = {"BITWISE": "bit for bit", "ROUNDING": "up to rounding"}

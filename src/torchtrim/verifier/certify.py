@@ -14,10 +14,19 @@ import msgspec
 
 from torchtrim.errors import ApplyFailed, ScriptFailed
 from torchtrim.records.certificate import Certificate, Difference, Verdict
-from torchtrim.records.trial import Request, Trial
+from torchtrim.records.trial import Request, Step, Trial
 from torchtrim.run.script import Script
 from torchtrim.run.trials import Progress, Workload, run_trial
-from torchtrim.verifier.compare import compared, differences, largest_difference, left_behind
+from torchtrim.verifier.compare import (
+    GENERATOR,
+    Beyond,
+    beyond_rounding,
+    compared,
+    differences,
+    is_updated,
+    largest_difference,
+    left_behind,
+)
 from torchtrim.verifier.coverage import coverage_of
 from torchtrim.verifier.jobs import Jobs
 from torchtrim.verifier.locate import Parting, parting, said_of
@@ -32,9 +41,10 @@ _CALLS_NAMES = """
     recompute replay overwrite plain_optimizer offload_activations offload_optimizer optimizer_in_backward
     data_parallel low_bit_states
 """
+_OF_ROOT = re.compile(r"(?P<root>.+?)(?: \((?P<call>\d+)\))?\.(?P<number>\d+)(?: \(\d+\))?")
 _LEFT = "memory:left behind"
 _CALLS_AS_BEFORE = frozenset(_CALLS_NAMES.split())
-KEPT_BY_PYTHON = ("attribute:", "script state:")
+KEPT_BY_PYTHON = ("attribute:", "script state:", GENERATOR)
 _COUNTED = ("random state:", "step:", "hyperparameter:", "call:", "exception:", "memory:")
 
 
@@ -78,7 +88,7 @@ def certify(contest: Contest, original: Trial, planned: Trial, progress: Progres
     if found:
         found, noise, alone, figures = _measure(contest, original, found, progress)
         if found:
-            verdict, reason = _judge(contest, found, noise, figures, progress)
+            verdict, reason = _judge(contest, original, found, noise, figures, progress)
         reason += (
             f"; {alone} differs between two runs of the original, and counts for nothing"
             if alone
@@ -176,7 +186,12 @@ def _finite(figure: float) -> float | None:
 
 
 def _judge(
-    contest: Contest, found: list[str], noise: list[str], figures: Figures, progress: Progress
+    contest: Contest,
+    original: Trial,
+    found: list[str],
+    noise: list[str],
+    figures: Figures,
+    progress: Progress,
 ) -> tuple[Verdict, str]:
     if noise:
         if figures.difference <= NOISE_FACTOR * figures.noise:
@@ -196,18 +211,40 @@ def _judge(
         return "NOT EQUAL", "more is alive after each step than after the original's"
     if whole := [name for name in found if not _has_values(name)]:
         return "NOT EQUAL", f"what has no rounding differs, first {whole[0].partition('/')[2]}"
-    shrunk = _in_double(contest, found, progress)
-    if shrunk is None:
-        return (
-            "NOT EQUAL",
-            "it differs, and could not be run in float64 to tell rounding from a bug",
-        )
-    if shrunk * SHRINKS_BY <= figures.difference:
-        return "ROUNDING", (
-            f"the difference shrinks from {figures.difference:.1e} to {shrunk:.1e} in float64, as "
-            "rounding does"
-        )
-    own = _own_rounding(contest, found, progress) if shrunk <= _SURE else 0.0
+    return _judge_in_double(contest, original, found, figures, progress)
+
+
+def _judge_in_double(
+    contest: Contest, original: Trial, found: list[str], figures: Figures, progress: Progress
+) -> tuple[Verdict, str]:
+    """Whether what differs is rounding: the first step in float64 beside what one rounding does to it there,
+    and the rest by how much less it differs in float64."""
+    first = first_quantities(original)
+    names = tuple(dict.fromkeys((*sample_of(found), *first)))
+    plain, planned = (
+        _keeping(one, names, double=True) for one in (contest.request, contest.planned_request)
+    )
+    nudged = msgspec.structs.replace(plain, nudged=True, round_trip=False)
+    short = msgspec.structs.replace(nudged, warmup=max(plain.warmup, 1), steps=0)
+    with _folders(4) as (one, two, three, four):
+        try:
+            _attempt(contest, False, plain, one, progress)
+            _attempt(contest, True, planned, two, progress)
+            _attempt(contest, False, short, three, progress, again="nudged")
+        except (ApplyFailed, ScriptFailed, RuntimeError):
+            return (
+                "NOT EQUAL",
+                "it differs, and could not be run in float64 to tell rounding from a bug",
+            )
+        if (beyond := beyond_rounding(one, two, three, names, first)) is not None:
+            return "NOT EQUAL", _said_beyond(beyond)
+        shrunk = largest_difference(one, two, names)
+        if shrunk * SHRINKS_BY <= figures.difference:
+            return "ROUNDING", (
+                f"the difference shrinks from {figures.difference:.1e} to {shrunk:.1e} in float64, as "
+                "rounding does"
+            )
+        own = _own_rounding(contest, nudged, one, four, progress) if shrunk <= _SURE else 0.0
     if shrunk <= NOISE_FACTOR * own and own <= _SURE:
         return "ROUNDING", (
             f"the difference, {shrunk:.1e} in float64, is within what the original itself changes by when "
@@ -216,6 +253,14 @@ def _judge(
     return "NOT EQUAL", (
         f"the difference stays at {shrunk:.1e} in float64 ({figures.difference:.1e} before), which "
         "rounding does not"
+    )
+
+
+def _said_beyond(beyond: Beyond) -> str:
+    step, _, name = beyond.name.partition("/")
+    return (
+        f"in float64 {name} of step {int(step) + 1} still differs by {beyond.difference:.1e}, where one "
+        f"rounding of parameters and inputs changes the original by {beyond.own:.1e}"
     )
 
 
@@ -245,37 +290,32 @@ def _measure(
         return found, noise, alone, figures
 
 
-def _in_double(contest: Contest, found: list[str], progress: Progress) -> float | None:
-    """The largest difference when both run in float64; None if one cannot."""
-    return _apart_in_double(contest, found, contest.planned_request, progress, planned=True)
-
-
-def _own_rounding(contest: Contest, found: list[str], progress: Progress) -> float:
+def _own_rounding(
+    contest: Contest, nudged: Request, plain: Path, folder: Path, progress: Progress
+) -> float:
     """By how much the original changes in float64 when its parameters do by one rounding; 0 if it cannot
     run so. A loss that hardly depends on the parameters, as behind a norm, enlarges rounding."""
-    nudged = msgspec.structs.replace(contest.request, nudged=True)
-    return _apart_in_double(contest, found, nudged, progress) or 0.0
+    try:
+        _attempt(contest, False, nudged, folder, progress, again="nudged")
+    except (ApplyFailed, ScriptFailed, RuntimeError):
+        return 0.0
+    return largest_difference(plain, folder, nudged.keep)
 
 
-def _apart_in_double(
-    contest: Contest,
-    found: list[str],
-    other: Request,
-    progress: Progress,
-    *,
-    planned: bool = False,
-) -> float | None:
-    """By how much another run differs from the original's, both in float64; None if one cannot run so."""
-    names = sample_of(found)
-    plain, other = (_keeping(one, names, double=True) for one in (contest.request, other))
-    again = "nudged" if other.nudged else ""
-    with _folders(2) as (one, two):
-        try:
-            _attempt(contest, False, plain, one, progress)
-            _attempt(contest, planned, other, two, progress, again=again)
-        except (ApplyFailed, ScriptFailed, RuntimeError):
-            return None
-        return largest_difference(one, two, names)
+def first_quantities(trial: Trial) -> tuple[str, ...]:
+    """What the first step computes up to its first update, and what it leaves in buffers, parameters and
+    optimizers."""
+    number, step = next(
+        ((n, one) for n, one in enumerate(trial.steps) if any(map(_is_computed, one.digests))),
+        (0, Step()),
+    )
+    labels = [f"{number}/{name}" for name in step.digests if not name.startswith("initial state:")]
+    left = (one for one in labels if is_updated(one) or _name(one).startswith("buffer:"))
+    return tuple(dict.fromkeys((*filter(_has_values, before_update(labels)), *left)))
+
+
+def _is_computed(name: str) -> bool:
+    return name.startswith(("loss:", "output:", "gradient:"))
 
 
 def sample_of(names: list[str]) -> tuple[str, ...]:
@@ -290,9 +330,11 @@ def sample_of(names: list[str]) -> tuple[str, ...]:
 
 def _has_values(name: str) -> bool:
     """Whether it is of tensors: the states of random generators, settings and the count of steps are not."""
+    if _name(name).startswith((*_COUNTED, GENERATOR)):
+        return False
     if _name(name).startswith(KEPT_BY_PYTHON):
         return name.rpartition(".")[2].isdigit()
-    return not _name(name).startswith(_COUNTED)
+    return True
 
 
 def _keeping(request: Request, names: tuple[str, ...], *, double: bool = False) -> Request:
@@ -334,10 +376,13 @@ def _first(
     """The first difference: the quantity, and where the two part in that step."""
     step, _, rest = label.partition("/")
     quantity, _, name = rest.partition(":")
-    what = f"{quantity} in step {int(step) + 1}"
     found = _parting(contest, int(step), progress) if verdict == "NOT EQUAL" else None
     if found is not None and found.inputs and quantity in ("output", "loss", "gradient"):
-        return Difference(module=found.inputs, op=f"input in step {int(step) + 1}")
+        quantity, name = _of_root("input", found.inputs)
+        return Difference(module=name, op=f"{quantity} in step {int(step) + 1}")
+    if quantity == "output":
+        quantity, name = _of_root(quantity, name)
+    what = f"{quantity} in step {int(step) + 1}"
     if found is None or found.spots is None:
         path, line = _line_of(trial, name) if trial.profile is not None else ("", 0)
         return Difference(module=name, op=what, path=path, line=line)
@@ -353,6 +398,16 @@ def _first(
         other_path=other.path,
         other_line=other.line,
     )
+
+
+def _of_root(quantity: str, name: str) -> tuple[str, str]:
+    """Which input or output of which root a name such as `"Net (2).1"` is, of its second call the second."""
+    match = _OF_ROOT.fullmatch(name)
+    if match is None:
+        return quantity, name
+    number = f" [{match['number']}]" if match["number"] != "0" else ""
+    call = f" of call {match['call']}" if match["call"] else ""
+    return f"{quantity}{number}{call}", match["root"]
 
 
 def _parting(contest: Contest, step: int, progress: Progress) -> Parting | None:

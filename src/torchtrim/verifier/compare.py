@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -24,6 +25,9 @@ _SINGULAR = {
     "checkpoint": "tensor saved and loaded",
 }
 _MOST_LEFT = 4096
+_WITHIN = 10.0
+_WITHIN_UPDATED = 1e4
+GENERATOR = "script generator:"
 
 
 def differences(one: Trial, other: Trial) -> list[str]:
@@ -40,7 +44,26 @@ def differences(one: Trial, other: Trial) -> list[str]:
 
 def _is_on_both(name: str, one: Step, other: Step) -> bool:
     """Another program may name its own variables as it likes."""
-    return not name.startswith("script state:") or (name in one.digests and name in other.digests)
+    if not name.startswith(("script state:", GENERATOR)) or (
+        name in one.digests and name in other.digests
+    ):
+        return True
+    return name.startswith(GENERATOR) and name in one.digests and _is_replaced(name, one, other)
+
+
+def _is_replaced(name: str, one: Step, other: Step) -> bool:
+    """Whether the other has this generator's state under no name, and a new one of its kind instead."""
+    mine, others = _states(one), _states(other)
+    state = mine[name]
+    if state in others.values():
+        return False
+    kind = state.partition(" ")[0]
+    new = (value for key, value in others.items() if key not in mine)
+    return any(value.startswith(f"{kind} ") and value not in mine.values() for value in new)
+
+
+def _states(step: Step) -> dict[str, str]:
+    return {name: value for name, value in step.digests.items() if name.startswith(GENERATOR)}
 
 
 def left_behind(one: Trial, other: Trial) -> list[str]:
@@ -84,7 +107,7 @@ def load_kept(folder: Path, number: int) -> torch.Tensor | None:
     header, _, data = path.read_bytes().partition(b"\n")
     dtype = getattr(torch, header.split()[0].decode())
     if not data:
-        return torch.empty(0, dtype=torch.float64)
+        return torch.empty(0, dtype=torch.float64, device="cpu")
     flat = torch.frombuffer(bytearray(data), dtype=dtype)
     return flat.to(torch.complex128 if dtype.is_complex else torch.float64)
 
@@ -104,6 +127,47 @@ def largest_difference(one: Path, other: Path, names: Sequence[str]) -> float:
         scales[group] = max(scales.get(group, 0.0), scale)
         gaps[group] = max(gaps.get(group, 0.0), gap)
     return max((gap / scales[g] if gap else 0.0 for g, gap in gaps.items()), default=0.0)
+
+
+class Beyond(NamedTuple):
+    """A quantity that differs by more than rounding explains, relative to the largest of its group.
+
+    `own`: by how much one rounding of parameters and inputs changes the original.
+    """
+
+    name: str
+    difference: float
+    own: float
+
+
+def beyond_rounding(
+    one: Path, other: Path, nudged: Path, names: Sequence[str], wanted: Sequence[str]
+) -> Beyond | None:
+    """The first of the wanted values, kept in float64, that differs by more than rounding explains.
+
+    Ten times what one rounding does to the original is allowed, and ten roundings of the largest value in its
+    group: a gradient that is zero but for rounding is a sum of parts as large as others. Updates enlarge what
+    differs, so after one a value may differ by more.
+    """
+    found: dict[str, tuple[float, float]] = {}
+    scales: dict[str, float] = {}
+    for number, name in enumerate(names):
+        value = load_kept(one, number) if name in wanted else None
+        if value is not None:
+            gap, scale = _gap(value, load_kept(other, number))
+            found[name] = gap, _gap(value, load_kept(nudged, number))[0]
+            scales[_group(name)] = max(scales.get(_group(name), 0.0), scale)
+    for name, (gap, own) in found.items():
+        scale = scales[_group(name)]
+        factor = _WITHIN_UPDATED if is_updated(name) else _WITHIN
+        if gap > max(factor * own, _WITHIN * torch.finfo(torch.float64).eps * scale):
+            return Beyond(name, gap / scale, own / scale)
+    return None
+
+
+def is_updated(label: str) -> bool:
+    """Whether the quantity of a label is what an update leaves."""
+    return label.partition("/")[2].startswith(("parameter:", "optimizer state:"))
 
 
 def _group(name: str) -> str:
