@@ -29,7 +29,7 @@ import torchtrim
 from bench import batch_rivals, nets, zoo
 from bench.machine import RESULTS, save, slug
 from torchtrim import TrainStep
-from torchtrim.loops.optimize import measured
+from torchtrim.loops.tried import measured
 from torchtrim.records.trial import Request
 from torchtrim.run.script import working_folder
 from torchtrim.run.trials import run_trial

@@ -41,6 +41,7 @@ from torchtrim.loops.optimize import Fitting
 from torchtrim.observe.workload import TrainStep
 from torchtrim.planner.planner import Planner
 from torchtrim.planner.plans import made_plan
+from torchtrim.planner.several import Planners
 from torchtrim.records.plan import Plan, Prediction, Technique
 from torchtrim.records.profile import Profile
 from torchtrim.records.terms import Terms
@@ -56,10 +57,10 @@ ROUNDS = 3
 _KNOWN = (ApplyFailed, PlannedStepFailed, InfeasibleBudget, Unsupported)
 
 
-def plans(planner: Planner, peak: int) -> Iterator[Plan]:
+def plans(planner: Planner | Planners, peak: int) -> Iterator[Plan]:
     """Up to three plans: for the floor, and for two budgets above it."""
     bias = peak - planner.simulated_original
-    floor = planner.floor.outcome.peak_bytes + bias
+    floor = planner.floor_plan(1, bias=bias).predicted.peak_bytes
     seen: set[tuple[Any, ...]] = set()
     for share in (0.0, 0.4, 0.8):
         budget = floor + int(share * (peak - floor))

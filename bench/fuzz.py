@@ -4,15 +4,18 @@
 
 INPUTS damaged files for each reader (10,000 by default), drawn from SEED. Counted are those that are refused,
 those that still read, and what must not be: tracebacks, and files that take over five seconds. What is
-read is used as a verb would use it.
+read is used as a verb would use it. Each reader is also given paths of what is no regular file: a pipe, a
+device without end, a socket, a folder and links to them. All of these are to be refused.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
+import os
 import random
 import resource
+import socket
 import sys
 import tempfile
 import time
@@ -37,7 +40,7 @@ from torchtrim.memory.packing.table import read as read_table
 from torchtrim.records.allow import Entry, allow_text, load_allow
 from torchtrim.records.baseline import load_baseline
 from torchtrim.records.comparison import load_report_or_profile
-from torchtrim.records.files import load_pins, load_plan, save_plan, save_profile
+from torchtrim.records.files import load_pins, load_plan, read_bounded, save_plan, save_profile
 from torchtrim.records.kept_certificate import (
     KeptCertificate,
     Program,
@@ -49,6 +52,7 @@ from torchtrim.report import html
 from torchtrim.report.json import render
 
 LIMIT_SECONDS = 5.0
+MOST_SOURCE_BYTES = 2**22
 TRACE = Path(__file__).parents[1] / "tests/data/traces/hta__cuda_event_sync.json.gz"
 _NUMBERS = (
     b"-1",
@@ -152,7 +156,7 @@ def _traced(path: Path) -> None:
 
 
 def _linted(path: Path) -> None:
-    text = path.read_bytes().decode(errors="replace")
+    text = read_bounded(path, MOST_SOURCE_BYTES).decode(errors="replace")
     lint_text(str(path), text)
     fixed_text(str(path), text)
 
@@ -215,6 +219,11 @@ def attempt(reader: Reader, data: bytes, folder: Path) -> Ended:
     """Read one file."""
     path = folder / reader.file
     path.write_bytes(data)
+    return attempt_at(reader, path)
+
+
+def attempt_at(reader: Reader, path: Path) -> Ended:
+    """Read what is at a path."""
     begin = time.perf_counter()
     try:
         reader.use(path)
@@ -224,6 +233,48 @@ def attempt(reader: Reader, data: bytes, folder: Path) -> Ended:
     except Exception as error:
         how = f"{type(error).__name__}: {error}"[:200]
     return Ended(how, time.perf_counter() - begin)
+
+
+def _socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(os.path.relpath(path))
+
+
+def _huge(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 2**42)
+
+
+NO_FILES: dict[str, Callable[[Path], object]] = {
+    "pipe": os.mkfifo,
+    "socket": _socket,
+    "folder": Path.mkdir,
+    "endless device": lambda path: path.symlink_to("/dev/zero"),
+    "huge file": _huge,
+}
+"""Makes what is no file, or none that is read, at a path."""
+
+
+def strange_paths(folder: Path, name: str) -> dict[str, Path]:
+    """A path of each kind that is no file to read, and a link to each."""
+    found = {}
+    for kind, make in NO_FILES.items():
+        place = folder / kind.replace(" ", "-")
+        (place / "link").mkdir(parents=True)
+        make(place / name)
+        (place / "link" / name).symlink_to(place / name)
+        found |= {kind: place / name, f"link to {kind}": place / "link" / name}
+    return found
+
+
+def strange(reader: Reader, folder: Path) -> dict[str, Any]:
+    """What came of the paths that are no files."""
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        ended = {
+            k: attempt_at(reader, p) for k, p in strange_paths(Path(name), reader.file).items()
+        }
+    wrong = {kind: one.how for kind, one in ended.items() if one.how != "refused"}
+    return {"paths": len(ended), "not_refused": wrong}
 
 
 def fuzzed(reader: Reader, inputs: int, seed: int, folder: Path) -> dict[str, Any]:
@@ -250,7 +301,7 @@ def main() -> None:
         folder = Path(name)
         for kind, reader in readers(folder).items():
             with suppress(KeyboardInterrupt):
-                found[kind] = fuzzed(reader, inputs, seed, folder)
+                found[kind] = fuzzed(reader, inputs, seed, folder) | strange(reader, folder)
                 print(kind, json.dumps(found[kind]), flush=True)
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     summary = {

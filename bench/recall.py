@@ -74,7 +74,7 @@ def small(model_name: str) -> Any:
     import transformers
 
     kind = getattr(transformers, model_name)
-    config = _small_config(kind.config_class)
+    config = small_config(kind.config_class)
     with torch.device("meta"):
         size = sum(one.numel() for one in kind(config).parameters())
     if size > _MOST:
@@ -83,13 +83,13 @@ def small(model_name: str) -> Any:
     return kind(config)
 
 
-def _small_config(kind: Any) -> Any:
+def small_config(kind: Any) -> Any:
     """A configuration with all that makes it large made small, in those within it too."""
     default = kind()
     words = {name: value for name, value in (_SMALL | _LOW).items() if hasattr(default, name)}
     if getattr(default, "layer_types", None):
         words["layer_types"] = list(default.layer_types)[:2]
-    inner = {name: _small_config(one) for name, one in kind.sub_configs.items() if _is_kind(one)}
+    inner = {name: small_config(one) for name, one in kind.sub_configs.items() if _is_kind(one)}
     return kind(**words, **inner)
 
 

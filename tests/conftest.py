@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Iterator
 
 import pytest
 
 import draws
+
+os.environ.setdefault("TORCHTRIM_DEBUG", "1")
+"""What a part raises by mistake is to be seen, not survived."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

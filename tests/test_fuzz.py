@@ -39,3 +39,17 @@ def test_a_damaged_file_is_read_or_refused(
         data = fuzz.damaged(readers[name].sound, rng)
         ended = fuzz.attempt(readers[name], data, tmp_path)
         assert ended.how in ("read", "refused"), data
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_no_file_is_refused_at_once(
+    name: str,
+    readers: dict[str, fuzz.Reader],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for kind, path in fuzz.strange_paths(tmp_path, readers[name].file).items():
+        ended = fuzz.attempt_at(readers[name], path)
+        assert (kind, ended.how) == (kind, "refused")
+        assert ended.seconds < fuzz.LIMIT_SECONDS

@@ -37,6 +37,17 @@ RUNS_WHAT_IT_READS = {
 RUNS_THE_SCRIPT = "torchtrim.observe.sources"
 HEAVY = {"torch", "rich", "numpy", "jinja2"}
 BESIDE = ("torchtrim.memory.packing", "torchtrim.attention", "torchtrim.sync", "torchtrim.stream")
+BESIDE_THE_SCRIPT = ("observe", "run", "techniques", "verifier", "pipelines", "planner", "loops")
+FLOATS = {"empty", "empty_strided", "zeros", "ones", "full", "eye", "linspace", "rand", "randn"}
+FACTORIES = FLOATS | {
+    "tensor",
+    "as_tensor",
+    "asarray",
+    "scalar_tensor",
+    "arange",
+    "randint",
+    "randperm",
+}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -70,6 +81,21 @@ def functions() -> Iterator[tuple[str, Function]]:
                 yield f"{name}.{node.name}", node
 
 
+def made_by_default() -> Iterator[str]:
+    """Calls that make a tensor on the default device, or of the default type: the script may set either."""
+    for module, tree in parsed():
+        if module.split(".")[1:2] not in [[room] for room in BESIDE_THE_SCRIPT]:
+            continue
+        for node in ast.walk(tree):
+            match node:
+                case ast.Call(func=ast.Attribute(value=ast.Name("torch"), attr=name)):
+                    named = {one.arg for one in node.keywords}
+                    on_meta = any(ast.unparse(one.value) == "'meta'" for one in node.keywords)
+                    typed = name not in FLOATS or "dtype" in named or on_meta
+                    if name in FACTORIES and not ("device" in named and typed):
+                        yield f"{module}:{node.lineno} {ast.unparse(node)}"
+
+
 def size(function: Function) -> int:
     assert function.end_lineno is not None
     return function.end_lineno - function.lineno + 1
@@ -95,6 +121,10 @@ def loaded_after(code: str) -> set[str]:
         [sys.executable, "-c", f"{code}\n{end}"], capture_output=True, text=True, check=True
     )
     return set(done.stderr.split())
+
+
+def test_our_own_tensors_name_their_device_and_type() -> None:
+    assert list(made_by_default()) == []
 
 
 def test_no_file_is_long() -> None:

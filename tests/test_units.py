@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtrim.errors import UsageError
-from torchtrim.units import format_bytes, format_seconds, parse_bytes
+from torchtrim.units import check_bytes, format_bytes, format_seconds, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -25,11 +25,27 @@ def test_a_share_is_of_the_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "GiB", "8 GiBs", "-1GiB", "1e9", "0", 0, -5, "nan", "٣GiB", "0%"]
+    "text",
+    [
+        *("", "GiB", "8 GiBs", "8GIG", "-1GiB", "1e9", "0", 0, -5, "nan", "٣GiB", "0%", "9" * 400),
+        *("9" * 400 + "%", 10**400, -(10**400), 2**63, "5000000TiB", True, 0.6, None, b"8GiB"),
+    ],
 )
 def test_what_is_no_amount(text: str | int) -> None:
-    with pytest.raises(UsageError):
+    with pytest.raises(UsageError) as error:
         parse_bytes(text, whole=100)
+    assert len(str(error.value)) < 300
+    with pytest.raises(UsageError):
+        check_bytes(text, share=True)
+
+
+def test_a_share_is_checked_before_its_whole_is_known() -> None:
+    check_bytes("60%", share=True)
+    with pytest.raises(UsageError, match="share"):
+        check_bytes("60%")
+    check_bytes("0B", zero=True)
+    with pytest.raises(UsageError):
+        check_bytes("0B")
 
 
 @given(st.integers(1, 2**60))

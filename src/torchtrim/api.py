@@ -190,9 +190,11 @@ def measure(
 
 def growing_state(profile: Profile) -> Iterator[Finding]:
     """What grows in a stream whose growth was measured."""
+    from torchtrim.parts import isolated
     from torchtrim.rules.tt501_growing_state import check
 
-    yield from check(profile)
+    with isolated("rule", "TT501"):
+        yield from check(profile)
 
 
 def plan(

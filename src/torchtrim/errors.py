@@ -10,6 +10,16 @@ if TYPE_CHECKING:
     from torchtrim.records.plan import Plan
 
 
+_FULL = ("can't allocate memory", "not enough memory", "out of memory")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory has run out: Python's, a device's, or that of torch's CPU allocator."""
+    named = any(one.__name__ == "OutOfMemoryError" for one in type(error).__mro__)
+    said = str(error).lower()
+    return named or isinstance(error, MemoryError) or any(word in said for word in _FULL)
+
+
 class TorchtrimError(Exception):
     """Root of all errors that torchtrim raises for people; `exit_code` is what the command line ends with."""
 

@@ -18,35 +18,57 @@ _FACTORS = {
     "gib": 2**30,
     "tib": 2**40,
 }
+_MOST = 2**62
+_MOST_SHOWN = 60
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*|%)\s*", re.ASCII)
 
 
 def parse_bytes(text: str | int, *, whole: int | None = None, zero: bool = False) -> int:
     """Bytes of `"8GiB"`, `"8GB"`, `"1024"`, `1024` or, where `whole` is given, `"60%"` of it.
 
-    Raises `UsageError` for anything else, for zero unless `zero`, and for a share where there is no whole.
+    Raises `UsageError` for anything else, for zero unless `zero`, for more than any machine has, and for a
+    share where there is no whole.
     """
-    if isinstance(text, int):
-        amount, unit = float(text), ""
-    else:
-        match = _AMOUNT.fullmatch(text)
-        if match is None or (match[2] != "%" and match[2].lower() not in _FACTORS):
-            raise UsageError(
-                f"cannot read {text!r} as an amount of memory. Write a number with a unit, such as 8GiB "
-                "(8 x 2^30), 500MB (500 x 10^6), 1048576 (bytes), or 60% of the original's own peak."
-            )
-        amount, unit = float(match[1]), match[2].lower()
-    if amount < 0 or not (amount or zero):
+    amount, unit = _read(text)
+    bytes_ = amount * _FACTORS.get(unit, 1)
+    if bytes_ < 0 or bytes_ > _MOST or not (bytes_ or zero):
         raise UsageError(
-            f"{text!r} is no amount of memory that a program could run in; give one above zero."
+            f"{_shown(text)} is no amount of memory that a program could run in; give one above zero, and "
+            "below 4 EiB."
         )
     if unit != "%":
-        return int(amount * _FACTORS[unit])
+        return int(bytes_)
     if whole is None:
         raise UsageError(
             f"{text!r} is a share, and here there is no peak to take it of; give bytes, such as 8GiB."
         )
     return int(amount * whole / 100)
+
+
+def check_bytes(text: str | int, *, share: bool = False, zero: bool = False) -> None:
+    """Raise `UsageError` for what `parse_bytes` would refuse: before anything runs that it is for.
+
+    `share`: there will be a whole to take a share of.
+    """
+    parse_bytes(text, whole=1 if share else None, zero=zero)
+
+
+def _read(text: object) -> tuple[float, str]:
+    """The number and its unit, in lower case."""
+    if isinstance(text, int) and not isinstance(text, bool):
+        return float(max(min(text, 2 * _MOST), -1)), ""
+    match = _AMOUNT.fullmatch(text) if isinstance(text, str) else None
+    if match is None or (match[2] != "%" and match[2].lower() not in _FACTORS):
+        raise UsageError(
+            f"cannot read {_shown(text)} as an amount of memory. Write a number with a unit, such as 8GiB "
+            "(8 x 2^30), 500MB (500 x 10^6), 1048576 (bytes), or 60% of the original's own peak."
+        )
+    return float(match[1]), match[2].lower()
+
+
+def _shown(text: object) -> str:
+    shown = repr(text) if not isinstance(text, int) or abs(text) <= _MOST else "that number"
+    return shown if len(shown) <= _MOST_SHOWN else f"{shown[:_MOST_SHOWN]}..."
 
 
 def format_bytes(amount: int | float) -> str:

@@ -75,6 +75,18 @@ def test_fixing_writes_and_reports_what_is_left(run, tmp_path: Path) -> None:
     assert run(".", "--fix", "--select", "TT102")[0] == 0
 
 
+def test_a_link_beside_its_target_says_what_was_written(run, tmp_path: Path) -> None:
+    (tmp_path / "link.py").symlink_to("model.py")
+    (tmp_path / "folder").symlink_to(".")
+    code, _, err = run("--unsafe-fixes", "link.py", ".", "folder", "model.py")
+    assert code == 1
+    assert "1 fixed" in err
+    assert "source written: model.py. Undo:" in err
+    assert "error" not in err
+    assert "x[m != 0] = 0" in (tmp_path / "model.py").read_text()
+    assert (tmp_path / "link.py").is_symlink()
+
+
 def test_what_is_no_python_is_told_and_the_rest_is_linted(run, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import torch\ndef f(:\n")
     code, out, err = run(".", "--format", "concise")

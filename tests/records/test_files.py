@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
+import stat
+import threading
 from pathlib import Path
 
 import msgspec
@@ -19,6 +22,8 @@ from torchtrim.records.files import (
     load_plan,
     load_profile,
     plan_text,
+    read_bounded,
+    read_head,
     save_plan,
     save_profile,
     write_atomically,
@@ -46,6 +51,51 @@ def plan(**changes: object) -> Plan:
         predicted=Prediction(peak_bytes=7, step_seconds=0.25),
     )
     return msgspec.structs.replace(made, **changes)
+
+
+def test_no_more_is_read_than_is_allowed_of_a_file_that_grows(tmp_path: Path) -> None:
+    path, over = tmp_path / "grows", threading.Event()
+
+    def grow() -> None:
+        with path.open("ab", buffering=0) as file:
+            while not over.is_set():
+                file.write(b"x" * 4096)
+
+    path.touch()
+    thread = threading.Thread(target=grow)
+    thread.start()
+    try:
+        while path.stat().st_size < 2**16:
+            pass
+        assert len(read_head(path, 2**15)) == 2**15
+        with pytest.raises(UnreadableInput, match="at most 32768 bytes"):
+            read_bounded(path, 2**15)
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux has such files")
+def test_a_file_that_says_it_is_empty_is_bounded() -> None:
+    path = Path("/proc/self/maps")
+    assert path.stat().st_size == 0
+    assert len(read_head(path, 100)) == 100
+    with pytest.raises(UnreadableInput, match="at most 100 bytes"):
+        read_bounded(path, 100)
+
+
+def test_a_pipe_that_takes_the_place_of_a_file_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    looks = files._check_regular
+    monkeypatch.setattr(files, "_check_regular", lambda mode, path: looks(stat.S_IFREG, path))
+    assert read_head(path, 100) == b""
+    seen = iter((stat.S_IFREG, stat.S_IFIFO))
+    monkeypatch.setattr(files, "_check_regular", lambda mode, path: looks(next(seen), path))
+    with pytest.raises(UnreadableInput, match="it is a pipe"):
+        read_bounded(path, 100)
 
 
 def test_a_profile_comes_back(tmp_path: Path) -> None:
@@ -238,3 +288,30 @@ def test_a_write_is_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.Monk
 
 def _fails(*_: object) -> None:
     raise OSError(28, "the disk is full")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        ("[pins]", "[pinz]", "`$.pinz`, for `pins`?"),
+        ("budget_bytes", "limit = 3\nbudget_bytes", "`$.limit`"),
+        ("options =", "option = {}\noptions =", "`$.techniques[0].option`, for `options`?"),
+        ("[predicted]", "[predicted]\nother = 1", "`$.predicted.other`"),
+        ("budget_bytes", f"{'x' * 10**6} = 1\nbudget_bytes", f"`$.{'x' * 80}`"),
+    ],
+)
+def test_a_field_that_no_plan_has_is_named(old: str, new: str, named: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    for version, advice in (("0.1.0", "Correct or remove"), ("99.1.dev0", "newer torchtrim")):
+        path.write_text(plan_text(plan(torchtrim=version)).replace(old, new, 1))
+        with pytest.raises(UnreadableInput) as error:
+            load_plan(path)
+        assert f"unknown field {named}" in str(error.value)
+        assert advice in str(error.value)
+
+
+def test_a_table_that_no_plan_has_is_named_where_pins_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text('[pinz]\nkeep = ["*"]\n')
+    with pytest.raises(UnreadableInput, match=r"unknown field `\$.pinz`, for `pins`\?"):
+        files.load_pins(path)

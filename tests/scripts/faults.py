@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 import time
 
 import torch
@@ -36,6 +37,10 @@ if kind == "stdin":
 if kind == "memory":
     y = model(torch.randn(4096, 64))
     z = y.new_empty(2**50)
+if kind == "thread":
+    thread = threading.Thread(target=step)
+    thread.start()
+    thread.join()
 if kind == "hang":
     step()
     time.sleep(10_000)

@@ -12,6 +12,7 @@ import click
 
 from torchtrim.cli.options import chosen_form
 from torchtrim.cli.output import said_of, show_comparison
+from torchtrim.parts import failures
 from torchtrim.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -89,5 +90,7 @@ def command(before: Path, after: Path, fail_on: str | None, as_json: bool, form:
     one, other = load_report_or_profile(before), load_report_or_profile(after)
     found = compare(one, other, str(before), str(after))
     over = tuple(limit.passed(found)) if limit is not None else ()
-    show_comparison(msgspec.structs.replace(found, over=over), form)
-    raise click.exceptions.Exit(1 if over else 0)
+    failed = tuple(f"{one}; --fail-on was not checked for it" for one in failures("rule"))
+    notes = (*failed, *found.notes) if limit is not None else found.notes
+    show_comparison(msgspec.structs.replace(found, over=over, notes=notes), form)
+    raise click.exceptions.Exit(1 if over or (limit is not None and failed) else 0)

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from torchtrim.cli.options import orders_streams, request_of, runs_script, script_of, writes
+from torchtrim.cli.limits import checked_price
+from torchtrim.cli.options import amount, orders_streams, request_of, runs_script, script_of, writes
 from torchtrim.cli.output import command_for, folder_for, progress, show, write_files
+from torchtrim.parts import failures
 
 if TYPE_CHECKING:
     from torchtrim.cli.limits import Judged
@@ -20,9 +22,14 @@ _CAPTURE = "TT402"
 @runs_script
 @orders_streams
 @writes
-@click.option("--fail-on", metavar="PRICE", help="Exit 1 if a finding costs 10ms, 50MiB or more.")
+@click.option(
+    "--fail-on",
+    metavar="PRICE",
+    callback=checked_price,
+    help="Exit 1 if a finding costs 10ms, 50MiB or more.",
+)
 @click.option("--max-syncs", type=click.IntRange(0), help="Exit 1 over this many waits a step.")
-@click.option("--max-peak", metavar="B", help="Exit 1 if the peak is over this.")
+@click.option("--max-peak", metavar="B", callback=amount(), help="Exit 1 if the peak is over this.")
 @click.option(
     "--allow",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -52,7 +59,8 @@ def command(**options: Any) -> None:
     click.echo(judged.said, nl=False, err=options["form"] != "text")
     show(judged.result, form=options["form"], next_command=_next(options, judged), paths=paths)
     blocked = any(one.code == _CAPTURE for one in result.report.findings)
-    raise click.exceptions.Exit(1 if judged.over or blocked else 0)
+    unknown = options["capture"] and any(one.name == _CAPTURE for one in failures("rule"))
+    raise click.exceptions.Exit(0 if judged.passes and not blocked and not unknown else 1)
 
 
 def _next(options: dict[str, Any], judged: Judged) -> str:

@@ -6,16 +6,22 @@ from typing import Any
 
 import click
 
-from torchtrim.cli.options import estimates_script, script_of, sharding_of, shards, writes
+from torchtrim.cli.options import amount, estimates_script, script_of, sharding_of, shards, writes
 from torchtrim.cli.output import command_for, folder_for, is_over, progress, show, write_files
 
 
 @click.command()
 @estimates_script
-@click.option("--fits", metavar="B", help="Exit 1 if it does not fit in that memory: 80GiB.")
+@click.option(
+    "--fits",
+    metavar="B",
+    callback=amount(),
+    help="Exit 1 if it does not fit in that memory: 80GiB.",
+)
 @click.option(
     "--max-batch",
     metavar="B",
+    callback=amount(share=True),
     help="Also the largest batch of the script's loaders that fits in that memory: 24GiB.",
 )
 @shards

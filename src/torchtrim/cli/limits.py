@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
+
 from torchtrim.cli.output import gate_text
 from torchtrim.errors import UsageError
-from torchtrim.units import format_bytes, parse_bytes
+from torchtrim.parts import failures
+from torchtrim.units import check_bytes, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from torchtrim.api import Result, Site
@@ -20,6 +23,13 @@ if TYPE_CHECKING:
 
 WAITS = ("TT101", "TT102", "TT103", "TT104")
 _MILLISECONDS = re.compile(r"\s*(\d+(?:\.\d+)?)\s*ms\s*")
+
+
+def checked_price(_: click.Context, __: click.Parameter, value: str | None) -> str | None:
+    """The price of `--fail-on`. Raises `UsageError` for what is neither a time nor an amount of memory."""
+    if value is not None and not _MILLISECONDS.fullmatch(value):
+        check_bytes(value)
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +62,16 @@ class Limits:
         every = tuple(counted)
         found = (self._waits(every), self._dear(every), self._high(report.original.peak_bytes))
         return tuple(one for one in found if one is not None)
+
+    def unchecked(self) -> tuple[str, ...]:
+        """The limits that cannot be checked, since a rule failed: what it looks for may be there."""
+        failed = [one.name for one in failures("rule")]
+        waits = ", ".join(code for code in failed if code in WAITS)
+        found = {
+            f"--max-syncs {self.syncs}": waits if self.syncs is not None else "",
+            f"--fail-on {self.price}": ", ".join(failed) if self.price is not None else "",
+        }
+        return tuple(f"{limit}, since {codes} failed" for limit, codes in found.items() if codes)
 
     def accepts(self, finding: Finding) -> bool:
         """Whether a finding counts towards a limit; without any, all do."""
@@ -90,11 +110,20 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """A result held to limits: the report lists the allowed findings, `said` is for the terminal."""
+    """A result held to limits: the report lists the allowed findings, `said` is for the terminal.
+
+    `unchecked` are limits of which nobody knows whether they are passed.
+    """
 
     result: Result
     over: tuple[Over, ...]
+    unchecked: tuple[str, ...]
     said: str
+
+    @property
+    def passes(self) -> bool:
+        """Whether all limits were checked and none is passed."""
+        return not self.over and not self.unchecked
 
     @property
     def acceptable(self) -> bool:
@@ -125,11 +154,15 @@ class Gate:
         if self._updates:
             self._update(found, seen)
         outcome = hold(self._entries, found, seen)
-        over = self.limits.over(report, outcome.counted)
+        over, unchecked = self.limits.over(report, outcome.counted), self.limits.unchecked()
         notes = (*report.notes, *(f"over the limit: {passed.limit}" for passed in over))
+        notes += tuple(f"not checked: {limit}" for limit in unchecked)
         report = msgspec.structs.replace(report, allowed=outcome.allowed, notes=notes)
-        said = gate_text(report, over, self.path.name)
-        return Judged(result=result._replace(report=report), over=over, said=said)
+        said = "".join(f"NOT CHECKED  {limit}\n" for limit in unchecked)
+        said += gate_text(report, over, self.path.name)
+        return Judged(
+            result=result._replace(report=report), over=over, unchecked=unchecked, said=said
+        )
 
     def _seen(self, result: Result) -> frozenset[str]:
         """Paths that the script ran or that are gone: entries of others are another script's."""
@@ -142,6 +175,9 @@ class Gate:
         return frozenset(ran | gone | {near(f.path, project) for f in result.report.findings})
 
     def _update(self, found: Sequence[Site], seen: frozenset[str]) -> None:
+        """Write the allow-list; not where a rule failed, since what that would find would go from it."""
+        if failures("rule"):
+            return
         from torchtrim.api import updated
         from torchtrim.records.allow import save_allow
 

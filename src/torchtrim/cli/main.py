@@ -14,10 +14,13 @@ from typing import Any
 
 import click
 
-from torchtrim import __version__
-from torchtrim.errors import ScriptFailed, TorchtrimError, UsageError
+from torchtrim import __version__, parts
+from torchtrim.errors import ScriptFailed, TorchtrimError, UsageError, is_out_of_memory
 
 _SERVING = ("limits", "main", "options", "output", "sources")
+CRASHED = 70
+"""The exit code where torchtrim itself fails: EX_SOFTWARE of sysexits.h, which no verb gives otherwise."""
+_MOST_BYTES = 2**22
 _SETTINGS = ("memory", "memory_kind", "steps", "warmup", "timeout", "device", "out")
 
 
@@ -49,6 +52,7 @@ class Verbs(click.Group):
 @click.pass_context
 def torchtrim(ctx: click.Context) -> None:
     """Fit a PyTorch program into a memory budget, and prove that it still computes the same."""
+    parts.forget()
     settings = _settings(Path.cwd())
     ctx.default_map = dict.fromkeys(Verbs.list_commands(ctx.command, ctx), settings)  # type: ignore[arg-type]
 
@@ -73,9 +77,30 @@ def main() -> None:
     except TorchtrimError as error:
         _show(error)
         code = error.exit_code
+    except Exception as error:
+        _say_defect(error)
+        code = CRASHED
     finally:
         _say_writes()
-    sys.exit(code if isinstance(code, int) else 0)
+    code = code if isinstance(code, int) else 0
+    sys.exit(code or (CRASHED if _is_lost() else 0))
+
+
+def _is_lost() -> bool:
+    """Whether the result could not be printed."""
+    output = sys.modules.get("torchtrim.cli.output")
+    return output is not None and output.is_lost()
+
+
+def _say_defect(error: Exception) -> None:
+    """Say what torchtrim itself failed of, in two lines; the traceback only where that is asked for."""
+    full = (
+        "The memory of this machine ran out. Make the batch smaller, or take a machine with more."
+    )
+    advice = full if is_out_of_memory(error) else parts.TO_REPORT
+    _say(
+        f"{parts.trace_of(error)}\nerror: torchtrim failed: {parts.said_of(error)}.\n{advice}".strip()
+    )
 
 
 def _say_writes() -> None:
@@ -117,9 +142,11 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
+    from torchtrim.records.files import read_bounded
+
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        tables = tomllib.loads(read_bounded(path, _MOST_BYTES).decode())
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"cannot read {path}: {error}.") from None
     table = tables
     for name in ("tool", "torchtrim"):

@@ -9,18 +9,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
+from click.core import ParameterSource
 
 from torchtrim.api import DEVICES
 from torchtrim.cli.sources import put_right
 from torchtrim.errors import UsageError
 from torchtrim.records.allowance import allowance
-from torchtrim.units import parse_bytes
+from torchtrim.units import check_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from torchtrim.api import Request, Script, Sharding
 
 FORMATS = ("text", "json", "sarif", "github", "markdown")
 F = TypeVar("F", bound=Callable[..., Any])
+Callback = Callable[[click.Context, click.Parameter, str | None], str | None]
 
 
 def chosen_form(context: click.Context, _: click.Parameter, value: str | None) -> str:
@@ -31,6 +33,28 @@ def chosen_form(context: click.Context, _: click.Parameter, value: str | None) -
             f"--json is short for --format json, and --format {value} says otherwise. Give one of them."
         )
     return value or ("json" if as_json else "text")
+
+
+def amount(*, share: bool = False, zero: bool = False) -> Callback:
+    """Return the callback of an option that takes an amount of memory: a wrong one ends the verb at once."""
+
+    def check(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
+        try:
+            if value is not None:
+                check_bytes(value, share=share, zero=zero)
+        except UsageError as error:
+            raise UsageError(f"{_origin(context, option)}: {error}") from None
+        return value
+
+    return check
+
+
+def _origin(context: click.Context, option: click.Parameter) -> str:
+    """Where the value of an option was written."""
+    source = context.get_parameter_source(option.name or "")
+    if source is ParameterSource.DEFAULT_MAP:
+        return f"{option.name} under [tool.torchtrim] of pyproject.toml"
+    return option.opts[0]
 
 
 _WHAT_RUNS = (
@@ -211,6 +235,7 @@ def fits(*, required: bool = True) -> Callable[[F], F]:
         function = click.option(
             "--host-memory",
             metavar="B",
+            callback=amount(zero=True),
             help="What a plan may take of the host's memory for what it offloads; what has no room there may "
             "go to files. By default all it wants, and no files.",
         )(function)
@@ -218,6 +243,7 @@ def fits(*, required: bool = True) -> Callable[[F], F]:
             "--memory",
             required=required,
             metavar="B",
+            callback=amount(share=True),
             help="The budget: 8GiB, 500MB, or 60% of the original.",
         )(function)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import shlex
@@ -13,9 +14,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchtrim.errors import UsageError
+from torchtrim.parts import KINDS, failures, isolated
+from torchtrim.records.commands import path_argument
 
 if TYPE_CHECKING:
     from torchtrim.api import Packing, Result
@@ -26,7 +29,9 @@ if TYPE_CHECKING:
     from torchtrim.records.trace import TraceReport
     from torchtrim.report.terminal import Amount
 
+T = TypeVar("T")
 PLAN = "plan.toml"
+_ON_STDOUT = " on stdout"
 
 
 _DIGITS = re.compile(r"\d+")
@@ -152,23 +157,27 @@ def write_diff(folder: Path, diff: str) -> Path:
 def write_files(result: Result, folder: Path, plan: Path | None = None) -> dict[str, Path]:
     """Write the page, the report, the plan and the profile; their paths by what they are.
 
-    `plan`: where the plan goes, by default into the folder.
+    `plan`: where the plan goes, by default into the folder. What has to be drawn is written last.
 
     `--no-source` of the running verb is about the page.
     """
     import click
 
-    from torchtrim.records.files import save_plan, save_profile, write_atomically
-    from torchtrim.records.kept_certificate import save_certificate
-    from torchtrim.report import html, json
-
     folder.mkdir(parents=True, exist_ok=True)
-    paths = {"page": folder / "report.html", "report": folder / "report.json"}
     context = click.get_current_context(silent=True)
     source = context is None or not context.params.get("no_source")
-    page = html.render(result.report, result.before, result.after, source=source)
-    write_atomically(paths["page"], page.encode())
-    write_atomically(paths["report"], json.render(result.report))
+    paths = _write_data(result, folder, plan)
+    if result.ranks and (ranks := _write_ranks(result.ranks, folder, source)) is not None:
+        paths["ranks"] = ranks
+    return {**_write_report(result, folder, source), **paths}
+
+
+def _write_data(result: Result, folder: Path, plan: Path | None) -> dict[str, Path]:
+    """Write what needs no renderer: the diff, the plan, the certificate and the profile."""
+    from torchtrim.records.files import save_plan, save_profile, write_atomically
+    from torchtrim.records.kept_certificate import save_certificate
+
+    paths: dict[str, Path] = {}
     if result.report.fixes is not None and result.report.fixes.diff:
         paths["diff"] = write_diff(folder, result.report.fixes.diff)
     if result.plan is not None:
@@ -183,21 +192,69 @@ def write_files(result: Result, folder: Path, plan: Path | None = None) -> dict[
     if result.before is not None:
         paths["profile"] = folder / "profile.json"
         save_profile(result.before, paths["profile"])
-    if result.ranks:
-        paths["ranks"] = _write_ranks(result.ranks, folder, source)
     return paths
 
 
-def _write_ranks(profiles: Sequence[Profile], folder: Path, source: bool) -> Path:
-    """Write the profile of each rank, and all of them as one trace; the trace's path."""
+def _write_report(result: Result, folder: Path, source: bool) -> dict[str, Path]:
+    """Write the page and the report, each where its renderer does not fail; their paths by what they are."""
+    from torchtrim.records.files import write_atomically
+
+    def page() -> bytes:
+        report, profiles = _with_failures(result.report), (result.before, result.after)
+        text: str = _renderer("html").render(report, *profiles, source=source)
+        return text.encode()
+
+    paths = {}
+    for name, file, render in (
+        ("page", "report.html", page),
+        ("report", "report.json", lambda: _rendered(result.report, "json")),
+    ):
+        content = _attempted(file, render)
+        if content is not None:
+            paths[name] = folder / file
+            write_atomically(paths[name], content)
+    return paths
+
+
+def _renderer(name: str) -> Any:
+    """The module of a renderer, imported where it is used: one that cannot be imported has failed."""
+    return importlib.import_module(f"torchtrim.report.{name}")
+
+
+def _attempted(name: str, render: Callable[[], T]) -> T | None:
+    """What a renderer gives; None where it fails."""
+    found = None
+    with isolated("renderer", name):
+        found = render()
+    return found
+
+
+def _with_failures(report: Report) -> Report:
+    """The report with what failed until now among its notes."""
+    from msgspec.structs import replace
+
+    known = (one for kind in KINDS for one in failures(kind))
+    return replace(report, notes=(*map(str, known), *report.notes))
+
+
+def is_lost() -> bool:
+    """Whether the running verb could not print its result."""
+    return any(one.name.endswith(_ON_STDOUT) for one in failures("renderer"))
+
+
+def _write_ranks(profiles: Sequence[Profile], folder: Path, source: bool) -> Path | None:
+    """Write the profile of each rank, and all of them as one trace; the trace's path, if there is one."""
     from torchtrim.records.files import save_profile, write_atomically
-    from torchtrim.report import job_trace
 
     for profile in profiles:
         save_profile(profile, folder / f"profile-rank{profile.rank}.json")
     path = folder / "ranks.trace.json"
-    write_atomically(path, job_trace.render(profiles, source=source))
-    return path
+    drawn: bytes | None = _attempted(
+        path.name, lambda: _renderer("job_trace").render(profiles, source=source)
+    )
+    if drawn is not None:
+        write_atomically(path, drawn)
+    return path if drawn is not None else None
 
 
 def show(
@@ -205,20 +262,25 @@ def show(
 ) -> None:
     """Print the report in one of the formats of `--format`."""
     if form != "text":
-        sys.stdout.buffer.write(_rendered(result.report, form))
+        rendered = _attempted(form + _ON_STDOUT, lambda: _rendered(result.report, form))
+        sys.stdout.buffer.write(rendered or b"")
         return
-    from rich.console import Console
-
-    from torchtrim.report import terminal
-
     shown = {
         name: path
         for name, path in (paths or {}).items()
         if name in ("page", "plan", "exported", "diff", "ranks")
     }
-    terminal.render(
-        result.report, Console(), next_command=next_command, paths=shown, amount=_amount()
-    )
+
+    def text() -> bool:
+        from rich.console import Console
+
+        more = {"next_command": next_command, "paths": shown, "amount": _amount()}
+        _renderer("terminal").render(_with_failures(result.report), Console(), **more)
+        return True
+
+    if not _attempted("text" + _ON_STDOUT, text):
+        for path in shown.values():
+            print(f"wrote {cleaned(str(path))}")
 
 
 def _amount() -> Amount:
@@ -232,15 +294,14 @@ def _amount() -> Amount:
 
 def _rendered(report: Report, form: str) -> bytes:
     from torchtrim.api import Source
-    from torchtrim.report import github, json, markdown, sarif
 
+    report, render = _with_failures(report), _renderer(form).render
     if form == "json":
-        return json.render(report) + b"\n"
-    root = _root(report.project)
-    if form == "sarif":
-        return sarif.render(report, root=root, line_text=Source(report.project).line).encode()
-    render = github.render if form == "github" else markdown.render
-    return render(report, root=root).encode()
+        encoded: bytes = render(report)
+        return encoded
+    more = {"line_text": Source(report.project).line} if form == "sarif" else {}
+    text: str = render(report, root=_root(report.project), **more)
+    return text.encode()
 
 
 def show_comparison(comparison: Comparison, form: str) -> None:
@@ -275,18 +336,24 @@ def show_trace(report: TraceReport, top: int, next_command: str | None) -> None:
 
 def drawn_arena(
     buffers: Sequence[Any], packing: Packing, title: str, capacity: int | None
-) -> bytes:
-    """The picture of a packing, as SVG."""
-    from torchtrim.report import arena
+) -> bytes | None:
+    """The picture of a packing, as SVG; None where it cannot be drawn."""
 
-    return arena.render(buffers, packing, title=title, capacity=capacity).encode()
+    def svg() -> bytes:
+        text: str = _renderer("arena").render(buffers, packing, title=title, capacity=capacity)
+        return text.encode()
+
+    return _attempted("arena", svg)
 
 
 def gate_text(report: Report, over: Sequence[Over], allow_list: str) -> str:
     """What a gate says on the terminal."""
-    from torchtrim.report import gate
 
-    return gate.render(report, over, allow_list, sys.stdout.encoding)
+    def text() -> str:
+        said: str = _renderer("gate").render(report, over, allow_list, sys.stdout.encoding)
+        return said
+
+    return _attempted("gate" + _ON_STDOUT, text) or ""
 
 
 def rendered_lint(report: Report, form: str) -> str:
@@ -356,7 +423,8 @@ def command_for(options: dict[str, Any], verb: str, *more: str) -> str:
     words = [*_own_name(), verb]
     if options["module"]:
         words.append("-m")
-    words += [options["script"], *more]
+    script = options["script"]
+    words += [script if options["module"] else path_argument(script), *more]
     if options.get("device") and verb != "run":
         words += ["--device", options["device"]]
     if options.get("processes", 1) > 1:

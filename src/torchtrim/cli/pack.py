@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from torchtrim.cli.options import amount
 from torchtrim.cli.output import drawn_arena, progress
+from torchtrim.records.commands import path_argument
 from torchtrim.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
@@ -25,7 +27,12 @@ _INTERRUPTED = 130
 
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--capacity", metavar="N", help="Exit 1 if the packing is higher: bytes, or 1MiB.")
+@click.option(
+    "--capacity",
+    metavar="N",
+    callback=amount(),
+    help="Exit 1 if the packing is higher: bytes, or 1MiB.",
+)
 @click.option(
     "--out",
     type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
@@ -80,8 +87,9 @@ def command(
     took = time.perf_counter() - begin
     reason = why_invalid(read.buffers, packing.offsets, alignment=alignment)
     assert reason is None, reason
-    if svg is not None:
-        write_atomically(svg, drawn_arena(read.buffers, packing, file.name, limit))
+    drawn = drawn_arena(read.buffers, packing, file.name, limit) if svg is not None else None
+    if svg is not None and drawn is not None:
+        write_atomically(svg, drawn)
     if out == Path("-"):
         sys.stdout.buffer.write(write_offsets(read, packing.offsets))
     elif out is not None:
@@ -133,7 +141,9 @@ def _figures(packing: Packing, took: float) -> dict[str, float | bool]:
 def _next(file: Path, out: Path | None) -> str | None:
     if out is not None:
         return None
-    return shlex.join(["torchtrim", "pack", str(file), "--out", f"{file.stem}.packed.csv"])
+    return shlex.join(
+        ["torchtrim", "pack", path_argument(str(file)), "--out", f"{file.stem}.packed.csv"]
+    )
 
 
 def _show(

@@ -9,6 +9,7 @@ import click
 
 from torchtrim.cli.sources import put_right
 from torchtrim.errors import UsageError
+from torchtrim.records.commands import path_argument
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": True})
@@ -72,4 +73,5 @@ def _of_a_rank(options: dict[str, Any]) -> list[str]:
     """The command line of each rank."""
     plan = ["--plan", str(options["plan_path"])] if options["plan_path"] is not None else []
     module = ["-m"] if options["module"] else []
-    return ["run", *plan, *module, options["script"], "--", *options["args"]]
+    script = options["script"] if options["module"] else path_argument(options["script"])
+    return ["run", *plan, *module, script, "--", *options["args"]]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from torchtrim.cli.output import cleaned, own_command
+from torchtrim.records.commands import path_argument
 
 if TYPE_CHECKING:
     from torchtrim.api import Watch
@@ -43,9 +44,8 @@ def said_of_writes() -> str:
         paths = [_near(path) for path in watched.written()]
         if paths:
             count = "" if len(paths) == 1 else f"{len(paths)} files: "
-            lines.append(
-                f"source written: {count}{', '.join(paths)}. Undo: {own_command('undo', paths[0])}"
-            )
+            undo = own_command("undo", path_argument(paths[0]))
+            lines.append(f"source written: {count}{', '.join(paths)}. Undo: {undo}")
     _watches.clear()
     return "\n".join(lines)
 

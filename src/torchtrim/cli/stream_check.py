@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from torchtrim.cli.options import counts_frames, runs_stream, script_of, writes
+from torchtrim.cli.options import amount, counts_frames, runs_stream, script_of, writes
 from torchtrim.cli.output import (
     command_for,
     folder_for,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     "--max-growth",
     metavar="B",
     default="0B",
+    callback=amount(zero=True),
     help="Exit 1 if a frame adds more than this, such as 1KiB. By default nothing may be added.",
 )
 def command(**options: Any) -> None:

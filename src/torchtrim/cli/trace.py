@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from torchtrim.cli.output import progress, show_trace
+from torchtrim.records.commands import path_argument
 
 if TYPE_CHECKING:
     from torchtrim.records.trace import TraceReport
@@ -48,5 +49,7 @@ def _next(report: TraceReport, paths: tuple[Path, ...], source: Path | None) -> 
     """Lines where they can be found, else the page about such waits."""
     unsure = any(site.path and not site.exact for site in report.sites)
     if unsure and source is None:
-        return shlex.join(["torchtrim", "trace", *map(str, paths), "--source", "DIR"])
+        return shlex.join(
+            ["torchtrim", "trace", *(path_argument(str(path)) for path in paths), "--source", "DIR"]
+        )
     return "torchtrim explain TT101" if report.waits else None

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from torchtrim.cli.options import estimates_script, script_of
+from torchtrim.cli.options import amount, estimates_script, script_of
 from torchtrim.cli.output import command_for, progress, show
 from torchtrim.units import parse_bytes
 
@@ -19,7 +19,9 @@ from torchtrim.units import parse_bytes
     default=60.0,
     help="How long settings may be tried; 60 by default.",
 )
-@click.option("--host-memory", metavar="B", help="What batches ahead may take: 2GiB.")
+@click.option(
+    "--host-memory", metavar="B", callback=amount(), help="What batches ahead may take: 2GiB."
+)
 @click.option(
     "--cores",
     type=click.IntRange(1),

@@ -69,6 +69,7 @@ def tune(
     """
     check_loader(loader)
     _check_limits(seconds, cores)
+    most = None if memory is None else parse_bytes(memory)
     with _generators_kept(loader):
         parts = parts_of(Source.of(loader))
         if parts is None:
@@ -77,9 +78,7 @@ def tune(
                 "next(iter(loader)): the error that it raises is in the way."
             )
         consumer = _consumer(loader, step)
-        limits = Limits(
-            cores_here(), None if memory is None else parse_bytes(memory), pins=has_device()
-        )
+        limits = Limits(cores_here(), most, pins=has_device())
         search = Search(parts, settings_of(loader), consumer, limits)
         tuning = searched(search, LoaderBench(loader, step), seconds)
     if cores is not None and cores > limits.cores:

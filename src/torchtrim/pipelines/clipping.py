@@ -48,7 +48,7 @@ def clipping_together(gather: Gather) -> Iterator[None]:
 
 def _norm(parameters: Sequence[Tensor], kind: float, gather: Gather) -> Tensor:
     """The norm of all gradients. A rank has those of its own; their sum is exact, in whatever order."""
-    powers = torch.zeros(len(parameters), dtype=torch.float64)
+    powers = torch.zeros(len(parameters), dtype=torch.float64, device="cpu")
     for number, parameter in enumerate(parameters):
         if parameter.grad is not None and parameter.grad.numel():
             sizes = parameter.grad.detach().double().abs()
@@ -56,4 +56,4 @@ def _norm(parameters: Sequence[Tensor], kind: float, gather: Gather) -> Tensor:
     gather(powers)
     values = powers.tolist()
     norm = max(values, default=0.0) if math.isinf(kind) else math.fsum(values) ** (1 / kind)
-    return torch.tensor(norm, dtype=torch.get_default_dtype())
+    return torch.tensor(norm, dtype=torch.get_default_dtype(), device="cpu")

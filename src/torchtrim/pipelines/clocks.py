@@ -66,7 +66,7 @@ class Clocks:
                 one.clear()
             self._round(step, pipeline, one)
         self._told([_medians(one, len(pipeline.cuts) + 1) for pipeline, one in both])
-        return [torch.zeros(()) for _ in numbers]
+        return [torch.zeros((), dtype=torch.float32, device="cpu") for _ in numbers]
 
     def _round(self, step: Step, pipeline: Pipeline, notes: _Notes) -> None:
         window = Window(self._window.root, pipeline.cuts, self._window.root_forward)

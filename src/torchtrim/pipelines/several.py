@@ -96,7 +96,7 @@ class Several:
         schedule = self._schedule(given, step.shapes)
         schedule._loss_fn = loss_of
         last = len(self._order.homes) - 1 in self._modules
-        batches = torch.arange(begins, begins + self._pipeline.microbatches)
+        batches = torch.arange(begins, begins + self._pipeline.microbatches, device="cpu")
         args = tuple(tensors.values())[:1] if 0 in self._modules else ()
         with self.around(tuple(tensors.values())):
             schedule.step(
@@ -138,13 +138,15 @@ class Several:
     def _means(self, kept: dict[int, list[Tensor]], count: int, given: float) -> Sequence[Tensor]:
         """The mean of each number over all micro-batches, on every rank. `given`: a checksum of the batch."""
         pipeline = self._pipeline
-        sums = torch.zeros(count, dtype=torch.float64)
+        sums = torch.zeros(count, dtype=torch.float64, device="cpu")
         total = pipeline.microbatches * pipeline.replicas
         if kept and count:
             rows = torch.stack([torch.stack([v.double() for v in one]) for one in kept.values()])
             sums = rows.sum(0).cpu()
         dtypes = [value.dtype for value in next(iter(kept.values()), [])]
-        sums = torch.cat([sums, torch.tensor([given, given * given], dtype=torch.float64)])
+        sums = torch.cat(
+            [sums, torch.tensor([given, given * given], dtype=torch.float64, device="cpu")]
+        )
         dist.all_reduce(sums)
         _check_given(sums[-2:].tolist())
         sums = sums[:-2]
@@ -205,7 +207,7 @@ class Several:
 
     def _check_alike(self) -> None:
         """Raises `ApplyFailed` on all ranks where they have made different models."""
-        total = torch.zeros(1, dtype=torch.float64)
+        total = torch.zeros(1, dtype=torch.float64, device="cpu")
         for parameter in self._window.root.parameters():
             total += parameter.detach().double().sum().cpu()
         sums = [torch.zeros_like(total) for _ in range(dist.get_world_size())]

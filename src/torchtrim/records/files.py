@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import os
+import re
+import stat
 import tempfile
 import tomllib
 from collections.abc import Iterator
+from difflib import get_close_matches
+from io import FileIO
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
+from torchtrim import __version__
 from torchtrim.errors import UnreadableInput, UsageError
 from torchtrim.records.plan import Plan
 from torchtrim.records.profile import Profile, check
 
 MOST_BYTES = 2**30
 _MOST_PLAN_BYTES = 2**22
+_PIECE = 2**20
+_MOST_NAME = 80
+_NUMBER = re.compile(r"\d{1,9}")
+_UPDATE = "It was made by a newer torchtrim: update, or plan again with this version."
+_CORRECT = "Correct or remove that field, or plan again."
 _TABLES = ("techniques", "fingerprint", "predicted", "pins", "pipeline")
 T = TypeVar("T")
 
@@ -51,14 +62,55 @@ def _umask() -> int:
 
 
 def read_bounded(path: Path, most: int) -> bytes:
-    """The file's bytes. Raises `UnreadableInput` if it is missing or larger than `most`."""
+    """Return the bytes of a regular file of at most `most`. Raises `UnreadableInput` for anything else."""
     try:
-        size = path.stat().st_size
-        if size > most:
-            raise UnreadableInput(f"{path} is {size} bytes large; at most {most} are read.")
-        return path.read_bytes()
-    except OSError as error:
-        raise UnreadableInput(f"cannot read {path}: {error.strerror}.") from None
+        with _regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            data = _head(file, most + 1) if size <= most else b""
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UnreadableInput(f"cannot read {path}: {why}.") from None
+    if max(size, len(data)) > most:
+        raise UnreadableInput(f"{path} is too large: at most {most} bytes are read.")
+    return data
+
+
+def read_head(path: Path, most: int) -> bytes:
+    """Return the first `most` bytes of a regular file. Raises `OSError` for anything else."""
+    with _regular(path) as file:
+        return _head(file, most)
+
+
+def _head(file: FileIO, most: int) -> bytes:
+    """The first bytes, in pieces: a file may say that it is empty, and grow while it is read."""
+    data = bytearray()
+    while piece := file.read(min(_PIECE, most - len(data))):
+        data += piece
+    return bytes(data)
+
+
+def _regular(path: Path) -> FileIO:
+    """Open a regular file. A pipe, a device and a folder are not waited for, nor is what takes its place."""
+    _check_regular(path.stat().st_mode, path)
+    file = FileIO(path, opener=_opened)
+    try:
+        _check_regular(os.fstat(file.fileno()).st_mode, path)
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def _opened(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def _check_regular(mode: int, path: Path) -> None:
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, "it is a folder, and a file is needed", str(path))
+    if not stat.S_ISREG(mode):
+        said = "it is a pipe, a device or a socket; copy what it holds into a file, and name that"
+        raise OSError(errno.EINVAL, said, str(path))
 
 
 def save_profile(profile: Profile, path: Path) -> None:
@@ -142,8 +194,8 @@ def load_plan(path: Path) -> Plan:
         Plan,
         name="plan",
         most=_MOST_PLAN_BYTES,
-        newer="Update torchtrim, or plan again with this version.",
-        mend="Mend that field, or plan again.",
+        newer=_UPDATE,
+        mend=_CORRECT,
     )
 
 
@@ -159,10 +211,35 @@ def load_toml(path: Path, kind: type[T], *, name: str, most: int, newer: str, me
         raise UnreadableInput(
             f"{path} has schema_version {version!r}, and this torchtrim reads 1. {newer}"
         )
+    advice = newer if _is_newer(tree.get("torchtrim")) else mend
     try:
-        return msgspec.convert(tree, kind)
+        found = msgspec.convert(tree, kind)
     except msgspec.ValidationError as error:
-        raise UnreadableInput(f"{path} is no {name}: {error}. {mend}") from None
+        raise UnreadableInput(f"{path} is no {name}: {error}. {advice}") from None
+    for unknown in _unknown(tree, msgspec.to_builtins(found)):
+        raise UnreadableInput(f"{path} is no {name}: {unknown}. {advice}")
+    return found
+
+
+def _is_newer(version: object) -> bool:
+    """Whether a file says that a newer torchtrim made it."""
+    theirs, ours = (tuple(map(int, _NUMBER.findall(str(one)))) for one in (version, __version__))
+    return theirs > ours
+
+
+def _unknown(read: Any, known: Any, where: str = "$") -> Iterator[str]:
+    """The fields that were read and that the record does not have, in words."""
+    if isinstance(read, dict) and isinstance(known, dict):
+        for name, value in read.items():
+            if name in known:
+                yield from _unknown(value, known[name], f"{where}.{name}")
+            else:
+                shown = name[:_MOST_NAME]
+                near = get_close_matches(shown, known, 1)
+                yield f"unknown field `{where}.{shown}`" + (f", for `{near[0]}`?" if near else "")
+    elif isinstance(read, list) and isinstance(known, (list, tuple)):
+        for number, (one, other) in enumerate(zip(read, known, strict=True)):
+            yield from _unknown(one, other, f"{where}[{number}]")
 
 
 def _toml(path: Path, data: bytes, name: str) -> dict[str, Any]:
@@ -173,8 +250,13 @@ def _toml(path: Path, data: bytes, name: str) -> dict[str, Any]:
 
 
 def load_pins(path: Path) -> dict[str, tuple[str, ...]]:
-    """What a person pinned in a plan, whatever else is in the file. Raises `UnreadableInput`."""
-    pins = _toml(path, read_bounded(path, _MOST_PLAN_BYTES), "plan").get("pins", {})
+    """What a person pinned in a plan, of which nothing else need be there. Raises `UnreadableInput`."""
+    tree = _toml(path, read_bounded(path, _MOST_PLAN_BYTES), "plan")
+    pins = tree.get("pins", {})
+    for unknown in _unknown(tree, dict.fromkeys(Plan.__struct_fields__)):
+        raise UnreadableInput(
+            f"{path} is no plan: {unknown}. {_UPDATE if _is_newer(tree.get('torchtrim')) else _CORRECT}"
+        )
     try:
         return msgspec.convert(pins, dict[str, tuple[str, ...]])
     except msgspec.ValidationError as error:

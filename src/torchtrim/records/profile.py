@@ -115,7 +115,8 @@ class Storage(Struct, frozen=True, array_like=True, gc=False):
 class Module(Struct, frozen=True, array_like=True, gc=False):
     """A module of a root. `chain`: its children run one after the other (`nn.Sequential`).
 
-    `hooked`: it carries user hooks. `trains`: in training mode.
+    `hooked`: it carries user hooks. `writes`: what its code writes beyond its own tensors and attributes, and
+    where; running it twice would do that twice.
     """
 
     path: Text
@@ -124,6 +125,7 @@ class Module(Struct, frozen=True, array_like=True, gc=False):
     chain: bool
     hooked: bool
     parameter_bytes: Count
+    writes: Text = ""
 
 
 class Call(Struct, frozen=True, array_like=True, gc=False):
@@ -162,7 +164,7 @@ class OptimizerStep(Struct, frozen=True, array_like=True, gc=False):
     """One call of an optimizer's `step`: operators `first <= i < last`, and what it updated, in its order.
 
     `optimizer` is its name in plans, `type` its class's with the module's. `hooked`: it carries the user's
-    step hooks.
+    step hooks. `skipped`: where the program may go on from a backward without this call, empty for nowhere.
     """
 
     optimizer: Text
@@ -171,6 +173,7 @@ class OptimizerStep(Struct, frozen=True, array_like=True, gc=False):
     last: Count
     updates: tuple[Update, ...]
     hooked: bool
+    skipped: Text = ""
 
 
 class Place(Struct, frozen=True, array_like=True, gc=False):

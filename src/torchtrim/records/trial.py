@@ -120,6 +120,7 @@ class Trial(Struct, kw_only=True):
     """What one run left. `profile` is of the recorded step, or of the one that failed.
 
     `notes` say what an emulated device did not do as a real one would, and what a dry run assumed.
+    `elsewhere`: calls of modules in threads that are not watched.
     `batch_size` is what a script's loaders gave in a dry run, None where none was seen. `call_bytes`: what
     the plans of the models' calls say that a call needs, None where a part has none. `processes`: how many
     the script started by itself, loaders' workers not counted. `digests`: of what each operator of the
@@ -135,6 +136,7 @@ class Trial(Struct, kw_only=True):
     recorded: int = -1
     steps: list[Step] = []
     forwards: int = 0
+    elsewhere: int = 0
     backwards: int = 0
     optimizer_steps: int = 0
     processes: int = 0

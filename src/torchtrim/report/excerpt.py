@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchtrim.records.files import read_head
 from torchtrim.report.safe import clean
 
 _AROUND = 2
@@ -49,8 +50,7 @@ def _lines(path: str, folders: Iterable[Path]) -> list[str]:
 
 
 def _read(path: Path) -> str:
-    with path.open("rb") as file:
-        return file.read(_MOST_BYTES).decode(errors="replace")
+    return read_head(path, _MOST_BYTES).decode(errors="replace")
 
 
 def _text(line: str) -> str:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from torchtrim.records import Report
+from torchtrim.records.commands import shell_words
 from torchtrim.report import estimates, facts, sections
 from torchtrim.report.headline import headline
 from torchtrim.report.ranks import rank_lines
@@ -204,7 +205,7 @@ def _next(page: Page, command: str | None) -> list[Text]:
         return []
     indent = _LABEL if page.width >= NARROW else 6
     lines = [Text("next".ljust(indent), "bold")]
-    for word in page.say(command).split(" "):
+    for word in shell_words(page.say(command)):
         if lines[-1].cell_len > indent and lines[-1].cell_len + cell_len(word) + 3 > page.width:
             lines[-1].append(" \\")
             lines.append(Text(" " * indent))

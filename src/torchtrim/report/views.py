@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 
 from markupsafe import Markup
 
+from torchtrim.parts import isolated
 from torchtrim.records import Finding, Profile, Report, Technique
 from torchtrim.records.report import FrontierPoint, Holder
 from torchtrim.report import facts, json
@@ -310,7 +311,9 @@ def _caption(profile: Profile, drawn: Picture, far_budget: int | None) -> str:
 
 def _download(report: Report, most: int) -> Markup:
     least = _FINDING_BYTES * len(report.findings)
-    encoded = json.render(report) if least <= most else b""
+    encoded = b""
+    with isolated("renderer", "report.json"):
+        encoded = json.render(report) if least <= most else b""
     if not 0 < len(encoded) <= most:
         return Markup()
     return Markup("data:application/json;base64," + base64.b64encode(encoded).decode())

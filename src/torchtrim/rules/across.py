@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+from torchtrim.records.files import read_head
 from torchtrim.records.profile import Profile
 from torchtrim.rules.places import Line, line_of
 from torchtrim.step.job import Job
@@ -72,8 +73,8 @@ def _until_next(profile: Profile) -> list[float]:
 def line_with(profile: Profile, text: str) -> Line:
     """The first line of the script that has a text; line 0 where none has."""
     try:
-        with Path(profile.project, profile.script).open("rb") as file:
-            lines = file.read(_MOST_BYTES).decode("utf-8", errors="replace").split("\n")
+        data = read_head(Path(profile.project, profile.script), _MOST_BYTES)
+        lines = data.decode("utf-8", errors="replace").split("\n")
     except (OSError, ValueError):
         lines = []
     number = next((at for at, line in enumerate(lines, 1) if text in line), 0)

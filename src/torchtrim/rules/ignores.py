@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from torchtrim.records.files import read_head
 from torchtrim.records.finding import Finding
 
 _MOST_BYTES = 4 * 2**20
@@ -46,10 +47,6 @@ def ignored_codes(text: str) -> dict[int, frozenset[str]]:
 def _text(project: str, path: str) -> str:
     """The file's text; empty for what is missing, unreadable or no regular file."""
     try:
-        file = Path(project, path)
-        if not file.is_file():
-            return ""
-        with file.open("rb") as stream:
-            return stream.read(_MOST_BYTES).decode("utf-8", errors="replace")
+        return read_head(Path(project, path), _MOST_BYTES).decode("utf-8", errors="replace")
     except (OSError, ValueError):
         return ""

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from torchtrim import rules
 from torchtrim.errors import UsageError
+from torchtrim.parts import Failure, collected, isolated, note
 from torchtrim.records.files import without_collection
 from torchtrim.records.finding import Finding
 from torchtrim.records.profile import Profile
@@ -23,12 +24,24 @@ from torchtrim.rules.shares import memory_share, time_share
 _STEM = re.compile(r"tt\d{3}_\w+")
 
 
-@cache
 def all_rules() -> tuple[Rule, ...]:
-    """Every rule of the package, by code."""
+    """Every rule of the package, by code; not those whose file cannot be imported."""
+    found, failed = _imported(tuple(rules.__path__))
+    for one in failed:
+        note(one)
+    return found
+
+
+@cache
+def _imported(_: tuple[str, ...]) -> tuple[tuple[Rule, ...], tuple[Failure, ...]]:
+    """The rules in these folders, and what failed in importing others."""
     names = (found.name for found in pkgutil.iter_modules(rules.__path__))
-    modules = (import_module(f"{rules.__name__}.{n}") for n in names if _STEM.fullmatch(n))
-    return tuple(sorted((module.RULE for module in modules), key=lambda found: found.code))
+    found: list[Rule] = []
+    with collected() as failed:
+        for name in filter(_STEM.fullmatch, names):
+            with isolated("rule", name.partition("_")[0].upper()):
+                found.append(import_module(f"{rules.__name__}.{name}").RULE)
+    return tuple(sorted(found, key=lambda one: one.code)), tuple(failed)
 
 
 def rule(code: str) -> Rule:
@@ -54,8 +67,24 @@ def diagnose(
     ignores = Ignores(profile.project)
     with without_collection():
         rules_ = [r for r in _selected(select) if alone or r.across is None]
-        found = [f for r in rules_ for f in r.check(profile) if not ignores.cover(f)]
+        found = [f for r in rules_ for f in _checked(r, profile) if not ignores.cover(f)]
     return in_order(profile, found)
+
+
+def _checked(one: Rule, profile: Profile) -> list[Finding]:
+    """What a rule finds; nothing where it fails."""
+    found: list[Finding] = []
+    with isolated("rule", one.code):
+        found += one.check(profile)
+    return found
+
+
+def _checked_across(one: Rule, profiles: Sequence[Profile]) -> list[Finding]:
+    found: list[Finding] = []
+    if one.across is not None:
+        with isolated("rule", one.code):
+            found += one.across(profiles)
+    return found
 
 
 def diagnose_ranks(profiles: Sequence[Profile]) -> tuple[Finding, ...]:
@@ -66,14 +95,14 @@ def diagnose_ranks(profiles: Sequence[Profile]) -> tuple[Finding, ...]:
     lead, ignores = profiles[0], Ignores(profiles[0].project)
     with without_collection():
         single = [one for one in _selected(None) if one.across is None]
-        known = {_place(f) for one in single for f in one.check(lead)}
+        known = {_place(f) for one in single for f in _checked(one, lead)}
         found = []
         for other in profiles[1:]:
-            for f in (f for one in single for f in one.check(other)):
+            for f in (f for one in single for f in _checked(one, other)):
                 if _place(f) not in known:
                     known.add(_place(f))
                     found.append(replace(f, message=f"on rank {other.rank}: {f.message}"))
-        found += [f for one in _selected(None) if one.across for f in one.across(profiles)]
+        found += [f for one in _selected(None) for f in _checked_across(one, profiles)]
     return in_order(lead, (f for f in found if not ignores.cover(f)))
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+from torchtrim.records.files import read_head
+
 _MOST_BYTES = 4 * 2**20
 _MOST_CHARACTERS = 4096
 _Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -44,10 +46,9 @@ class Source:
 def _read(project: Path, path: str) -> str:
     try:
         file = project / path
-        if file.suffix != ".py" or not file.is_file():
+        if file.suffix != ".py":
             return ""
-        with file.open("rb") as stream:
-            return stream.read(_MOST_BYTES).decode("utf-8", errors="replace")
+        return read_head(file, _MOST_BYTES).decode("utf-8", errors="replace")
     except (OSError, ValueError):
         return ""
 

@@ -58,6 +58,7 @@ from collections.abc import Iterator
 from torchtrim.memory.names import base_name
 from torchtrim.memory.timeline import alive, peak_operator, peak_without, timeline
 from torchtrim.memory.why import why_alive
+from torchtrim.records.commands import quoted
 from torchtrim.records.finding import Finding, Suggestion
 from torchtrim.records.profile import ALWAYS, Profile
 from torchtrim.rules.base import Rule
@@ -115,7 +116,7 @@ def _advice(profile: Profile, why: str) -> str:
         )
     return (
         "compute it in chunks, in a narrower type or in smaller micro-batches; "
-        f"`torchtrim plan {profile.script} --memory 60%` looks for a plan"
+        f"`torchtrim plan {quoted(profile.script)} --memory 60%` looks for a plan"
     )
 
 

@@ -52,6 +52,7 @@ from typing import NamedTuple
 
 from torchtrim.memory.saved import released_by_recompute
 from torchtrim.memory.timeline import peak_operator, timeline
+from torchtrim.records.commands import quoted
 from torchtrim.records.finding import Finding, Suggestion
 from torchtrim.records.profile import Call, Profile
 from torchtrim.rules.base import Rule
@@ -167,7 +168,7 @@ def _finding(profile: Profile, blocks: _Blocks, peak: int) -> Finding:
         fix=Suggestion(
             kind="advice",
             equivalence="BITWISE",
-            reason=f"`torchtrim optimize {profile.script} --memory 60%` chooses which of them to "
+            reason=f"`torchtrim optimize {quoted(profile.script)} --memory 60%` chooses which of them to "
             "recompute and proves that the step computes the same",
         ),
     )

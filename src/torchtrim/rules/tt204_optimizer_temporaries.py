@@ -42,6 +42,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from torchtrim.records.commands import quoted
 from torchtrim.records.finding import Finding, Suggestion
 from torchtrim.records.profile import Profile
 from torchtrim.rules.base import Rule
@@ -91,8 +92,9 @@ def _finding(profile: Profile, seen: Seen, saved: int, share: float) -> Finding:
         fix=Suggestion(
             kind="advice",
             equivalence="BITWISE",
-            reason=f"`torchtrim optimize {profile.script} --memory {max(100 - int(100 * share), 1)}%` does "
-            "that bit for bit; `fused=True`, where the optimizer has it, allocates nothing and rounds "
+            reason=f"`torchtrim optimize {quoted(profile.script)} --memory "
+            f"{max(100 - int(100 * share), 1)}%` does that bit for bit; `fused=True`, where the "
+            "optimizer has it, allocates nothing and rounds "
             "otherwise",
         ),
     )

@@ -10,8 +10,9 @@ Python's objects, and, where entries hang on autograd's graph, at least what the
 step. The
 place is the line that fills it. A list of numbers costs next to nothing and is not reported: a finding is
 worth
-two hundredths of the peak over a thousand steps, and a KiB a step, unless it holds graphs. Growth shows in
-five steps or more (`--steps 3`, the default, with one of warm-up and one that is recorded).
+two hundredths of the peak over a thousand steps, and a KiB a step, unless it holds graphs. Graphs show in
+five steps or more (`--steps 3`, the default, with one of warm-up and one that is recorded), containers in
+six: the line is looked for in a step of its own, which no figure is of.
 
 ## Why is this bad?
 

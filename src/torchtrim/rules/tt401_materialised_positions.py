@@ -57,6 +57,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from torchtrim.memory.timeline import peak_operator, peak_without, timeline
+from torchtrim.records.commands import quoted
 from torchtrim.records.finding import Finding, Suggestion
 from torchtrim.records.profile import Profile, is_emulated
 from torchtrim.rules.base import Rule
@@ -153,7 +154,7 @@ def _fix(profile: Profile, found: Sequence[Written], modules: Sequence[str]) -> 
     if not known and (types := _types(profile, modules)):
         change = f"{change}; {types} is none of the modules that are replaced"
     if known:
-        script = profile.script or "SCRIPT"
+        script = quoted(profile.script or "SCRIPT")
         change = (
             f"the technique relative_attention replaces {len(known)} of {len(modules)} modules: "
             f"`torchtrim plan {script} --memory 60%` chooses it where it helps, and `verify` proves "

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from torchtrim.errors import TorchtrimError, UsageError
+from torchtrim.errors import TorchtrimError, UsageError, is_out_of_memory
 from torchtrim.stream.memory_use import device_bytes, host_bytes, process_bytes, release_caches
 from torchtrim.stream.store import StateStore
 
@@ -142,7 +142,7 @@ class Watermarks:
         try:
             return work(*args, **kwargs)
         except (RuntimeError, MemoryError) as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
         freed = self._clean(sum(store.bytes for store in self.stores))
         release_caches()
@@ -150,7 +150,7 @@ class Watermarks:
         try:
             return work(*args, **kwargs)
         except (RuntimeError, MemoryError) as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             raise MemoryExhausted(
                 f"memory ran out, {freed} bytes of state were let go, and it ran out again. Nothing was "
@@ -188,10 +188,3 @@ class Watermarks:
                 UnmanagedMemory,
                 stacklevel=3,
             )
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    words = str(error).lower()
-    return "out of memory" in words or "can't allocate memory" in words

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from torchtrim.errors import UnreadableInput
 from torchtrim.memory.packing.buffers import Buffer
+from torchtrim.records.files import MOST_BYTES, read_bounded
 
 NEEDED = ("id", "lower", "upper", "size")
 _OPTIONAL = ("alignment", "offset")
 _WHOLE = re.compile(r"[+-]?[0-9]{1,19}", re.ASCII)
-_MOST_BYTES = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,13 +76,7 @@ def write(table: Table, offsets: Mapping[str | int, int]) -> bytes:
 
 
 def _text(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            data = file.read(_MOST_BYTES + 1)
-    except OSError as error:
-        raise UnreadableInput(f"cannot read {path}: {error.strerror}.") from None
-    if len(data) > _MOST_BYTES:
-        raise UnreadableInput(f"{path} has more than {_MOST_BYTES} bytes, which are the most read.")
+    data = read_bounded(path, MOST_BYTES)
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

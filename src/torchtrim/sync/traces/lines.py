@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from torchtrim.errors import UnreadableInput
+from torchtrim.records.files import read_bounded
+
 _MOST_BYTES = 2**22
 _MOST_PARTS = 64
 _BUILT_IN = re.compile(r"<built-in (?:method|function) (\w+)")
@@ -110,10 +113,8 @@ class Sources:
     def _parse(self, path: str) -> ast.Module | None:
         found = self._find(path)
         try:
-            if found is None or found.stat().st_size > _MOST_BYTES:
-                return None
-            return ast.parse(found.read_bytes())
-        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+            return ast.parse(read_bounded(found, _MOST_BYTES)) if found is not None else None
+        except (UnreadableInput, SyntaxError, ValueError, RecursionError, MemoryError):
             return None
 
     def _find(self, path: str) -> Path | None:

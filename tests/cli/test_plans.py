@@ -1,0 +1,117 @@
+"""A plan that asks for what there is not ends a verb before its script runs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchtrim.cli.main import main
+from torchtrim.records import Plan, Prediction, Technique
+from torchtrim.records.files import plan_text
+
+VERBS = [
+    ("run", "train.py"),
+    ("run", "--verify-every", "2", "train.py"),
+    ("run", "--processes", "2", "train.py"),
+    ("verify", "train.py"),
+    ("verify", "--stream", "train.py"),
+]
+
+
+def plan(**changes: object) -> Plan:
+    one = {"name": "recompute", "where": ("Net.a",), **changes}
+    predicted = Prediction(peak_bytes=7, step_seconds=0.25)
+    return Plan(
+        torchtrim="0.1.0",
+        script="train.py",
+        fingerprint={},
+        budget_bytes=2**30,
+        techniques=(Technique(**one),),  # type: ignore[arg-type]
+        predicted=predicted,
+    )
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=" ".join)
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (plan_text(plan(name="recompte")), "there is no technique 'recompte'"),
+        (plan_text(plan(name="../../os")), "there is no technique '../../os'"),
+        (plan_text(plan(options={"keap": 1})), "recompute has no option 'keap'"),
+        (plan_text(plan()).replace("[pins]", "[pinz]"), "unknown field `$.pinz`, for `pins`?"),
+        (plan_text(plan()).replace("where =", "were = 1\nwhere ="), "`$.techniques[0].were`"),
+    ],
+)
+def test_it_is_named(
+    verb: tuple[str, ...],
+    text: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("import pathlib\npathlib.Path('ran').touch()\n")
+    Path("plan.toml").write_text(text)
+    monkeypatch.setattr("torchtrim.run.warm.warm_up", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["torchtrim", *verb, "--plan", "plan.toml"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    err = capfd.readouterr().err
+    assert ended.value.code == 2
+    assert said in err
+    assert "Traceback" not in err
+    assert not Path("ran").exists()
+
+
+IN_A_THREAD = """import sys
+import threading
+import torch
+model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+def train():
+    model(torch.ones(2, 4)).sum().backward()
+if sys.argv[1] == "thread":
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+if sys.argv[1] == "main":
+    train()
+sys.exit(0 if sys.argv[1] != "fails" else 4)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "said"),
+    [
+        ("main", 0, ""),
+        ("fails", 4, ""),
+        (
+            "never",
+            0,
+            "the plan changed nothing of Sequential, which the script's main thread never",
+        ),
+        ("thread", 0, "Another thread called modules"),
+    ],
+)
+def test_a_plan_that_was_never_applied_is_told(
+    how: str,
+    code: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(IN_A_THREAD)
+    Path("plan.toml").write_text(plan_text(plan(where=("Sequential.0",))))
+    words = ["torchtrim", "run", "train.py", "--plan", "plan.toml", "--", how]
+    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == code
+    err = capfd.readouterr().err
+    assert said in err
+    assert ("torchtrim: " in err) == bool(said)
