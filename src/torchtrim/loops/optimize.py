@@ -391,7 +391,8 @@ class Fitting:
         if blamed:
             self._note(note_on(blamed))
         without = (self._planner_without(original, left) for left in blamed)
-        alone = (self.planner(original, only=name) for name in names() if name not in self._exclude)
+        predicted = sorted({*names()} - {*self._exclude, *measured_names()})
+        alone = (self.planner(original, only=name) for name in predicted)
         for plan in plans_below((*without, *alone), target, self._allowed):
             lowest = min((one.used for one in outcomes), default=measured(original, target.kind))
             known = repr(plan.techniques) in {repr(one.plan.techniques) for one in outcomes}
@@ -466,9 +467,8 @@ class Fitting:
 
     def _unchanged(self, original: Trial, budget: int, kind: MemoryKind) -> Plan:
         """The plan that changes nothing."""
-        whole = measured(original, kind)
         planner = self.planner(original)
-        bias = whole - planner.simulated_original
+        bias = measured(original, kind) - planner.simulated_original
         return planner.unchanged(budget, bias=bias, memory_kind=kind)
 
     def _run(self, request: Request, what: str) -> Trial:
