@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.machine import save
-from torchtrim.memory import holders, kinds_over_time
+from torchtrim.analysis.peak import holders
+from torchtrim.analysis.timeline import kinds_over_time
 from torchtrim.planner.planner import Planner
 from torchtrim.records.files import load_profile, save_profile
 from torchtrim.records.profile import Profile

@@ -29,10 +29,10 @@ import torchtrim
 from bench import batch_rivals, nets, zoo
 from bench.machine import RESULTS, save, slug
 from torchtrim import TrainStep
-from torchtrim.loops.tried import measured
 from torchtrim.records.trial import Request
-from torchtrim.run.script import working_folder
-from torchtrim.run.trials import run_trial
+from torchtrim.runner.script import working_folder
+from torchtrim.runner.trials import run_trial
+from torchtrim.workflows.optimize.tried import measured
 
 PROBES = 4
 EVERY = 2

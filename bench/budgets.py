@@ -17,8 +17,8 @@ from typing import Any
 from bench.examples import NAMES, script
 from bench.machine import RESULTS, save, slug
 from torchtrim import InfeasibleBudget
-from torchtrim.loops.optimize import Fit, Fitting
 from torchtrim.records.trial import Request
+from torchtrim.workflows.optimize.fitting import Fit, Fitting
 
 SHARES = (90, 75, 60, 50)
 

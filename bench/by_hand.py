@@ -43,13 +43,13 @@ from bench.machine import keep_memory, save, saved
 from bench.models import MODELS
 from torchtrim import TrainStep
 from torchtrim.errors import InfeasibleBudget
-from torchtrim.loops.optimize import Fitting
+from torchtrim.executor.apply import apply_plan, named_roots
+from torchtrim.executor.registry import technique
 from torchtrim.planner.by_hand import checkpointed as blocks_among
 from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
 from torchtrim.step.from_profile import step_of
-from torchtrim.techniques.apply import apply_plan, named_roots
-from torchtrim.techniques.base import technique
+from torchtrim.workflows.optimize.fitting import Fitting
 
 ROUNDS = 5
 NAMES = ("gpt2", "llama", "bert", "vit", "encoder", "control flow", "convnext", "t5")

@@ -21,15 +21,15 @@ from torch import nn
 
 from bench.faults import PROGRAMS
 from bench.machine import save
+from torchtrim.capture.workload import TrainStep
 from torchtrim.errors import ApplyFailed, PlannedStepFailed
-from torchtrim.loops.optimize import Fitting
-from torchtrim.loops.verify import verify_pair
-from torchtrim.observe.workload import TrainStep
 from torchtrim.planner.plans import made_plan
 from torchtrim.records.plan import Plan, Prediction, Technique
 from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
-from torchtrim.run.script import Script
+from torchtrim.runner.script import Script
+from torchtrim.workflows.optimize.fitting import Fitting
+from torchtrim.workflows.verify.verify import verify_pair
 
 STEPS = Request(steps=2)
 

@@ -36,9 +36,9 @@ from bench import nets, zoo
 from bench.clean import MODELS, STEPS, recomputing, script, step_of
 from bench.faults import PROGRAMS
 from bench.machine import RESULTS, save, slug
+from torchtrim.capture.workload import TrainStep
 from torchtrim.errors import ApplyFailed, InfeasibleBudget, PlannedStepFailed, Unsupported
-from torchtrim.loops.optimize import Fitting
-from torchtrim.observe.workload import TrainStep
+from torchtrim.executor.registry import names, technique
 from torchtrim.planner.planner import Planner
 from torchtrim.planner.plans import made_plan
 from torchtrim.planner.several import Planners
@@ -47,7 +47,7 @@ from torchtrim.records.profile import Profile
 from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
 from torchtrim.step.from_profile import step_of as step_at
-from torchtrim.techniques.base import names, technique
+from torchtrim.workflows.optimize.fitting import Fitting
 
 _WEAKER = {
     "BITWISE": ("ROUNDING", "NOT EQUAL", "UNDECIDED"),

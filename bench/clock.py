@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torchtrim.observe.calls import heard_by, stream_number
+from torchtrim.dispatch.calls import heard_by, stream_number
 
 Key = tuple[str, int]
 

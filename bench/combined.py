@@ -21,11 +21,11 @@ import torch
 from bench import zoo
 from bench.machine import RESULTS, save, slug
 from torchtrim import InfeasibleBudget, TrainStep
-from torchtrim.loops.optimize import Fitting
+from torchtrim.executor.apply import apply_plan, named_roots
 from torchtrim.records.plan import Plan
 from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
-from torchtrim.techniques.apply import apply_plan, named_roots
+from torchtrim.workflows.optimize.fitting import Fitting
 
 TIMES, MOST_TIME = 5, 0.2
 ROUNDS = 3

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 
 from bench.machine import save
 from torchtrim.errors import UnreadableInput
-from torchtrim.fixes.reading.source import read_source
 from torchtrim.linter.text import lint_text
 from torchtrim.records.finding import Finding
+from torchtrim.source.source import read_source
 
 LABELS = Path(__file__).parent / "commits.json"
 _HUNK = re.compile(r"@@ -\S+ \+(\d+)(?:,(\d+))? @@")

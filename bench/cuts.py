@@ -22,6 +22,8 @@ import torch
 
 from bench import machine, zoo
 from torchtrim import TrainStep, estimate
+from torchtrim.costs.devices import DEVICES
+from torchtrim.costs.roofline import estimate as roofline
 from torchtrim.errors import TorchtrimError
 from torchtrim.pipelines.orders import order_of
 from torchtrim.planner.stages.chain import Reader
@@ -30,8 +32,6 @@ from torchtrim.planner.stages.costs import stages_of
 from torchtrim.planner.stages.cut import every
 from torchtrim.planner.stages.timing import step_seconds
 from torchtrim.records.pipeline import Schedule
-from torchtrim.sync.model.devices import DEVICES
-from torchtrim.sync.model.roofline import estimate as roofline
 
 _MOST_WAYS = 2_000
 _MICROBATCHES = 8

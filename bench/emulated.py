@@ -21,13 +21,13 @@ from torch import nn
 
 from bench.machine import save, with_spread
 from bench.recorder import HERE, WIDTHS, Training, keep_freed_memory
-from torchtrim.observe.allocator import allocator_for
-from torchtrim.observe.build import Setting
-from torchtrim.observe.emulated import emulate
-from torchtrim.observe.modules import Modules
-from torchtrim.observe.places import Places
-from torchtrim.observe.recording import Recording
-from torchtrim.observe.watch import Watcher
+from torchtrim.capture.allocator import allocator_for
+from torchtrim.capture.build import Setting
+from torchtrim.capture.modules import Modules
+from torchtrim.capture.recording import Recording
+from torchtrim.capture.watch import Watcher
+from torchtrim.dispatch.places import Places
+from torchtrim.emulator import emulate
 
 ROUNDS = 15
 STEPS = 3

@@ -30,13 +30,13 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from bench import machine, zoo
 from torchtrim import Inference, TrainStep, estimate
-from torchtrim.observe.build import Setting
+from torchtrim.capture.build import Setting
+from torchtrim.executor.apply import Applied
+from torchtrim.executor.registry import technique
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile
 from torchtrim.records.trial import Request
-from torchtrim.run.session import Session
-from torchtrim.techniques.apply import Applied
-from torchtrim.techniques.base import technique
+from torchtrim.runner.session import Session
 
 KINDS = ("eval", "sgd", "adam")
 CASES = (*KINDS, *(f"{kind} recomputed" for kind in KINDS))

@@ -23,14 +23,14 @@ from torch import nn
 
 from bench.examples import NAMES, script
 from bench.machine import save
-from torchtrim.loops.optimize import Fitting
-from torchtrim.observe.allocator import allocator_for
-from torchtrim.observe.modules import Modules
-from torchtrim.observe.watch import Listener, Watcher
+from torchtrim.capture.allocator import allocator_for
+from torchtrim.capture.modules import Modules
+from torchtrim.capture.watch import Listener, Watcher
+from torchtrim.executor.registry import Handle, technique
 from torchtrim.records.plan import Technique
 from torchtrim.records.trial import Request
-from torchtrim.run.session import reachable_bytes
-from torchtrim.techniques.base import Handle, technique
+from torchtrim.runner.session import reachable_bytes
+from torchtrim.workflows.optimize.fitting import Fitting
 
 _MOST_SUBSETS = 2048
 _FLAT = 4

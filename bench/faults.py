@@ -25,12 +25,12 @@ from typing import Any, NamedTuple
 import torch
 
 from bench.machine import RESULTS, save, slug
+from torchtrim.certify.certify import Contest, certify, failed
 from torchtrim.errors import ScriptFailed
 from torchtrim.records.certificate import Certificate
 from torchtrim.records.trial import Request, Trial
-from torchtrim.run.script import Script
-from torchtrim.run.trials import run_trial
-from torchtrim.verifier.certify import Contest, certify, failed
+from torchtrim.runner.script import Script
+from torchtrim.runner.trials import run_trial
 
 PROGRAMS = Path(__file__).parent / "faulty"
 STEPS = Request(warmup=1, steps=1, measured=False)

@@ -34,8 +34,6 @@ from torchtrim import TrainStep, api
 from torchtrim.cli.main import _read_settings
 from torchtrim.errors import TorchtrimError
 from torchtrim.linter.text import fixed_text, lint_text
-from torchtrim.loops.diagnose import diagnose_report
-from torchtrim.loops.optimize import Fitting
 from torchtrim.memory.packing.table import read as read_table
 from torchtrim.records.allow import Entry, allow_text, load_allow
 from torchtrim.records.baseline import load_baseline
@@ -50,6 +48,8 @@ from torchtrim.records.kept_certificate import (
 from torchtrim.records.trial import Request
 from torchtrim.report import html
 from torchtrim.report.json import render
+from torchtrim.workflows.diagnose import diagnose_report
+from torchtrim.workflows.optimize.fitting import Fitting
 
 LIMIT_SECONDS = 5.0
 MOST_SOURCE_BYTES = 2**22

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from bench.machine import RESULTS, save, slug, with_spread
-from torchtrim.techniques.head.ops import linear_cross_entropy
+from torchtrim.techniques.chunked_loss.ops import linear_cross_entropy
 
 SHAPES = ((2048, 256, 32768), (4096, 512, 65536))
 LESS = (8, 10)

@@ -23,10 +23,10 @@ import torch
 from bench import zoo
 from bench.machine import RESULTS, save, slug
 from torchtrim import TrainStep
-from torchtrim.loops.optimize import Fitting
+from torchtrim.executor.registry import names
 from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
-from torchtrim.techniques.base import names
+from torchtrim.workflows.optimize.fitting import Fitting
 
 _VOCABULARY = 8000
 _SMALL = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}

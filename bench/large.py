@@ -23,8 +23,8 @@ import torch
 
 from bench import llama, machine
 from torchtrim import TrainStep
-from torchtrim.loops.spread import spread_over
 from torchtrim.planner.stages.spread import Fabric, Layout, described
+from torchtrim.workflows.estimate.spread import spread_over
 
 DEVICES = 64
 MEMORY = "80GB"

@@ -35,8 +35,8 @@ from bench.machine import save
 from torchtrim.errors import TorchtrimError
 from torchtrim.records.files import load_plan
 from torchtrim.records.plan import Plan
-from torchtrim.run.planned_script import run_planned
-from torchtrim.run.script import Script
+from torchtrim.runner.planned_script import run_planned
+from torchtrim.runner.script import Script
 
 HERE = Path(__file__).parent / "late"
 TECHNIQUES = (

@@ -30,17 +30,18 @@ from torch import nn
 
 from bench import nets, zoo
 from bench.machine import keep_memory, keeps_memory, save, saved
-from torchtrim import TrainStep, caches
+from torchtrim import TrainStep
+from torchtrim.analysis.timeline import by_kind, peak_operator
+from torchtrim.core import caches
 from torchtrim.errors import TorchtrimError, UsageError
-from torchtrim.loops.optimize import Fitting
-from torchtrim.memory.timeline import by_kind, peak_operator
+from torchtrim.executor.apply import apply_plan, named_roots
+from torchtrim.executor.registry import Option, technique
 from torchtrim.planner.by_hand import checkpointed as blocks_among
 from torchtrim.planner.planner import Planner
 from torchtrim.records.plan import Plan, Technique
 from torchtrim.records.trial import Request, Trial
 from torchtrim.step.from_profile import step_of
-from torchtrim.techniques.apply import apply_plan, named_roots
-from torchtrim.techniques.base import Option, technique
+from torchtrim.workflows.optimize.fitting import Fitting
 
 ROUNDS, STEPS, PREDICTED = 3, 2, 15
 KEPT = (0.7, 0.5, 0.35, 0.3)

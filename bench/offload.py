@@ -19,19 +19,19 @@ from torch import nn
 import torchtrim
 from bench.clock import DeviceClock, clocked, seconds_of
 from bench.machine import RESULTS, save, slug
-from torchtrim.observe.emulated import emulate
-from torchtrim.observe.workload import TrainStep
+from torchtrim.analysis.prices import device_of
+from torchtrim.capture.workload import TrainStep
+from torchtrim.emulator import emulate
+from torchtrim.executor.registry import Option
 from torchtrim.planner.planner import Planner
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile
-from torchtrim.rules.prices import device_of
 from torchtrim.step.costs import on_device
 from torchtrim.step.edits import Edit
 from torchtrim.step.from_profile import step_of
 from torchtrim.step.links import traffic
 from torchtrim.step.step import DETACH, Step
-from torchtrim.techniques.base import Option
-from torchtrim.techniques.offload_activations import TECHNIQUE
+from torchtrim.techniques.offload_activations.technique import TECHNIQUE
 
 QUEUEING = 2e-5
 SHARES = (0.85, 0.7, 0.55)
@@ -255,7 +255,7 @@ def joint(profile: Profile) -> list[dict[str, Any]]:
 
 def names_but_offload(whole: Planner) -> list[str]:
     """The techniques of a planner's options that do not offload."""
-    from torchtrim.techniques.base import names
+    from torchtrim.executor.registry import names
 
     return [name for name in names() if not name.startswith("offload_")]
 

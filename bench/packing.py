@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.machine import save
-from torchtrim.memory import Buffer, pack, why_invalid
-from torchtrim.memory.packing import improve, table
+from torchtrim.memory.packing import Buffer, improve, pack, table, why_invalid
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 

@@ -30,11 +30,11 @@ def make(operators: int, path: Path) -> None:
 
 def page(path: Path) -> dict[str, Any]:
     """Make the page of a saved profile, in this process."""
-    from torchtrim.memory import holders
+    from torchtrim.analysis.peak import holders
+    from torchtrim.analysis.prices import priced
     from torchtrim.records import Report
     from torchtrim.records.files import load_profile
     from torchtrim.report import html
-    from torchtrim.rules.prices import priced
     from torchtrim.rules.registry import diagnose
 
     begin = time.perf_counter()

@@ -23,15 +23,15 @@ from torch import nn
 from bench import models, nets, zoo
 from bench.machine import RESULTS, save, slug
 from torchtrim import TrainStep
-from torchtrim.loops.optimize import Fitting
+from torchtrim.executor.apply import named_roots
+from torchtrim.executor.registry import Option
 from torchtrim.records.plan import Technique
 from torchtrim.records.trial import Request
 from torchtrim.step.from_profile import step_of
 from torchtrim.step.simulate import simulate
 from torchtrim.step.step import Step
-from torchtrim.techniques.apply import named_roots
-from torchtrim.techniques.base import Option
-from torchtrim.techniques.micro_batch import TECHNIQUE
+from torchtrim.techniques.micro_batch.technique import TECHNIQUE
+from torchtrim.workflows.optimize.fitting import Fitting
 
 PARTS = (2, 4, 8)
 ROUNDS = 5

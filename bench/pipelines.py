@@ -29,8 +29,6 @@ import torch
 from bench import machine
 from torchtrim import __version__
 from torchtrim.api import Script
-from torchtrim.loops.optimize import Fitting
-from torchtrim.loops.pipeline import Runs, clocked
 from torchtrim.pipelines.orders import order_of
 from torchtrim.planner.stages.chain import Reader
 from torchtrim.planner.stages.choose import Candidate, Ways, choose, pipeline_of
@@ -38,6 +36,8 @@ from torchtrim.planner.stages.timing import step_rise
 from torchtrim.records.pipeline import SCHEDULES, Pipeline, Schedule
 from torchtrim.records.plan import Plan, Prediction
 from torchtrim.records.trial import Request
+from torchtrim.workflows.optimize.fitting import Fitting
+from torchtrim.workflows.pipeline import Runs, clocked
 
 STEPS = 12
 SCRIPT = """

@@ -21,8 +21,9 @@ import torch
 from bench import zoo
 from bench.machine import save
 from torchtrim import TrainStep
-from torchtrim.loops.optimize import Fitting
-from torchtrim.memory.timeline import by_kind, peak_operator
+from torchtrim.analysis.timeline import by_kind, peak_operator
+from torchtrim.executor.overheads import measured
+from torchtrim.executor.registry import Option
 from torchtrim.planner.planner import Planner
 from torchtrim.planner.problem import Problem
 from torchtrim.planner.solvers.local import Local
@@ -31,8 +32,7 @@ from torchtrim.step.edits import Edit
 from torchtrim.step.incremental import Simulation
 from torchtrim.step.rerun import rerun
 from torchtrim.step.step import Hold, Span, Step, Task, Tensor
-from torchtrim.techniques.base import Option
-from torchtrim.techniques.overheads import measured
+from torchtrim.workflows.optimize.fitting import Fitting
 
 BLOCKS = (250, 2500)
 ROUNDS = 5

@@ -22,10 +22,10 @@ import torch
 from bench import zoo
 from bench.machine import RESULTS, save, slug
 from bench.simulate import trained
-from torchtrim.loops.optimize import Fitting
 from torchtrim.planner.planner import Planner
 from torchtrim.planner.solvers.integer import Integer
 from torchtrim.records.trial import Request, Trial
+from torchtrim.workflows.optimize.fitting import Fitting
 
 BUDGETS = 7
 

@@ -26,9 +26,9 @@ import torchtrim
 from bench.lint import folder_of
 from bench.machine import save
 from bench.recall_libraries import LIBRARIES
-from torchtrim.fixes.reading.source import read_source
 from torchtrim.linter.text import lint_text
-from torchtrim.sync.table.lookup import row
+from torchtrim.source.source import read_source
+from torchtrim.syncs.lookup import row
 
 _CODES = ("TT101", "TT102", "TT103", "TT104")
 _SMALL = {

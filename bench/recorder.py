@@ -26,13 +26,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import machine
 from bench.machine import with_spread
-from torchtrim.observe.allocator import CpuAllocator
-from torchtrim.observe.build import Setting
-from torchtrim.observe.modules import Modules
-from torchtrim.observe.places import Places
-from torchtrim.observe.recorder import Recorder
-from torchtrim.observe.recording import Recording
-from torchtrim.observe.watch import Watcher
+from torchtrim.capture.allocator import CpuAllocator
+from torchtrim.capture.build import Setting
+from torchtrim.capture.modules import Modules
+from torchtrim.capture.recorder import Recorder
+from torchtrim.capture.recording import Recording
+from torchtrim.capture.watch import Watcher
+from torchtrim.dispatch.places import Places
 
 WIDTHS = (16, 64, 256)
 ROUNDS = 15

@@ -24,10 +24,10 @@ import torchtrim
 from bench import nets
 from bench.machine import save
 from torchtrim import InfeasibleBudget, TrainStep
-from torchtrim.memory.timeline import by_kind, peak_operator
+from torchtrim.analysis.timeline import by_kind, peak_operator
+from torchtrim.executor.apply import apply_plan
 from torchtrim.planner.planner import Planner
 from torchtrim.records.plan import Plan
-from torchtrim.techniques.apply import apply_plan
 
 ROUNDS = 7
 SHARES = (0.7, 0.5)

@@ -37,9 +37,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from bench import llama, machine, models, zoo
 from bench.estimates import measured
 from torchtrim import Sharding, TrainStep, estimate
-from torchtrim.observe.recording import tensors_in
+from torchtrim.capture.recording import tensors_in
 from torchtrim.planner.estimate import unused_bytes
-from torchtrim.run.sharded import repeated
+from torchtrim.runner.ranks.sharded import repeated
 
 WORLDS = (2, 4)
 FAR_WORLDS = (8, 1024)

@@ -32,9 +32,9 @@ from bench.examples import NAMES, script
 from bench.machine import RESULTS, save, slug
 from bench.optnet import OPTNET, prepared
 from torchtrim import Script, TrainStep
-from torchtrim.loops.optimize import Fitting
-from torchtrim.loops.training import step_of as network_step
 from torchtrim.records.trial import Request, Trial
+from torchtrim.workflows.live_model.training import step_of as network_step
+from torchtrim.workflows.optimize.fitting import Fitting
 
 SHARES = (0.85, 0.7, 0.55, 0.4)
 APART = 0.1

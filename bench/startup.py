@@ -18,7 +18,7 @@ ROUNDS = 9
 IMPORTS = {
     "torch": "import torch",
     "torchtrim": "import torch, torchtrim",
-    "torchtrim.api": "import torch, torchtrim.api, torchtrim.loops.optimize",
+    "torchtrim.api": "import torch, torchtrim.api, torchtrim.workflows.optimize.fitting",
     "torchtrim, without torch": "import torchtrim",
 }
 TIMED = "import time; begin = time.process_time(); {}; print(time.process_time() - begin)"

@@ -29,9 +29,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bench.corpus import Snippet, snippets
 from bench.corpus.snippet import Body
 from bench.machine import save
-from torchtrim.observe.emulated import emulate
-from torchtrim.observe.one_call import record_call
-from torchtrim.sync.table.lookup import row
+from torchtrim.capture.one_call import record_call
+from torchtrim.emulator import emulate
+from torchtrim.syncs.lookup import row
 
 _CORPUS = Path(__file__).parent / "corpus"
 _PLAIN = "plain_corpus"

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.machine import save
-from torchtrim.observe.trace import read_trace
-from torchtrim.sync.traces.analysis import analyse
-from torchtrim.sync.traces.build import build
+from torchtrim.traces.analysis import analyse
+from torchtrim.traces.build import build
+from torchtrim.traces.reader import read_trace
 
 _ROOT = Path(__file__).parents[1]
 _FOLDERS = (_ROOT.parent / "shared" / "data" / "traces", _ROOT / "tests" / "data" / "traces")

@@ -18,9 +18,9 @@ from typing import NamedTuple
 from unittest import mock
 
 from torchtrim.fixes.base import Rewrite
-from torchtrim.fixes.reading.source import Source
 from torchtrim.linter import text as linting
 from torchtrim.linter.files import Selected, files_of, fix_files, write_fixed
+from torchtrim.source.source import Source
 
 FILES = Path(__file__).parent / "unsafe_files.json"
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef

@@ -24,16 +24,17 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from bench import machine, nets, zoo
+from torchtrim.executor.block_state import Before, BlockState
 from torchtrim.records.plan import Technique
-from torchtrim.techniques import early_update, rerun
-from torchtrim.techniques.block_state import Before, BlockState
-from torchtrim.techniques.early_stop import EarlyStop
-from torchtrim.techniques.early_update import EarlyUpdates
-from torchtrim.techniques.optimizer_in_backward import TECHNIQUE as OPTIMIZER_IN_BACKWARD
-from torchtrim.techniques.overwrite import TECHNIQUE as OVERWRITE
-from torchtrim.techniques.overwrite import TYPES
-from torchtrim.techniques.overwriting import Holders
-from torchtrim.techniques.recompute import TECHNIQUE as RECOMPUTE
+from torchtrim.techniques.optimizer_in_backward import running as early_update
+from torchtrim.techniques.optimizer_in_backward.running import EarlyUpdates
+from torchtrim.techniques.optimizer_in_backward.technique import TECHNIQUE as OPTIMIZER_IN_BACKWARD
+from torchtrim.techniques.overwrite.running import Holders
+from torchtrim.techniques.overwrite.technique import TECHNIQUE as OVERWRITE
+from torchtrim.techniques.overwrite.technique import TYPES
+from torchtrim.techniques.recompute import rerun
+from torchtrim.techniques.recompute.early_stop import EarlyStop
+from torchtrim.techniques.recompute.technique import TECHNIQUE as RECOMPUTE
 
 GOAL = 0.01
 _WARMUP = 2

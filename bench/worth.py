@@ -24,13 +24,13 @@ import torch
 
 import torchtrim
 from bench.machine import save
-from torchtrim.fixes.reading.facts import Facts
-from torchtrim.fixes.reading.source import Source
+from torchtrim.capture.probes import Probes
+from torchtrim.emulator import emulate
 from torchtrim.fixes.registry import matches
 from torchtrim.fixes.writing.edits import patch
-from torchtrim.loops.fix_worth import costs_more, modelled
-from torchtrim.observe.emulated import emulate
-from torchtrim.observe.probes import Probes
+from torchtrim.source.facts import Facts
+from torchtrim.source.source import Source
+from torchtrim.workflows.fix.worth import costs_more, modelled
 
 SHARES = (0.001, 0.01, 0.1, 0.5, 0.9)
 SIZES = (128, 512, 1024)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from torchtrim import Profile, Script
 from torchtrim.api import optimize_report
+from torchtrim.core.units import format_bytes
 from torchtrim.records.trial import Request
 from torchtrim.report.pictures import Picture, picture
-from torchtrim.units import format_bytes
 
 HERE = Path(__file__).parent
 WIDTH, HEIGHT, LEFT, TOP, GAP = 370, 210, 70, 34, 50

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from steps import quiet
 from torchtrim import Script
-from torchtrim.loops.optimize import Fitting
 from torchtrim.records.finding import Finding
 from torchtrim.records.profile import Profile
 from torchtrim.records.trial import Request
 from torchtrim.rules.registry import diagnose
+from torchtrim.workflows.optimize.fitting import Fitting
 
 SCRIPT = Path(__file__).parent / "scripts" / "keeps.py"
 CODES = ("TT205", "TT206", "TT207", "TT208", "TT209")

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from torchtrim.memory.timeline import timeline
+from torchtrim.analysis.timeline import timeline
 from torchtrim.records.profile import (
     Call,
     Collective,

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchtrim.observe.trace import read_trace
 from torchtrim.records.trace_events import Trace
+from torchtrim.traces.reader import read_trace
 
 PID, MAIN, BACKWARD = 100, 100, 200
 BASE = 1_700_000_000_000.0

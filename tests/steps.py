@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from torchtrim import Profile, TrainStep
-from torchtrim.loops.optimize import Fitting
 from torchtrim.records.trial import Request, Trial
+from torchtrim.workflows.optimize.fitting import Fitting
 
 
 class Rereading(torch.autograd.Function):

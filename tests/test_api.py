@@ -11,7 +11,7 @@ from torch import nn
 import torchtrim
 from steps import STEPS, ConvNet, images, squared, train_step
 from torchtrim import ApplyFailed, InfeasibleBudget, Inference, TrainStep, Unsupported
-from torchtrim.techniques import rerun
+from torchtrim.techniques.recompute import rerun
 
 
 @pytest.mark.parametrize("name", STEPS)

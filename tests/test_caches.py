@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtrim import caches
+from torchtrim.core import caches
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have other folders")

@@ -18,18 +18,19 @@ from torch import nn
 import profiles
 import torchtrim
 from steps import train_step
-from torchtrim import fixes, parts, rules, techniques
+from torchtrim import fixes, rules, techniques
 from torchtrim.cli.main import CRASHED, main
+from torchtrim.core import isolation as parts
 from torchtrim.errors import ApplyFailed, PlannedStepFailed, UsageError
-from torchtrim.loops.diagnose import diagnose_report
-from torchtrim.loops.fitted import optimize_report
-from torchtrim.loops.optimize import Fitting
 from torchtrim.records.allow import FILE_NAME, Entry, save_allow
 from torchtrim.records.files import load_plan, save_profile
 from torchtrim.records.plan import Technique
 from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request, Trial
 from torchtrim.rules.registry import all_rules, diagnose
+from torchtrim.workflows.diagnose import diagnose_report
+from torchtrim.workflows.optimize.fitting import Fitting
+from torchtrim.workflows.optimize.report import optimize_report
 
 SWISH = Path(__file__).parent / "techniques" / "swish_again.py"
 RULE = '''"""It fails.
@@ -127,7 +128,7 @@ def watched() -> Trial:
 @pytest.fixture
 def trial(watched: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
     """A script is not run: what was seen of a step stands for it."""
-    monkeypatch.setattr("torchtrim.loops.diagnose._observed", lambda *_: watched)
+    monkeypatch.setattr("torchtrim.workflows.diagnose._observed", lambda *_: watched)
 
 
 def told(said: str, part: str) -> None:

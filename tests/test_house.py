@@ -16,9 +16,9 @@ import pytest
 
 import torchtrim
 from torchtrim.cli.main import torchtrim as command_line
+from torchtrim.executor.registry import names, technique
 from torchtrim.fixes.registry import all_fixes
 from torchtrim.rules.registry import all_rules
-from torchtrim.techniques.base import names, technique
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src/torchtrim"
@@ -34,10 +34,28 @@ RUNS_WHAT_IT_READS = {
     *("pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "yaml"),
     *("eval", "exec", "compile", "__import__", "torch.load"),
 }
-RUNS_THE_SCRIPT = "torchtrim.observe.sources"
+RUNS_THE_SCRIPT = "torchtrim.capture.sources"
 HEAVY = {"torch", "rich", "numpy", "jinja2"}
-BESIDE = ("torchtrim.memory.packing", "torchtrim.attention", "torchtrim.sync", "torchtrim.stream")
-BESIDE_THE_SCRIPT = ("observe", "run", "techniques", "verifier", "pipelines", "planner", "loops")
+BESIDE = (
+    "torchtrim.memory.packing",
+    "torchtrim.attention",
+    "torchtrim.syncs",
+    "torchtrim.costs",
+    "torchtrim.stream",
+)
+BESIDE_THE_SCRIPT = (
+    *(
+        "dispatch",
+        "emulator",
+        "dryrun",
+        "capture",
+        "executor",
+        "techniques",
+        "planner",
+        "pipelines",
+    ),
+    *("evidence", "runner", "certify", "workflows"),
+)
 FLOATS = {"empty", "empty_strided", "zeros", "ones", "full", "eye", "linspace", "rand", "randn"}
 FACTORIES = FLOATS | {
     "tensor",
@@ -255,10 +273,10 @@ def test_rooms_that_work_on_records_need_no_torch() -> None:
     )
     wanted = [name for name, _ in parsed() if ".".join(name.split(".")[1:2]) in rooms]
     techniques = (
-        "from torchtrim.techniques.base import names, technique\nlist(map(technique, names()))"
+        "from torchtrim.executor.registry import names, technique\nlist(map(technique, names()))"
     )
     loaded = loaded_after("\n".join([*(f"import {name}" for name in wanted), techniques]))
-    assert loaded >= {*wanted, "torchtrim.techniques.recompute"}
+    assert loaded >= {*wanted, "torchtrim.techniques.recompute.technique"}
     assert "torch" not in loaded
 
 
@@ -305,9 +323,9 @@ def test_there_is_one_sum_of_bytes() -> None:
     allowed = {
         "torchtrim.memory.curve",
         "torchtrim.memory.network.cut",
-        "torchtrim.observe.allocator",
+        "torchtrim.capture.allocator",
         "torchtrim.step.incremental",
-        "torchtrim.techniques.blocks",
+        "torchtrim.techniques.recompute.blocks",
     }
     assert {m for m in calls_of("accumulate") if not m.startswith(BESIDE)} <= allowed
 

@@ -11,11 +11,11 @@ from torch import nn
 import torchtrim
 from steps import ConvNet, fitting, images, squared
 from torchtrim import TrainStep
-from torchtrim.observe.emulated.device import emulate
-from torchtrim.observe.recording import tensors_in
-from torchtrim.observe.snapshot import Snapshot
-from torchtrim.observe.storages import storage_bytes, storages_in
-from torchtrim.observe.workload import Inference
+from torchtrim.capture.recording import tensors_in
+from torchtrim.capture.snapshot import Snapshot
+from torchtrim.capture.workload import Inference
+from torchtrim.dispatch.storages import storage_bytes, storages_in
+from torchtrim.emulator.device import emulate
 
 KINDS = {
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9),

@@ -16,7 +16,7 @@ import torch
 
 from report import samples
 from torchtrim import pytest_plugin
-from torchtrim.memory.peak import holders
+from torchtrim.analysis.peak import holders
 from torchtrim.records.baseline import Level, load_baseline
 from torchtrim.report import safe
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchtrim.core.units import check_bytes, format_bytes, format_seconds, parse_bytes
 from torchtrim.errors import UsageError
-from torchtrim.units import check_bytes, format_bytes, format_seconds, parse_bytes
 
 
 @pytest.mark.parametrize(

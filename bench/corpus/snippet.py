@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torchtrim.sync.table.base import Evidence
+from torchtrim.syncs.base import Evidence
 
 Body = Callable[[], object]
 Setup = Callable[[], Body]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bench.corpus.snippet import Thread
-from torchtrim.sync.table.base import Evidence
+from torchtrim.syncs.base import Evidence
 
 _REF = "v2.12.1"
 

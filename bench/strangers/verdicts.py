@@ -21,7 +21,7 @@ import msgspec
 
 from bench import machine
 from bench.strangers.running import HERE, Place, Program, paths_of, prepared, programs, run
-from torchtrim.rules.loaders import SHARE
+from torchtrim.analysis.loaders import SHARE
 
 STEPS = 10
 ROUNDS = 3

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from torchtrim.api import record as record
     from torchtrim.api import saving_by_batch as saving_by_batch
     from torchtrim.api import verify as verify
+    from torchtrim.capture.growth.records import measure_growth as measure_growth
+    from torchtrim.capture.workload import Inference as Inference
+    from torchtrim.capture.workload import TrainStep as TrainStep
+    from torchtrim.emulator import emulate as emulate
     from torchtrim.errors import ApplyFailed as ApplyFailed
     from torchtrim.errors import InfeasibleBudget as InfeasibleBudget
     from torchtrim.errors import ScriptFailed as ScriptFailed
@@ -33,12 +37,6 @@ if TYPE_CHECKING:
     from torchtrim.errors import Unsupported as Unsupported
     from torchtrim.errors import UsageError as UsageError
     from torchtrim.linter.files import lint as lint
-    from torchtrim.loops.estimate import Estimate as Estimate
-    from torchtrim.observe.emulated import emulate as emulate
-    from torchtrim.observe.growth import measure_growth as measure_growth
-    from torchtrim.observe.trace import diagnose_traces as diagnose_traces
-    from torchtrim.observe.workload import Inference as Inference
-    from torchtrim.observe.workload import TrainStep as TrainStep
     from torchtrim.records import Certificate as Certificate
     from torchtrim.records import Finding as Finding
     from torchtrim.records import Plan as Plan
@@ -48,7 +46,7 @@ if TYPE_CHECKING:
     from torchtrim.records.files import save_plan as save_plan
     from torchtrim.records.files import save_profile as save_profile
     from torchtrim.records.sharding import Sharding as Sharding
-    from torchtrim.run.script import Script as Script
+    from torchtrim.runner.script import Script as Script
     from torchtrim.stream import StateStore as StateStore
     from torchtrim.stream import bound_caches as bound_caches
     from torchtrim.stream import bound_session as bound_session
@@ -57,6 +55,8 @@ if TYPE_CHECKING:
     from torchtrim.stream import share_positions as share_positions
     from torchtrim.stream import sink_cache as sink_cache
     from torchtrim.stream import try_lifetimes as try_lifetimes
+    from torchtrim.workflows.estimate.estimate import Estimate as Estimate
+    from torchtrim.workflows.trace import diagnose_traces as diagnose_traces
 
 _HOMES = {
     "torchtrim.api": (
@@ -77,7 +77,7 @@ _HOMES = {
         "saving_by_batch",
         "verify",
     ),
-    "torchtrim.loops.estimate": ("Estimate",),
+    "torchtrim.workflows.estimate.estimate": ("Estimate",),
     "torchtrim.errors": (
         "ApplyFailed",
         "InfeasibleBudget",
@@ -87,11 +87,11 @@ _HOMES = {
         "Unsupported",
         "UsageError",
     ),
-    "torchtrim.observe.emulated": ("emulate",),
-    "torchtrim.observe.trace": ("diagnose_traces",),
-    "torchtrim.run.script": ("Script",),
-    "torchtrim.observe.workload": ("Inference", "TrainStep"),
-    "torchtrim.observe.growth": ("measure_growth",),
+    "torchtrim.emulator": ("emulate",),
+    "torchtrim.workflows.trace": ("diagnose_traces",),
+    "torchtrim.runner.script": ("Script",),
+    "torchtrim.capture.workload": ("Inference", "TrainStep"),
+    "torchtrim.capture.growth.records": ("measure_growth",),
     "torchtrim.linter.files": ("lint",),
     "torchtrim.stream": (
         "StateStore",

@@ -14,42 +14,20 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 if TYPE_CHECKING:
     import torch
 
-    from torchtrim.loops.applied import Fitted as Fitted
-    from torchtrim.loops.applied import FittedMemory as FittedMemory
-    from torchtrim.loops.diagnose import diagnose_report as diagnose_report
-    from torchtrim.loops.estimate import Estimate as Estimate
-    from torchtrim.loops.estimate import estimate_report as estimate_report
-    from torchtrim.loops.export import perfetto_trace as perfetto_trace
-    from torchtrim.loops.find_batch import find_batch_report as find_batch_report
-    from torchtrim.loops.fitted import optimize_report as optimize_report
-    from torchtrim.loops.fixed import fix_report as fix_report
-    from torchtrim.loops.fixed import with_fixes as with_fixes
-    from torchtrim.loops.lint import Checked as Checked
-    from torchtrim.loops.lint import lint_report as lint_report
-    from torchtrim.loops.live import run_checked as run_checked
-    from torchtrim.loops.made_for import check_script as check_script
-    from torchtrim.loops.pipeline import plan_pipeline as plan_pipeline
-    from torchtrim.loops.plan import export_report as export_report
-    from torchtrim.loops.plan import plan_report as plan_report
-    from torchtrim.loops.serve import optimize_calls_instead as optimize_calls_instead
-    from torchtrim.loops.serve import optimize_calls_report as optimize_calls_report
-    from torchtrim.loops.stream import StreamRequest as StreamRequest
-    from torchtrim.loops.stream_report import check_report as check_report
-    from torchtrim.loops.stream_report import compared_report as compared_report
-    from torchtrim.loops.tune_loader import tune_loader_report as tune_loader_report
-    from torchtrim.loops.undo import Watch as Watch
-    from torchtrim.loops.undo import settle as settle
-    from torchtrim.loops.undo import undo as undo
-    from torchtrim.loops.verify import check_certificate as check_certificate
-    from torchtrim.loops.verify import verify_pair as verify_pair
-    from torchtrim.loops.verify import verify_report as verify_report
+    from torchtrim.analysis.allow_list import Site as Site
+    from torchtrim.analysis.allow_list import hold as hold
+    from torchtrim.analysis.allow_list import near as near
+    from torchtrim.analysis.allow_list import sites as sites
+    from torchtrim.analysis.allow_list import updated as updated
+    from torchtrim.analysis.peak import holders as holders
+    from torchtrim.analysis.user_source import Source as Source
+    from torchtrim.capture.growth.records import measure_growth as measure_growth
+    from torchtrim.capture.one_call import Device as Device
+    from torchtrim.costs.devices import DEVICES as DEVICES
+    from torchtrim.executor.apply import Applied
     from torchtrim.memory.packing import Packing as Packing
     from torchtrim.memory.packing import pack as pack
     from torchtrim.memory.packing import why_invalid as why_invalid
-    from torchtrim.memory.peak import holders as holders
-    from torchtrim.observe.growth import measure_growth as measure_growth
-    from torchtrim.observe.one_call import Device as Device
-    from torchtrim.observe.trace import diagnose_traces as diagnose_traces
     from torchtrim.records.certificate import Certificate
     from torchtrim.records.estimate import Growth
     from torchtrim.records.finding import Equivalence, Finding
@@ -64,63 +42,85 @@ if TYPE_CHECKING:
     from torchtrim.records.trial import Tunes as Tunes
     from torchtrim.report.changes import compare as compare
     from torchtrim.report.saving import SavingPicture
-    from torchtrim.rules.allow import Site as Site
-    from torchtrim.rules.allow import hold as hold
-    from torchtrim.rules.allow import near as near
-    from torchtrim.rules.allow import sites as sites
-    from torchtrim.rules.allow import updated as updated
     from torchtrim.rules.registry import all_rules as all_rules
     from torchtrim.rules.registry import explain as explain
     from torchtrim.rules.registry import rule as rule
-    from torchtrim.rules.source import Source as Source
-    from torchtrim.run.launch import launch as launch
-    from torchtrim.run.planned_script import run_planned as run_planned
-    from torchtrim.run.script import Script as Script
-    from torchtrim.run.trials import Model, Workload
-    from torchtrim.run.warm import warm_up as warm_up
-    from torchtrim.sync.model.devices import DEVICES as DEVICES
-    from torchtrim.techniques.apply import Applied
+    from torchtrim.runner.planned_script import run_planned as run_planned
+    from torchtrim.runner.process.warm import warm_up as warm_up
+    from torchtrim.runner.ranks.launch import launch as launch
+    from torchtrim.runner.script import Script as Script
+    from torchtrim.runner.trials import Model, Workload
+    from torchtrim.workflows.diagnose import diagnose_report as diagnose_report
+    from torchtrim.workflows.estimate.estimate import Estimate as Estimate
+    from torchtrim.workflows.estimate.estimate import estimate_report as estimate_report
+    from torchtrim.workflows.export import perfetto_trace as perfetto_trace
+    from torchtrim.workflows.find_batch import find_batch_report as find_batch_report
+    from torchtrim.workflows.fix.report import fix_report as fix_report
+    from torchtrim.workflows.fix.report import with_fixes as with_fixes
+    from torchtrim.workflows.lint import Checked as Checked
+    from torchtrim.workflows.lint import lint_report as lint_report
+    from torchtrim.workflows.live_model.applied import Fitted as Fitted
+    from torchtrim.workflows.live_model.applied import FittedMemory as FittedMemory
+    from torchtrim.workflows.made_for import check_script as check_script
+    from torchtrim.workflows.optimize.plan import export_report as export_report
+    from torchtrim.workflows.optimize.plan import plan_report as plan_report
+    from torchtrim.workflows.optimize.report import optimize_report as optimize_report
+    from torchtrim.workflows.pipeline import plan_pipeline as plan_pipeline
+    from torchtrim.workflows.serve import optimize_calls_instead as optimize_calls_instead
+    from torchtrim.workflows.serve import optimize_calls_report as optimize_calls_report
+    from torchtrim.workflows.stream.report import check_report as check_report
+    from torchtrim.workflows.stream.report import compared_report as compared_report
+    from torchtrim.workflows.stream.stream import StreamRequest as StreamRequest
+    from torchtrim.workflows.trace import diagnose_traces as diagnose_traces
+    from torchtrim.workflows.tune_loader import tune_loader_report as tune_loader_report
+    from torchtrim.workflows.undo import Watch as Watch
+    from torchtrim.workflows.undo import settle as settle
+    from torchtrim.workflows.undo import undo as undo
+    from torchtrim.workflows.verify.live import run_checked as run_checked
+    from torchtrim.workflows.verify.verify import check_certificate as check_certificate
+    from torchtrim.workflows.verify.verify import verify_pair as verify_pair
+    from torchtrim.workflows.verify.verify import verify_report as verify_report
 
 _HOMES = {
-    "torchtrim.loops.applied": ("Fitted", "FittedMemory"),
-    "torchtrim.loops.diagnose": ("diagnose_report",),
-    "torchtrim.loops.estimate": ("Estimate", "estimate_report"),
-    "torchtrim.loops.export": ("perfetto_trace",),
-    "torchtrim.loops.find_batch": ("find_batch_report",),
-    "torchtrim.loops.fixed": ("fix_report", "with_fixes"),
-    "torchtrim.loops.live": ("run_checked",),
-    "torchtrim.loops.lint": ("Checked", "lint_report"),
-    "torchtrim.loops.made_for": ("check_script",),
-    "torchtrim.loops.fitted": ("optimize_report",),
-    "torchtrim.loops.pipeline": ("plan_pipeline",),
-    "torchtrim.loops.plan": ("export_report", "plan_report"),
-    "torchtrim.loops.serve": ("optimize_calls_instead", "optimize_calls_report"),
-    "torchtrim.loops.stream": ("StreamRequest",),
-    "torchtrim.loops.stream_report": ("check_report", "compared_report"),
-    "torchtrim.loops.tune_loader": ("tune_loader_report",),
-    "torchtrim.loops.undo": ("Watch", "settle", "undo"),
-    "torchtrim.loops.verify": ("check_certificate", "verify_report", "verify_pair"),
+    "torchtrim.workflows.live_model.applied": ("Fitted", "FittedMemory"),
+    "torchtrim.workflows.diagnose": ("diagnose_report",),
+    "torchtrim.workflows.estimate.estimate": ("Estimate", "estimate_report"),
+    "torchtrim.workflows.export": ("perfetto_trace",),
+    "torchtrim.workflows.find_batch": ("find_batch_report",),
+    "torchtrim.workflows.fix.report": ("fix_report", "with_fixes"),
+    "torchtrim.workflows.verify.live": ("run_checked",),
+    "torchtrim.workflows.lint": ("Checked", "lint_report"),
+    "torchtrim.workflows.made_for": ("check_script",),
+    "torchtrim.workflows.optimize.report": ("optimize_report",),
+    "torchtrim.workflows.pipeline": ("plan_pipeline",),
+    "torchtrim.workflows.optimize.plan": ("export_report", "plan_report"),
+    "torchtrim.workflows.serve": ("optimize_calls_instead", "optimize_calls_report"),
+    "torchtrim.workflows.stream.stream": ("StreamRequest",),
+    "torchtrim.workflows.stream.report": ("check_report", "compared_report"),
+    "torchtrim.workflows.tune_loader": ("tune_loader_report",),
+    "torchtrim.workflows.undo": ("Watch", "settle", "undo"),
+    "torchtrim.workflows.verify.verify": ("check_certificate", "verify_report", "verify_pair"),
     "torchtrim.memory.packing": ("Packing", "pack", "why_invalid"),
     "torchtrim.memory.packing.table": ("read_buffers", "write_offsets"),
-    "torchtrim.memory.peak": ("holders",),
-    "torchtrim.observe.growth": ("measure_growth",),
-    "torchtrim.observe.one_call": ("Device",),
-    "torchtrim.observe.trace": ("diagnose_traces",),
-    "torchtrim.observe.versions": ("untested_torch",),
+    "torchtrim.analysis.peak": ("holders",),
+    "torchtrim.capture.growth.records": ("measure_growth",),
+    "torchtrim.capture.one_call": ("Device",),
+    "torchtrim.workflows.trace": ("diagnose_traces",),
+    "torchtrim.capture.versions": ("untested_torch",),
     "torchtrim.records.report": ("Result",),
     "torchtrim.records.sharding": ("Sharding",),
     "torchtrim.records.terms": ("Terms",),
     "torchtrim.records.trial": ("Request", "Tunes"),
     "torchtrim.report.changes": ("compare",),
-    "torchtrim.rules.allow": ("Site", "hold", "near", "sites", "updated"),
+    "torchtrim.analysis.allow_list": ("Site", "hold", "near", "sites", "updated"),
     "torchtrim.rules.registry": ("all_rules", "explain", "rule"),
-    "torchtrim.rules.source": ("Source",),
-    "torchtrim.run.launch": ("launch",),
-    "torchtrim.run.planned_script": ("run_planned",),
-    "torchtrim.run.script": ("Script",),
-    "torchtrim.run.warm": ("warm_up",),
-    "torchtrim.sync.model.devices": ("DEVICES",),
-    "torchtrim.techniques.base": ("technique_names", "technique_page"),
+    "torchtrim.analysis.user_source": ("Source",),
+    "torchtrim.runner.ranks.launch": ("launch",),
+    "torchtrim.runner.planned_script": ("run_planned",),
+    "torchtrim.runner.script": ("Script",),
+    "torchtrim.runner.process.warm": ("warm_up",),
+    "torchtrim.costs.devices": ("DEVICES",),
+    "torchtrim.executor.registry": ("technique_names", "technique_page"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 _THERE = {
@@ -146,7 +146,7 @@ def _silent(_: str) -> None: ...
 
 def record(workload: Workload, *, warmup: int = 1, progress: Progress = _silent) -> Profile:
     """Record one step. Raises `ScriptFailed` if there was none."""
-    from torchtrim.loops import diagnose
+    from torchtrim.workflows import diagnose
 
     return diagnose.record(workload, warmup, progress)
 
@@ -155,7 +155,7 @@ def diagnose(
     workload: Workload, *, select: Sequence[str] | None = None, progress: Progress = _silent
 ) -> tuple[Finding, ...]:
     """What is wasteful in a step, most expensive first."""
-    from torchtrim.loops.diagnose import findings_of
+    from torchtrim.workflows.diagnose import findings_of
 
     return findings_of(workload, select, progress)
 
@@ -181,8 +181,8 @@ def measure(
     `warmup`: calls before, which are not measured. `project`: the folder of your own source, by
     default the current one.
     """
-    from torchtrim.observe.one_call import record_call
-    from torchtrim.rules.waits import waits_in
+    from torchtrim.analysis.syncs import waits_in
+    from torchtrim.capture.one_call import record_call
 
     profile = record_call(function, warmup=warmup, device=device, project=project)
     return Measured(waits_in(profile), profile.peak_bytes, profile)
@@ -190,7 +190,7 @@ def measure(
 
 def growing_state(profile: Profile) -> Iterator[Finding]:
     """What grows in a stream whose growth was measured."""
-    from torchtrim.parts import isolated
+    from torchtrim.core.isolation import isolated
     from torchtrim.rules.tt501_growing_state import check
 
     with isolated("rule", "TT501"):
@@ -210,9 +210,9 @@ def plan(
     `allow="ROUNDING"`: another order of sums; `"semantic=precision"`: another function, by that technique.
     `pins`: patterns of places by what holds there, as `{"keep": ["*.attn"]}`. Raises `InfeasibleBudget`.
     """
-    from torchtrim.loops.plan import plan_report
     from torchtrim.records.terms import Terms
     from torchtrim.records.trial import Request
+    from torchtrim.workflows.optimize.plan import plan_report
 
     terms = Terms(allow, pins=pins or {})
     chosen = plan_report(workload, memory, Request(), terms=terms, progress=progress).plan
@@ -236,11 +236,11 @@ def fit(
     `allow` and `pins` are those of `plan`. `candidates`: how many plans are run, of which the quickest is
     taken. Raises `InfeasibleBudget`, and `ApplyFailed` if the planned step does not equal the original.
     """
-    from torchtrim.loops.applied import Fitted
-    from torchtrim.loops.fitted import fit_model
-    from torchtrim.loops.optimize import Fitting
     from torchtrim.records.terms import Terms
     from torchtrim.records.trial import Request
+    from torchtrim.workflows.live_model.applied import Fitted
+    from torchtrim.workflows.optimize.fitting import Fitting
+    from torchtrim.workflows.optimize.report import fit_model
 
     terms = Terms(allow, pins=pins or {}, candidates=candidates)
     fitting = Fitting(workload, Request(steps=steps), progress, terms)
@@ -249,7 +249,7 @@ def fit(
 
 def apply(plan: Plan, *roots: torch.nn.Module | torch.optim.Optimizer) -> Applied:
     """Apply a plan to live roots and optimizers. Raises `ApplyFailed` if it was made for others."""
-    from torchtrim.techniques.apply import apply_to_its_own
+    from torchtrim.executor.apply import apply_to_its_own
 
     return apply_to_its_own(plan, roots)
 
@@ -262,9 +262,9 @@ def verify(
     Two scripts, two `TrainStep`s or two `Inference`s may be compared, for any change a person makes. For
     those in one process, make both models from the same seed.
     """
-    from torchtrim.loops.verify import verify_pair, verify_report
     from torchtrim.records.plan import Plan
     from torchtrim.records.trial import Request
+    from torchtrim.workflows.verify.verify import verify_pair, verify_report
 
     request = Request(steps=steps)
     if isinstance(plan, Plan):
@@ -315,9 +315,9 @@ def estimate(
     Raises `UsageError` for what is no workload, and `Unsupported` for an operator of which nobody knows what
     it gives and for a model that `fully_shard` refuses.
     """
-    from torchtrim.loops.estimate import Estimate
     from torchtrim.records.sharding import Sharding
     from torchtrim.records.trial import Request
+    from torchtrim.workflows.estimate.estimate import Estimate
 
     sharding = fsdp if isinstance(fsdp, Sharding) else Sharding() if fsdp else None
     request = Request(steps=0, dry=True, ranks=ranks, sharding=sharding)
@@ -337,7 +337,7 @@ def find_batch(
     not fit. At most `probes` steps are run, and the model is then as it was. A script's is the batch of its
     loaders. Raises `UsageError` where the batch has no samples that could be more.
     """
-    from torchtrim.loops.find_batch import find_batch
+    from torchtrim.workflows.find_batch import find_batch
 
     return find_batch(workload, memory, probes=probes, progress=progress)
 
@@ -346,8 +346,8 @@ def fix_source(
     script: Script, *, unsafe: bool = False, write: bool = False, progress: Progress = _silent
 ) -> Fixes:
     """Fix the host-device syncs in a script's own source, and prove each fix. With `write`, in the files."""
-    from torchtrim.loops.fixed import fix_report
     from torchtrim.records.trial import Request
+    from torchtrim.workflows.fix.report import fix_report
 
     result = fix_report(script, Request(), unsafe=unsafe, write=write, progress=progress)
     assert result.report.fixes is not None
@@ -361,10 +361,10 @@ def count_memory(model: torch.nn.Module, inputs: Any, mode: Mode = "inference") 
     backward, at its peak. Nothing is computed, except for a model whose control flow depends on values.
     """
     if _checked(mode) == "training":
-        from torchtrim.loops.training import table_of_training
+        from torchtrim.workflows.live_model.training import table_of_training
 
         return table_of_training(model, inputs)
-    from torchtrim.loops.network import table_of_calls
+    from torchtrim.workflows.live_model.network import table_of_calls
 
     return table_of_calls(model, inputs)
 
@@ -399,10 +399,10 @@ def optimize_memory(
     Raises `UsageError`, `InfeasibleBudget`, and `ApplyFailed` where it would not compute the same; the model
     then is as it was.
     """
-    from torchtrim.loops.applied import FittedMemory
+    from torchtrim.workflows.live_model.applied import FittedMemory
 
     if _checked(mode) == "training":
-        from torchtrim.loops import training
+        from torchtrim.workflows.live_model import training
 
         optimized = training.optimize_step(
             model,
@@ -414,8 +414,8 @@ def optimize_memory(
             progress=progress,
         )
         return FittedMemory(optimized)
-    from torchtrim.loops import network
     from torchtrim.planner.calls import CallOptions
+    from torchtrim.workflows.live_model import network
 
     options = CallOptions(inplace, reuse_buffers, remove_grad_params, split_batch)
     found = network.optimize(model, inputs, memory, options, verify=verify, progress=progress)
@@ -426,8 +426,8 @@ def saving_by_batch(
     model: torch.nn.Module, inputs: Any, batches: Sequence[int] = (1, 4, 16, 64, 128)
 ) -> SavingPicture:
     """What `optimize_memory` would save of a call, by the size of the batch. Nothing is computed."""
-    from torchtrim.loops.network import savings_by_batch
     from torchtrim.report.saving import SavingPicture
+    from torchtrim.workflows.live_model.network import savings_by_batch
 
     return SavingPicture(type(model).__name__, savings_by_batch(model, inputs, batches))
 

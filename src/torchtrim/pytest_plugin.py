@@ -165,8 +165,8 @@ class Limits:
 
 
 def _amount(name: str, mark: pytest.Mark) -> int | None:
+    from torchtrim.core.units import parse_bytes
     from torchtrim.errors import UsageError
-    from torchtrim.units import parse_bytes
 
     given = mark.kwargs.get(name)
     try:
@@ -178,8 +178,8 @@ def _amount(name: str, mark: pytest.Mark) -> int | None:
 def _judge_growth(item: pytest.Function, limits: Limits) -> None:
     """Call a test that streams once, and hold what its frames add to the limit."""
     from torchtrim.api import growing_state, measure_growth
+    from torchtrim.core.units import format_bytes
     from torchtrim.errors import TorchtrimError
-    from torchtrim.units import format_bytes
 
     root = item.config.rootpath
     try:
@@ -210,7 +210,7 @@ def _judge(item: pytest.Function, limits: Limits, measured: Measured) -> None:
 
 
 def _over(level: Level, limits: Limits) -> list[str]:
-    from torchtrim.units import format_bytes
+    from torchtrim.core.units import format_bytes
 
     wrong = []
     if limits.max_syncs is not None and level.syncs > limits.max_syncs:
@@ -297,7 +297,7 @@ class Ledger:
 
 
 def _worse(level: Level, known: Level, tolerance: float) -> list[str]:
-    from torchtrim.units import format_bytes
+    from torchtrim.core.units import format_bytes
 
     if known.device and known.device != level.device:
         return [
@@ -323,8 +323,8 @@ def _share(text: str) -> float:
 def section(measured: Measured, root: Path) -> str:
     """Each wait and the holders of the peak, a line each, for people."""
     from torchtrim.api import holders
+    from torchtrim.core.units import format_bytes
     from torchtrim.report.safe import clean
-    from torchtrim.units import format_bytes
 
     lines = ["host-device syncs:" if measured.waits else "no host-device syncs"]
     lines += [_wait(wait, root) for wait in sorted(measured.waits)]

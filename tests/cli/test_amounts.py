@@ -16,10 +16,10 @@ from steps import train_step
 from torchtrim import api
 from torchtrim.cli.main import main
 from torchtrim.errors import UsageError
-from torchtrim.loops.fitted import optimize_report
-from torchtrim.loops.spread import spread_over
 from torchtrim.records.trial import Request
-from torchtrim.run.script import Script
+from torchtrim.runner.script import Script
+from torchtrim.workflows.estimate.spread import spread_over
+from torchtrim.workflows.optimize.report import optimize_report
 
 RAN = "import pathlib\npathlib.Path('ran').touch()\n"
 COMMANDS = [
@@ -50,8 +50,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(RAN)
     Path("pyproject.toml").write_text("")
-    monkeypatch.setattr("torchtrim.run.warm.warm_up", lambda *_: Path("ran").touch())
-    monkeypatch.setattr("torchtrim.run.trials._run_script", lambda *_: Path("ran").touch())
+    monkeypatch.setattr("torchtrim.runner.process.warm.warm_up", lambda *_: Path("ran").touch())
+    monkeypatch.setattr("torchtrim.runner.trials._run_script", lambda *_: Path("ran").touch())
 
     def run(*words: str) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["torchtrim", *words])
@@ -115,6 +115,6 @@ def test_so_it_is_in_python(
 
     model = nn.Linear(4, 4)
     model.register_forward_pre_hook(runs)
-    monkeypatch.setattr("torchtrim.run.trials._run_script", runs)
+    monkeypatch.setattr("torchtrim.runner.trials._run_script", runs)
     with pytest.raises(UsageError, match="amount of memory"):
         call(train_step(model, torch.ones(2, 4), "SGD"), wrong)

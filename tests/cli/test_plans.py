@@ -55,7 +55,7 @@ def test_it_is_named(
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("import pathlib\npathlib.Path('ran').touch()\n")
     Path("plan.toml").write_text(text)
-    monkeypatch.setattr("torchtrim.run.warm.warm_up", lambda *_: None)
+    monkeypatch.setattr("torchtrim.runner.process.warm.warm_up", lambda *_: None)
     monkeypatch.setattr(sys, "argv", ["torchtrim", *verb, "--plan", "plan.toml"])
     with pytest.raises(SystemExit) as ended:
         main()

@@ -17,9 +17,10 @@ import pytest
 
 from torchtrim.cli.main import CRASHED, main
 from torchtrim.errors import ScriptFailed
-from torchtrim.loops import fitted, fixed
-from torchtrim.loops.fix import Fixed
 from torchtrim.records.trial import Request, Trial
+from torchtrim.workflows.fix import report as fixed
+from torchtrim.workflows.fix.rounds import Fixed
+from torchtrim.workflows.optimize import report as fitted
 
 OLD, NEW = "x = 1\n", "x = 2\n"
 

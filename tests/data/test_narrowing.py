@@ -11,7 +11,7 @@ from torchtrim import UsageError
 from torchtrim.data import Prefetcher, narrow
 from torchtrim.data.narrowing import Shipped
 from torchtrim.data.packing import narrowed, narrowest, packed_in
-from torchtrim.observe.emulated import emulate
+from torchtrim.emulator import emulate
 
 LEVELS = torch.arange(256, dtype=torch.uint8)
 CASES: dict[str, tuple[Tensor, torch.dtype]] = {

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from torchtrim import UsageError
 from torchtrim.data import Prefetcher
-from torchtrim.observe.emulated import emulate
+from torchtrim.emulator import emulate
 
 ORDERS = ("", "early", "late", "random:1", "random:2", "random:3")
 EVERY = pytest.mark.parametrize("order", ORDERS)

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 import draws
 from data.machine import Machine, parts
-from torchtrim.data.clock import Clock
+from torchtrim.core.clock import Clock
 from torchtrim.data.model import Consumer, memory_bytes
 from torchtrim.data.search import Limits, Search, window
 from torchtrim.data.tuner import for_cores, searched

@@ -23,11 +23,11 @@ import torch
 import draws
 import torchtrim
 from fixes.foreign import Inputs, foreign
+from torchtrim.capture.probes import Probes
 from torchtrim.fixes.base import Fix, Rewrite
-from torchtrim.fixes.reading.facts import Facts, Refused
-from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.writing.edits import patch
-from torchtrim.observe.probes import Probes
+from torchtrim.source.facts import Facts, Refused
+from torchtrim.source.source import Source
 
 DRAWS = 4
 LONGEST = 1.5

@@ -10,7 +10,7 @@ import torch
 
 from fixes import proving
 from torchtrim.fixes.begun_schedule import FIX
-from torchtrim.fixes.reading.facts import Refused
+from torchtrim.source.facts import Refused
 
 SCHEDULER = """
 import torch

@@ -10,9 +10,9 @@ import torch
 
 from fixes import proving
 from torchtrim.fixes.coalesced_reads import FIX
-from torchtrim.fixes.reading.facts import Refused
-from torchtrim.fixes.reading.source import Source
 from torchtrim.linter.text import fixed_text
+from torchtrim.source.facts import Refused
+from torchtrim.source.source import Source
 
 pytestmark = pytest.mark.filterwarnings("ignore:Converting a tensor")
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

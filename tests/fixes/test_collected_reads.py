@@ -10,7 +10,7 @@ import torch
 
 from fixes import proving
 from torchtrim.fixes.collected_reads import FIX
-from torchtrim.fixes.reading.facts import Refused
+from torchtrim.source.facts import Refused
 
 pytestmark = pytest.mark.filterwarnings("ignore:Converting a tensor")
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

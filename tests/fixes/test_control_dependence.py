@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from torchtrim.fixes.control_dependence import FIX
-from torchtrim.fixes.reading.facts import Facts, Refused
-from torchtrim.fixes.reading.source import Source
+from torchtrim.source.facts import Facts, Refused
+from torchtrim.source.source import Source
 
 
 @pytest.mark.parametrize(

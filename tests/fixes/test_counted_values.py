@@ -10,8 +10,8 @@ import torch
 
 from fixes import proving
 from torchtrim.fixes.counted_values import FIX
-from torchtrim.fixes.reading.facts import Refused
 from torchtrim.fixes.writing.edits import patch
+from torchtrim.source.facts import Refused
 
 HEAD = "import torch\ndef function(x, w, k):\n"
 WHOLE = (torch.int64, torch.int32, torch.uint8)

@@ -10,7 +10,7 @@ import torch
 
 from fixes import proving
 from torchtrim.fixes.device_alpha import FIX
-from torchtrim.fixes.reading.facts import Refused
+from torchtrim.source.facts import Refused
 
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 

@@ -10,8 +10,8 @@ import torch
 
 from fixes import proving
 from torchtrim.fixes.device_assert import FIX
-from torchtrim.fixes.reading.facts import Refused
-from torchtrim.fixes.reading.source import Source
+from torchtrim.source.facts import Refused
+from torchtrim.source.source import Source
 
 
 def make(rng: random.Random) -> Iterator[proving.Inputs]:

@@ -7,8 +7,8 @@ import torch
 
 from fixes import proving
 from torchtrim.fixes.device_bound import FIX
-from torchtrim.fixes.reading.facts import Facts, Refused
-from torchtrim.fixes.reading.source import Source
+from torchtrim.source.facts import Facts, Refused
+from torchtrim.source.source import Source
 
 HEAD = "import torch\ndef function(x, n, mask):\n"
 INPUTS = {"x": torch.ones(3, 2), "n": torch.tensor(1), "mask": torch.ones(2, 2)}

@@ -11,9 +11,9 @@ import torch
 
 from fixes import proving
 from torchtrim.fixes.device_branch import FIX
-from torchtrim.fixes.reading.facts import Facts, NoTensor, Refused, Told
-from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.writing.edits import patch
+from torchtrim.source.facts import Facts, NoTensor, Refused, Told
+from torchtrim.source.source import Source
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 

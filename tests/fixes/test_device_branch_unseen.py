@@ -8,9 +8,9 @@ import torch
 from fixes import proving
 from torchtrim.fixes.base import Rewrite
 from torchtrim.fixes.device_branch import FIX
-from torchtrim.fixes.reading.facts import Facts, Refused, Told
-from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.writing.edits import patch
+from torchtrim.source.facts import Facts, Refused, Told
+from torchtrim.source.source import Source
 
 HEAD = "import torch\ndef function(x, m):\n"
 

@@ -10,9 +10,9 @@ import torch
 
 from fixes import proving
 from torchtrim.fixes.distinct_count import FIX
-from torchtrim.fixes.reading.facts import Facts, Refused
-from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.writing.edits import patch
+from torchtrim.source.facts import Facts, Refused
+from torchtrim.source.source import Source
 
 WHOLE = (torch.int64, torch.int32, torch.uint8, torch.int8, torch.bool)
 HEAD = "import torch\nfrom torch import unique\ndef function(x, y, c):\n"

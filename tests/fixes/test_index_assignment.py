@@ -10,10 +10,10 @@ import torch
 
 from fixes import proving
 from torchtrim.fixes.index_assignment import FIX
-from torchtrim.fixes.reading.facts import Facts, NoTensor, Refused, Told
-from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.writing.edits import patch
-from torchtrim.sync.table.lookup import is_from
+from torchtrim.source.facts import Facts, NoTensor, Refused, Told
+from torchtrim.source.source import Source
+from torchtrim.syncs.lookup import is_from
 
 DTYPES = (
     torch.float32,

@@ -10,9 +10,9 @@ import torch
 
 from fixes import proving
 from torchtrim.fixes.invariant_read import FIX
-from torchtrim.fixes.reading.facts import Facts, Refused, Told
-from torchtrim.fixes.reading.source import Source
 from torchtrim.linter.text import fixed_text
+from torchtrim.source.facts import Facts, Refused, Told
+from torchtrim.source.source import Source
 
 TYPES = (torch.float32, torch.bfloat16, torch.int64, torch.int32)
 HEAD = """

@@ -10,8 +10,8 @@ import torch
 
 from fixes import proving
 from torchtrim.fixes.iterated_read import FIX
-from torchtrim.fixes.reading.facts import Refused
-from torchtrim.fixes.reading.source import Source
+from torchtrim.source.facts import Refused
+from torchtrim.source.source import Source
 
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
 

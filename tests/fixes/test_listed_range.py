@@ -10,7 +10,7 @@ import torch
 
 from fixes import proving
 from torchtrim.fixes.listed_range import FIX
-from torchtrim.fixes.reading.facts import Refused
+from torchtrim.source.facts import Refused
 
 SAFE = (
     "torch.tensor(list(range(n)), dtype=torch.long, device=d)",

@@ -10,7 +10,7 @@ import torch
 
 from fixes import proving
 from torchtrim.fixes.made_on_device import FIX
-from torchtrim.fixes.reading.facts import Refused
+from torchtrim.source.facts import Refused
 
 
 def make(rng: random.Random) -> Iterator[proving.Inputs]:

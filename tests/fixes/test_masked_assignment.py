@@ -10,9 +10,9 @@ import torch
 
 from fixes import proving
 from torchtrim.fixes.masked_assignment import FIX
-from torchtrim.fixes.reading.facts import Facts, Refused
-from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.writing.edits import patch
+from torchtrim.source.facts import Facts, Refused
+from torchtrim.source.source import Source
 
 FLOATS = (torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16)
 WHOLE = (torch.int64, torch.uint8, torch.bool, torch.int32)

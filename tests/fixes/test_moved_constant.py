@@ -10,7 +10,7 @@ import torch
 
 from fixes import proving
 from torchtrim.fixes.moved_constant import FIX
-from torchtrim.fixes.reading.facts import Refused
+from torchtrim.source.facts import Refused
 
 HEAD = """
 import torch

@@ -10,7 +10,7 @@ import torch
 
 from fixes import proving
 from torchtrim.fixes.new_number import FIX
-from torchtrim.fixes.reading.facts import Refused
+from torchtrim.source.facts import Refused
 
 CALLS = (
     "x.new_tensor(0.5)",

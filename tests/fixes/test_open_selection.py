@@ -7,8 +7,8 @@ import torch
 
 from fixes import proving
 from torchtrim.fixes.open_selection import FIX
-from torchtrim.fixes.reading.facts import Facts, Refused
-from torchtrim.fixes.reading.source import Source
+from torchtrim.source.facts import Facts, Refused
+from torchtrim.source.source import Source
 
 HEAD = "import torch\ndef function(self, x, mask):\n"
 MASK = torch.tensor([True, False, True])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from torchtrim.fixes.open_shape import FIX
-from torchtrim.fixes.reading.facts import Facts, Refused
-from torchtrim.fixes.reading.source import Source
+from torchtrim.source.facts import Facts, Refused
+from torchtrim.source.source import Source
 
 HEAD = "import torch\nimport torch.nn.functional as F\ndef function(x, mask, n):\n"
 

@@ -10,9 +10,9 @@ import torch
 
 from fixes import proving
 from torchtrim.fixes.padding_mask import FIX
-from torchtrim.fixes.reading.facts import Facts, Refused
-from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.writing.edits import patch
+from torchtrim.source.facts import Facts, Refused
+from torchtrim.source.source import Source
 
 HEAD = "import torch\ndef function(mask, lengths, value, rows):\n"
 

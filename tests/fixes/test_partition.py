@@ -10,9 +10,9 @@ import torch
 
 from fixes import proving
 from torchtrim.fixes.partition import FIX
-from torchtrim.fixes.reading.facts import Facts, Refused
-from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.writing.edits import patch
+from torchtrim.source.facts import Facts, Refused
+from torchtrim.source.source import Source
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool)
 HEAD = "import torch\ndef function(x, y, mask, other):\n"

@@ -9,9 +9,9 @@ import pytest
 
 from fixes import proving
 from torchtrim.fixes.pinned_loader import FIX
-from torchtrim.fixes.reading.facts import Facts, Refused
-from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.writing.edits import compatible, patch
+from torchtrim.source.facts import Facts, Refused
+from torchtrim.source.source import Source
 
 HEAD = """
 import torch

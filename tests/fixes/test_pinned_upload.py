@@ -10,7 +10,7 @@ import torch
 
 from fixes import proving
 from torchtrim.fixes.pinned_upload import FIX
-from torchtrim.fixes.reading.facts import Refused
+from torchtrim.source.facts import Refused
 
 
 def make(rng: random.Random) -> Iterator[proving.Inputs]:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fixes import proving
-from torchtrim.fixes.reading.facts import Refused
 from torchtrim.fixes.remade_tensor import FIX
+from torchtrim.source.facts import Refused
 
 CALLS = (
     "torch.tensor(x.sum().item(), device=d)",

@@ -10,10 +10,10 @@ import torch
 
 import draws
 from fixes import proving
-from torchtrim.fixes.reading.facts import Facts, Refused
-from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.repeated_list import FIX
 from torchtrim.fixes.writing.edits import patch
+from torchtrim.source.facts import Facts, Refused
+from torchtrim.source.source import Source
 
 HEAD = "import torch\ndef function(lengths, size):\n"
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fixes import proving
-from torchtrim.fixes.reading.facts import Refused
 from torchtrim.fixes.repeated_number import FIX
+from torchtrim.source.facts import Refused
 
 CALLS = (
     "torch.tensor([0.5 for _ in range(n)], device=d)",

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fixes import proving
-from torchtrim.fixes.reading.facts import Refused
 from torchtrim.fixes.round_trip import FIX
+from torchtrim.source.facts import Refused
 
 TYPES = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.bool)
 CALLS = (

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fixes import proving
-from torchtrim.fixes.reading.facts import Refused
 from torchtrim.fixes.row_by_index import FIX
+from torchtrim.source.facts import Refused
 
 BODIES = (
     "return table[t.item()] * 2",

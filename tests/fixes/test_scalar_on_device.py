@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from fixes import proving
-from torchtrim.fixes.reading.facts import Refused
 from torchtrim.fixes.scalar_on_device import FIX
 from torchtrim.linter.text import fixed_text
+from torchtrim.source.facts import Refused
 
 NUMBERS = (
     0,

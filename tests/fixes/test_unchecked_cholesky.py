@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fixes import proving
-from torchtrim.fixes.reading.facts import Refused
 from torchtrim.fixes.unchecked_cholesky import FIX
+from torchtrim.source.facts import Refused
 
 CALLS = ("torch.linalg.cholesky(a @ a.mT + 1 * e)", "torch.linalg.cholesky(e + e, upper=True)")
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fixes import proving
-from torchtrim.fixes.reading.facts import Refused
 from torchtrim.fixes.unchecked_inverse import FIX
+from torchtrim.source.facts import Refused
 
 CALLS = ("torch.linalg.inv(a)", "torch.inverse(a * 1)", "torch.linalg.solve(a, b)")
 

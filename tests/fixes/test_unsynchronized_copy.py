@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from torchtrim.fixes.reading.facts import Facts, Refused
-from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.unsynchronized_copy import FIX
+from torchtrim.source.facts import Facts, Refused
+from torchtrim.source.source import Source
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from fixes import proving
-from torchtrim.fixes.reading.facts import Refused
-from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.unvalidated_distribution import FIX
+from torchtrim.source.facts import Refused
+from torchtrim.source.source import Source
 
 HEAD = "import torch\nfrom torch.distributions import Categorical, Normal\n"
 BODIES = (

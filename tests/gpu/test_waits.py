@@ -11,7 +11,7 @@ from bench.syncs import is_counted
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from torchtrim.observe.one_call import record_call
+from torchtrim.capture.one_call import record_call
 
 pytestmark = [
     pytest.mark.gpu,

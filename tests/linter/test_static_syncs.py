@@ -13,7 +13,7 @@ import torch
 
 import torchtrim
 from torchtrim.linter.static_syncs import static_syncs
-from torchtrim.sync.table.lookup import is_from, row
+from torchtrim.syncs.lookup import is_from, row
 
 HEAD = """
 import numpy as np

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
+from torchtrim.executor.swap import Swapped
 from torchtrim.pipelines.lone import in_one_process
 from torchtrim.records.pipeline import Pipeline, Schedule
-from torchtrim.techniques.swap import Swapped
 
 WORDS, WIDTH, LENGTH, BATCH = 32, 16, 8, 8
 

@@ -11,10 +11,10 @@ import torch
 from msgspec.structs import replace
 
 from pipelines.models import Gpt, batch, gradients, loss_of, pipeline
+from torchtrim.executor.swap import Swapped
 from torchtrim.pipelines import clocks
 from torchtrim.pipelines.clocks import Clocks, clocking
 from torchtrim.records.pipeline import Clocked, Pipeline, Stage
-from torchtrim.techniques.swap import Swapped
 
 HALF = ("transformer.h.2",)
 FOUR = ("transformer.h.1", "transformer.h.2", "transformer.h.3")

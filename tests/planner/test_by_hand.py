@@ -11,11 +11,11 @@ from bench.by_hand import HALVES, Trained, peak, ways_of
 from torch import Tensor, nn
 
 from steps import fitting
+from torchtrim.executor.registry import Option
 from torchtrim.planner.by_hand import by_hand, checkpointed
 from torchtrim.step.from_profile import step_of
 from torchtrim.step.simulate import simulate
 from torchtrim.step.step import Span
-from torchtrim.techniques.base import Option
 
 
 def options(*where: str, tasks: int = 4) -> list[Option]:

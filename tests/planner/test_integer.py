@@ -9,15 +9,15 @@ from dataclasses import replace
 import pytest
 
 import draws
+from planner.solvers.test_solvers import CASES, brute, problem_of
 from planner.test_planner import planner_of, profile_of
-from planner.test_solvers import CASES, brute, problem_of
 from step.random_steps import random_training
+from torchtrim.executor.registry import Option
 from torchtrim.planner import planner
 from torchtrim.planner.problem import Problem
 from torchtrim.planner.solvers import integer, moments
 from torchtrim.planner.solvers.integer import Integer
 from torchtrim.step.rerun import rerun
-from torchtrim.techniques.base import Option
 
 pytest.importorskip("highspy")
 

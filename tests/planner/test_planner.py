@@ -12,9 +12,9 @@ from torch import nn
 from steps import STEPS, train_step, trial
 from torchtrim import TrainStep
 from torchtrim.errors import InfeasibleBudget
+from torchtrim.executor.registry import names
 from torchtrim.planner.planner import Planner
 from torchtrim.records.profile import Profile
-from torchtrim.techniques.base import names
 
 MODELS = [name for name in zoo.OWN if name.startswith("own ")]
 """Those that need no other library."""

@@ -8,15 +8,15 @@ from torch import nn
 
 import torchtrim
 from steps import squared
-from torchtrim.observe.emulated import emulate
-from torchtrim.observe.workload import TrainStep
+from torchtrim.capture.workload import TrainStep
+from torchtrim.costs.devices import device_named
+from torchtrim.emulator import emulate
+from torchtrim.executor.registry import Option, technique
 from torchtrim.planner.planner import Planner
 from torchtrim.records.profile import Profile
 from torchtrim.step.costs import on_device
 from torchtrim.step.from_profile import step_of
 from torchtrim.step.host import host_peak
-from torchtrim.sync.model.devices import device_named
-from torchtrim.techniques.base import Option, technique
 
 
 @pytest.fixture(scope="module")

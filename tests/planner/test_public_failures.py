@@ -12,12 +12,12 @@ from torch.utils.checkpoint import checkpoint
 
 import draws
 import torchtrim
-from planner.test_solvers import problem_of
+from planner.solvers.test_solvers import problem_of
 from step.oracle import peak
 from steps import ConvNet, encoder, fitting, images, squared, train_step
 from torchtrim import TrainStep
-from torchtrim.loops.optimize import Fit
 from torchtrim.planner.solvers.local import Local
+from torchtrim.workflows.optimize.fitting import Fit
 
 
 class Wrapped(nn.Module):

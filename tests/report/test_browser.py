@@ -12,11 +12,11 @@ from report import samples
 from report.browser import Tab, browser, opened
 from torchtrim.api import Result, diagnose_report
 from torchtrim.cli.output import write_files
-from torchtrim.loops.stream import StreamRequest
-from torchtrim.loops.stream_report import check_report
 from torchtrim.records.trial import Request
 from torchtrim.report import html
-from torchtrim.run.script import Script
+from torchtrim.runner.script import Script
+from torchtrim.workflows.stream.report import check_report
+from torchtrim.workflows.stream.stream import StreamRequest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = {

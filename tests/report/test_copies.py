@@ -12,19 +12,19 @@ from torch import nn
 
 import torchtrim
 from steps import squared
-from torchtrim.observe.emulated import emulate
-from torchtrim.observe.workload import TrainStep
+from torchtrim.analysis.prices import device_of
+from torchtrim.capture.workload import TrainStep
+from torchtrim.emulator import emulate
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile
 from torchtrim.report.copies import Copies, copies_of
 from torchtrim.report.perfetto import render
 from torchtrim.report.timeline import copies_view
-from torchtrim.rules.prices import device_of
 from torchtrim.step.costs import on_device
 from torchtrim.step.from_profile import step_of
 from torchtrim.step.links import traffic
-from torchtrim.techniques.offload_activations import TECHNIQUE
 from torchtrim.techniques.offload_activations.places import place_of
+from torchtrim.techniques.offload_activations.technique import TECHNIQUE
 from torchtrim.techniques.offload_activations.windows import edit_of
 
 

@@ -5,11 +5,11 @@ from array import array
 import pytest
 
 from profiles import Step
+from torchtrim.costs.devices import DEVICES
+from torchtrim.costs.syncs import price_syncs
 from torchtrim.records.profile import Profile
 from torchtrim.records.report import Waiting
 from torchtrim.report.lanes import Span, Spans, lanes
-from torchtrim.sync.model.devices import DEVICES
-from torchtrim.sync.model.modelled import price_syncs
 
 
 def waiting(device: str) -> Waiting:

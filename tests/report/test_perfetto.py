@@ -8,14 +8,14 @@ import pytest
 
 from profiles import Step, training_step
 from report import samples
+from torchtrim.analysis.prices import priced
 from torchtrim.cli.main import main
-from torchtrim.observe.trace.decode import decode
-from torchtrim.observe.trace.reader import read_trace
 from torchtrim.records import Profile
 from torchtrim.records.files import save_profile
 from torchtrim.report import perfetto
-from torchtrim.rules.prices import priced
 from torchtrim.rules.registry import diagnose
+from torchtrim.traces.decode import decode
+from torchtrim.traces.reader import read_trace
 
 METADATA = {"process_name", "process_sort_index", "thread_name", "thread_sort_index"}
 TICK = 2e-3

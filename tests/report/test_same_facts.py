@@ -13,10 +13,10 @@ from rich.console import Console
 
 from report import samples
 from report.test_html import Page
+from torchtrim.core.units import format_bytes
 from torchtrim.records import Report
 from torchtrim.report import cell, estimates, facts, github, html, json, markdown, sarif, terminal
 from torchtrim.report.headline import headline
-from torchtrim.units import format_bytes
 
 
 def on_a_terminal(report: Report) -> str:

@@ -3,12 +3,12 @@ from msgspec.structs import replace
 
 from profiles import Step, training_step
 from report import samples
+from torchtrim.costs.devices import DEVICES
+from torchtrim.costs.syncs import price_syncs
 from torchtrim.records.report import Waiting
 from torchtrim.report.lanes import lanes
 from torchtrim.report.operators import operator_table
 from torchtrim.report.split import splits
-from torchtrim.sync.model.devices import DEVICES
-from torchtrim.sync.model.modelled import price_syncs
 
 REPORT = replace(samples.DIAGNOSE, original=None)
 

@@ -2,8 +2,8 @@ import pytest
 from msgspec.structs import replace
 
 from profiles import SCRIPT, Step
+from torchtrim.analysis.syncs import unknown_note, unknown_operators
 from torchtrim.rules.tt101_host_read import check
-from torchtrim.rules.waits import unknown_note, unknown_operators
 
 
 def one_read(device: str, seconds: float | None = None) -> Step:

@@ -4,11 +4,11 @@ import pytest
 from msgspec.structs import replace
 
 from techniques.test_plain_optimizer import wide_step
-from torchtrim.loops.optimize import Fitting
+from torchtrim.core.units import format_bytes
 from torchtrim.records.profile import Profile
 from torchtrim.records.trial import Request
 from torchtrim.rules.tt204_optimizer_temporaries import check
-from torchtrim.units import format_bytes
+from torchtrim.workflows.optimize.fitting import Fitting
 
 
 def profile_of(**settings: Any) -> Profile:

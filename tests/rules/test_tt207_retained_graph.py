@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from keeping import the_only_finding
 from profiles import Step
-from torchtrim.memory.held import retained
+from torchtrim.analysis.held import retained
 from torchtrim.records.profile import Profile, SavedTensor
 
 

@@ -11,11 +11,11 @@ from torch.utils.checkpoint import checkpoint
 
 import torchtrim
 from steps import squared
-from torchtrim.observe.emulated import emulate
+from torchtrim.core.units import parse_bytes
+from torchtrim.emulator import emulate
 from torchtrim.records.finding import Finding
 from torchtrim.records.profile import Profile
 from torchtrim.rules.tt211_own_saving import check
-from torchtrim.units import parse_bytes
 
 
 class Blocks(nn.Module):

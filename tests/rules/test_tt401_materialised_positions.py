@@ -11,9 +11,9 @@ from attention.cases import Case
 from positions import PLAIN, SLOW, Net, PlainAttention, T5Stack, WindowAttention, tokens
 from profiles import Step
 from steps import train_step, trial
+from torchtrim.analysis.positions import replaceable, written_positions
 from torchtrim.attention import Buckets
 from torchtrim.records.profile import Profile, TensorUse
-from torchtrim.rules.positions import replaceable, written_positions
 from torchtrim.rules.tt401_materialised_positions import check
 
 FORMS = {

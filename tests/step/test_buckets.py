@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from profiles import exchanging_step
-from torchtrim.observe.modules import Modules
-from torchtrim.observe.replicas import Replicas
+from torchtrim.capture.modules import Modules
+from torchtrim.capture.replicas import Replicas
 from torchtrim.step.buckets import CAPS, MIB, Link, Overlap, Ready, in_buckets, link_of, overlap_of
 
 FOUR = tuple(Ready(float(number), 4 * MIB) for number in range(1, 5))

@@ -10,6 +10,7 @@ from torch import nn
 
 from steps import STEPS, ConvNet, fitting, images, squared, trial
 from torchtrim import TrainStep
+from torchtrim.executor.registry import Option, technique
 from torchtrim.planner.plans import made_plan
 from torchtrim.records.plan import Plan, Prediction, Technique
 from torchtrim.step.from_profile import step_of
@@ -17,7 +18,6 @@ from torchtrim.step.overwrite import overwritten
 from torchtrim.step.rerun import rerun
 from torchtrim.step.simulate import simulate
 from torchtrim.step.step import Span
-from torchtrim.techniques.base import Option, technique
 
 
 def plan_of(options: list[Option]) -> Plan:

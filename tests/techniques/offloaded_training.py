@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from torchtrim.observe.emulated import emulate
+from torchtrim.emulator import emulate
 from torchtrim.records.plan import Technique
-from torchtrim.techniques.offload_optimizer import TECHNIQUE
+from torchtrim.techniques.offload_optimizer.technique import TECHNIQUE
 
 STEPS, EVERY = 150, 5
 

@@ -20,14 +20,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchtrim import Profile, TrainStep
+from torchtrim.capture.build import Setting
 from torchtrim.errors import ApplyFailed
-from torchtrim.observe.build import Setting
+from torchtrim.executor.registry import Replaces, technique
 from torchtrim.planner.planner import Planner
 from torchtrim.records.plan import Technique
 from torchtrim.records.trial import Request
-from torchtrim.run.session import Session
+from torchtrim.runner.session import Session
 from torchtrim.step.from_profile import step_of
-from torchtrim.techniques.base import Replaces, technique
 from torchtrim.techniques.data_parallel import TECHNIQUE
 
 ROOT = "DistributedDataParallel"
@@ -317,7 +317,7 @@ def predicted() -> dict[str, Any]:
 
 def plan_names() -> list[str]:
     """All techniques."""
-    from torchtrim.techniques.base import names
+    from torchtrim.executor.registry import names
 
     return names()
 

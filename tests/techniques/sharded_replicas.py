@@ -30,8 +30,8 @@ from techniques.replicas import (
 )
 from torchtrim.records.plan import Technique
 from torchtrim.step.from_profile import step_of
-from torchtrim.techniques import sharding
-from torchtrim.techniques.shard import TECHNIQUE
+from torchtrim.techniques.shard import fsdp as sharding
+from torchtrim.techniques.shard.technique import TECHNIQUE
 
 
 def sharded(model: nn.Module, **options: Any) -> Any:

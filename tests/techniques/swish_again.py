@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchtrim.executor.places import module_at
+from torchtrim.executor.registry import Handle, Handles, Option
+from torchtrim.executor.swap import Swapped
 from torchtrim.records.plan import Technique
 from torchtrim.step.edits import Block, Drop, Edit, Insert, joined
 from torchtrim.step.step import Span, Step
-from torchtrim.techniques.base import Handle, Handles, Option
-from torchtrim.techniques.places import module_at
-from torchtrim.techniques.swap import Swapped
 
 
 class SwishAgain:

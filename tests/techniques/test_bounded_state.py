@@ -11,10 +11,10 @@ from torch import nn
 import torchtrim
 from stream import standins
 from torchtrim.errors import ApplyFailed
+from torchtrim.executor.registry import technique
 from torchtrim.records.plan import Plan, Prediction, Technique
 from torchtrim.stream.records import Objects
 from torchtrim.stream.unbounded import unbounded
-from torchtrim.techniques.base import technique
 
 BITWISE: Any = "BITWISE"
 

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 import torchtrim
 from steps import fitting, quiet
 from torchtrim import TrainStep
+from torchtrim.dryrun.workspace import _blocks_of
 from torchtrim.errors import ApplyFailed
-from torchtrim.loops.optimize import Fitting
-from torchtrim.observe.dry.workspace import _blocks_of
+from torchtrim.executor.registry import technique
 from torchtrim.records.plan import Technique
 from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
-from torchtrim.run.script import Script
+from torchtrim.runner.script import Script
 from torchtrim.step.from_profile import step_of
-from torchtrim.techniques.base import technique
-from torchtrim.techniques.head.logits import Logits
+from torchtrim.techniques.chunked_loss.logits import Logits
+from torchtrim.workflows.optimize.fitting import Fitting
 
 CLASSES, WIDTH = 2000, 32
 SCRIPT = """

@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from techniques.replicas import ROOT, found_by
 from torchtrim.errors import ApplyFailed
+from torchtrim.executor.registry import technique
 from torchtrim.records.plan import Technique
-from torchtrim.techniques.base import technique
 from torchtrim.techniques.data_parallel import TECHNIQUE
 
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from steps import squared
 from torchtrim.records.plan import Technique
-from torchtrim.techniques.recompute import TECHNIQUE
+from torchtrim.techniques.recompute.technique import TECHNIQUE
 
 
 class Pair(nn.Module):

@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from steps import squared
 from techniques.test_optimizer_in_backward import READS, Run, loss_of, same
-from torchtrim.observe.spent import Spent
+from torchtrim.capture.spent import Spent
 
 
 def both(step: Any, kind: str = "AdamW") -> tuple[Run, Run]:

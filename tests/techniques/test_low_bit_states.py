@@ -13,14 +13,14 @@ from torch import nn
 import torchtrim
 from steps import squared, train_step
 from torchtrim.errors import ApplyFailed
-from torchtrim.loops.optimize import Fitting
 from torchtrim.records.plan import Technique
 from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
 from torchtrim.step.from_profile import step_of
-from torchtrim.techniques import narrow_states
-from torchtrim.techniques.low_bit_states import TECHNIQUE
-from torchtrim.techniques.narrow_sizes import narrow_bytes
+from torchtrim.techniques.low_bit_states import states as narrow_states
+from torchtrim.techniques.low_bit_states.sizes import narrow_bytes
+from torchtrim.techniques.low_bit_states.technique import TECHNIQUE
+from torchtrim.workflows.optimize.fitting import Fitting
 
 needs_torchao = pytest.mark.skipif(
     importlib.util.find_spec("torchao") is None, reason="torchao is not installed"

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torchtrim.errors import ApplyFailed
 from torchtrim.records.plan import Technique
-from torchtrim.techniques.micro_batch import TECHNIQUE
+from torchtrim.techniques.micro_batch.technique import TECHNIQUE
 
 
 def applied(model: nn.Module, parts: int = 4, **options: Any) -> Any:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtrim.records.plan import Technique
-from torchtrim.techniques.micro_batch import TECHNIQUE
+from torchtrim.techniques.micro_batch.technique import TECHNIQUE
 
 CLASSES, LENGTH, PARTS, LIMIT = 50, 12, 4, 1e-6
 COUNTS = (12, 1, 2, 12, 3, 1, 12, 0)

@@ -10,8 +10,9 @@ import torch
 
 import torchtrim
 from steps import encoder, fitting, squared, train_step
+from torchtrim.dryrun.machine import needed
 from torchtrim.errors import ApplyFailed
-from torchtrim.observe.dry.machine import needed
+from torchtrim.executor.registry import Option, names, technique
 from torchtrim.planner.pins import overlap
 from torchtrim.planner.planner import Planner
 from torchtrim.records.plan import Technique
@@ -20,8 +21,7 @@ from torchtrim.step.from_profile import step_of
 from torchtrim.step.simulate import simulate
 from torchtrim.step.step import Span
 from torchtrim.techniques import precision
-from torchtrim.techniques.base import Option, names, technique
-from torchtrim.techniques.micro_batch import TECHNIQUE
+from torchtrim.techniques.micro_batch.technique import TECHNIQUE
 
 
 @pytest.fixture(scope="module")

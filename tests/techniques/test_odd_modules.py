@@ -6,14 +6,14 @@ import pytest
 
 from odd_modules import LAYERS, profile_of, step_of
 from torchtrim import InfeasibleBudget
-from torchtrim.loops.optimize import Fitting
+from torchtrim.executor.registry import Refuses, ToFiles, names, technique
 from torchtrim.planner.planner import Planner
 from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
 from torchtrim.step.from_profile import step_of as read_step
 from torchtrim.step.simulate import simulate
-from torchtrim.techniques.base import Refuses, ToFiles, names, technique
-from torchtrim.techniques.by_rows.found import modules_of
+from torchtrim.techniques.split_matmul.found import modules_of
+from torchtrim.workflows.optimize.fitting import Fitting
 
 
 @pytest.mark.parametrize("layer", LAYERS)

@@ -17,9 +17,11 @@ from torch.utils.checkpoint import checkpoint
 import draws
 import torchtrim
 from steps import ConvNet, encoder, flat, squared
+from torchtrim.capture.workload import TrainStep
+from torchtrim.costs.devices import device_named
+from torchtrim.emulator import emulate
 from torchtrim.errors import ApplyFailed
-from torchtrim.observe.emulated import emulate
-from torchtrim.observe.workload import TrainStep
+from torchtrim.executor.registry import technique
 from torchtrim.planner.planner import Planner
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile
@@ -29,11 +31,9 @@ from torchtrim.step.from_profile import step_of
 from torchtrim.step.host import PINNED, host_peak
 from torchtrim.step.simulate import simulate, timeline
 from torchtrim.step.step import Step
-from torchtrim.sync.model.devices import device_named
-from torchtrim.techniques.base import technique
-from torchtrim.techniques.offload_activations import TECHNIQUE
 from torchtrim.techniques.offload_activations.moving import Mover
 from torchtrim.techniques.offload_activations.places import place_of
+from torchtrim.techniques.offload_activations.technique import TECHNIQUE
 
 ORDERS = draws.orders(20)
 

@@ -20,21 +20,21 @@ from torch import nn
 import draws
 import torchtrim
 from steps import squared
+from torchtrim.analysis.prices import device_of
+from torchtrim.capture.workload import TrainStep
+from torchtrim.emulator import emulate
 from torchtrim.errors import ApplyFailed
-from torchtrim.observe.emulated import emulate
-from torchtrim.observe.workload import TrainStep
+from torchtrim.executor import mapped_files as scratch
 from torchtrim.planner.planner import Planner
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile
-from torchtrim.rules.prices import device_of
 from torchtrim.step.costs import on_device
 from torchtrim.step.from_profile import step_of
 from torchtrim.step.host import FILE
 from torchtrim.step.simulate import simulate
 from torchtrim.step.step import Step
-from torchtrim.techniques import scratch
-from torchtrim.techniques.offload_activations import TECHNIQUE
-from torchtrim.techniques.offload_optimizer import TECHNIQUE as OF_OPTIMIZER
+from torchtrim.techniques.offload_activations.technique import TECHNIQUE
+from torchtrim.techniques.offload_optimizer.technique import TECHNIQUE as OF_OPTIMIZER
 
 ORDERS = draws.orders(10)
 

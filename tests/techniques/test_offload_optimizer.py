@@ -18,12 +18,12 @@ from torch import nn
 import draws
 import torchtrim
 from steps import squared
+from torchtrim.capture.workload import TrainStep
+from torchtrim.emulator import emulate
 from torchtrim.errors import ApplyFailed
-from torchtrim.observe.emulated import emulate
-from torchtrim.observe.workload import TrainStep
 from torchtrim.records.plan import Technique
-from torchtrim.techniques.host_state import HostState
-from torchtrim.techniques.offload_optimizer import TECHNIQUE
+from torchtrim.techniques.offload_optimizer.host_state import HostState
+from torchtrim.techniques.offload_optimizer.technique import TECHNIQUE
 
 ORDERS = draws.orders(20)
 Optimizer = torch.optim.Optimizer

@@ -1,6 +1,6 @@
 """Mistakes of others' offload that were made in public: a copy of each shows, ours has none.
 
-The races are in `tests/observe/emulated/test_orders.py`.
+The races are in `tests/emulator/test_orders.py`.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchtrim
 from steps import Rereading, squared
-from torchtrim.observe.emulated import emulate
-from torchtrim.observe.workload import TrainStep
+from torchtrim.analysis.prices import device_of
+from torchtrim.capture.workload import TrainStep
+from torchtrim.emulator import emulate
 from torchtrim.records.plan import Technique
-from torchtrim.rules.prices import device_of
 from torchtrim.step.costs import on_device
 from torchtrim.step.from_profile import step_of
 from torchtrim.step.simulate import simulate
-from torchtrim.techniques.offload_activations import TECHNIQUE
 from torchtrim.techniques.offload_activations.places import place_of
+from torchtrim.techniques.offload_activations.technique import TECHNIQUE
 from torchtrim.techniques.offload_activations.watching import Watcher
 from torchtrim.techniques.offload_activations.windows import edit_of
-from torchtrim.techniques.offload_optimizer import TECHNIQUE as OF_OPTIMIZER
+from torchtrim.techniques.offload_optimizer.technique import TECHNIQUE as OF_OPTIMIZER
 from torchtrim.techniques.replay.places import Run
 
 

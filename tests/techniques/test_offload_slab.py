@@ -12,21 +12,21 @@ from torch import nn
 import draws
 import torchtrim
 from steps import squared
+from torchtrim.analysis.prices import device_of
+from torchtrim.capture.workload import TrainStep
+from torchtrim.emulator import emulate
 from torchtrim.errors import ApplyFailed
 from torchtrim.memory.packing import Buffer, pack
-from torchtrim.observe.emulated import emulate
-from torchtrim.observe.workload import TrainStep
 from torchtrim.planner.planner import Planner
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile
-from torchtrim.rules.prices import device_of
 from torchtrim.step.costs import on_device
 from torchtrim.step.from_profile import step_of
 from torchtrim.step.host import ALIGNMENT, host_blocks, host_peak
 from torchtrim.step.step import Step
-from torchtrim.techniques.offload_activations import TECHNIQUE
 from torchtrim.techniques.offload_activations.moving import Mover, _Store
 from torchtrim.techniques.offload_activations.places import place_of, placed, written
+from torchtrim.techniques.offload_activations.technique import TECHNIQUE
 from torchtrim.techniques.offload_activations.windows import edit_of
 
 ORDERS = draws.orders(20)

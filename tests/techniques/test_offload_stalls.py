@@ -9,13 +9,13 @@ from bench.offload import MODELS, every, is_never_slower, joint, priced, recorde
 from torch import nn
 
 import torchtrim
-from torchtrim.observe.emulated import emulate
-from torchtrim.observe.workload import TrainStep
+from torchtrim.analysis.prices import device_of
+from torchtrim.capture.workload import TrainStep
+from torchtrim.emulator import emulate
 from torchtrim.records.plan import Technique
-from torchtrim.rules.prices import device_of
 from torchtrim.step.links import stall_in_parts
 from torchtrim.step.optimizers import chunked, seen_of
-from torchtrim.techniques.offload_optimizer import TECHNIQUE as OF_OPTIMIZER
+from torchtrim.techniques.offload_optimizer.technique import TECHNIQUE as OF_OPTIMIZER
 
 QUICK = ("mlp", "convolutions")
 

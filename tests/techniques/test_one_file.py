@@ -20,10 +20,10 @@ import torchtrim
 from steps import train_step
 from torchtrim import techniques
 from torchtrim.cli.main import torchtrim as command_line
-from torchtrim.loops.fitted import optimize_report
+from torchtrim.executor.registry import names
 from torchtrim.records.trial import Request
 from torchtrim.report import html, terminal
-from torchtrim.techniques.base import names
+from torchtrim.workflows.optimize.report import optimize_report
 
 
 class Swish(nn.Module):

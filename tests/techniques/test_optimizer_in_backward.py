@@ -17,18 +17,18 @@ from techniques.test_plain_optimizer import (
     assert_same,
     wide_step,
 )
+from torchtrim.capture.spent import Spent
+from torchtrim.core.units import format_bytes
 from torchtrim.errors import ApplyFailed
-from torchtrim.loops.optimize import Fitting
-from torchtrim.observe.spent import Spent
+from torchtrim.executor.failing import place_of
+from torchtrim.executor.registry import names
 from torchtrim.planner.planner import Planner
 from torchtrim.records.plan import Technique
 from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request, Trial
 from torchtrim.step.from_profile import step_of
-from torchtrim.techniques.base import names
-from torchtrim.techniques.failing import place_of
-from torchtrim.techniques.optimizer_in_backward import TECHNIQUE
-from torchtrim.units import format_bytes
+from torchtrim.techniques.optimizer_in_backward.technique import TECHNIQUE
+from torchtrim.workflows.optimize.fitting import Fitting
 
 NAME = "optimizer_in_backward"
 

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 import torchtrim
+from torchtrim.capture.workload import TrainStep
 from torchtrim.errors import ApplyFailed, InfeasibleBudget
-from torchtrim.loops.optimize import Fitting
-from torchtrim.observe.workload import TrainStep
 from torchtrim.planner.planner import Planner
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile
@@ -21,7 +20,8 @@ from torchtrim.records.trial import Request
 from torchtrim.step.from_profile import step_of as read_step
 from torchtrim.step.overwrite import overwritten
 from torchtrim.step.simulate import simulate
-from torchtrim.techniques.overwrite import TECHNIQUE, TYPES
+from torchtrim.techniques.overwrite.technique import TECHNIQUE, TYPES
+from torchtrim.workflows.optimize.fitting import Fitting
 
 MAKE: dict[str, Callable[[], nn.Module]] = {
     "ReLU": nn.ReLU,

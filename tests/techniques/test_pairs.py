@@ -20,16 +20,16 @@ from torch import Tensor, nn
 import draws
 import torchtrim
 from torchtrim import TrainStep
-from torchtrim.observe.emulated import emulate
+from torchtrim.costs.devices import device_named
+from torchtrim.emulator import emulate
+from torchtrim.executor.apply import named_roots
+from torchtrim.executor.registry import Replaces, names, technique
 from torchtrim.planner.pins import overlap
 from torchtrim.records.plan import Technique
 from torchtrim.step.costs import on_device
 from torchtrim.step.edits import Edit
 from torchtrim.step.from_profile import step_of
 from torchtrim.step.step import Step
-from torchtrim.sync.model.devices import device_named
-from torchtrim.techniques.apply import named_roots
-from torchtrim.techniques.base import Replaces, names, technique
 
 CLASSES, WIDTH, LENGTH, STEPS, OPTIONS = 2000, 32, 64, 2, 12
 ELSEWHERE = {

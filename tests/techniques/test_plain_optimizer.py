@@ -13,11 +13,11 @@ from torch import nn
 import torchtrim
 from steps import squared
 from torchtrim.errors import ApplyFailed
-from torchtrim.loops.optimize import Fitting
 from torchtrim.planner.planner import Planner
 from torchtrim.records.plan import Technique
 from torchtrim.records.trial import Request
 from torchtrim.techniques.plain_optimizer import TECHNIQUE
+from torchtrim.workflows.optimize.fitting import Fitting
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "SGD": ("SGD", {"lr": 0.1}),

@@ -11,13 +11,13 @@ from torch import nn
 import torchtrim
 from steps import encoder, fitting, squared, train_step
 from torchtrim.errors import ApplyFailed, UsageError
-from torchtrim.loops.optimize import Fit, Fitting
+from torchtrim.executor import half_precision as lowered
 from torchtrim.records.plan import Technique
 from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
 from torchtrim.step import from_profile
-from torchtrim.techniques import lowered
 from torchtrim.techniques.precision import TECHNIQUE
+from torchtrim.workflows.optimize.fitting import Fit, Fitting
 
 ROOT = "TransformerEncoder"
 OPTIMIZERS = {"plain_optimizer", "optimizer_in_backward", "offload_optimizer"}

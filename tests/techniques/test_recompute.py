@@ -15,7 +15,7 @@ from torch import nn
 from steps import ConvNet, encoder, flat, images, squared
 from torchtrim.errors import ApplyFailed
 from torchtrim.records.plan import Technique
-from torchtrim.techniques.recompute import TECHNIQUE
+from torchtrim.techniques.recompute.technique import TECHNIQUE
 
 
 def planned(*where: str) -> Technique:

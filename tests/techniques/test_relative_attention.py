@@ -21,10 +21,10 @@ from positions import (
     tokens,
 )
 from steps import fitting, squared, train_step, trial
+from torchtrim.analysis.positions import written_positions
 from torchtrim.attention import known
 from torchtrim.errors import ApplyFailed
 from torchtrim.records.plan import Plan, Prediction, Technique
-from torchtrim.rules.positions import written_positions
 from torchtrim.step.from_profile import step_of
 from torchtrim.step.simulate import simulate
 from torchtrim.techniques.relative_attention import TECHNIQUE

@@ -11,12 +11,12 @@ from torch import nn
 
 from steps import ConvNet, images, squared, train_step
 from torchtrim.errors import ApplyFailed
-from torchtrim.loops.optimize import Fitting
+from torchtrim.executor.registry import technique
 from torchtrim.records.plan import Technique
 from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
-from torchtrim.techniques.base import technique
-from torchtrim.techniques.replace_norm import TECHNIQUE, TO
+from torchtrim.techniques.replace_norm.technique import TECHNIQUE, TO
+from torchtrim.workflows.optimize.fitting import Fitting
 
 
 def part_of(to: str, where: str = "ConvNet", **options: Any) -> Technique:

@@ -20,8 +20,8 @@ from torchtrim.records.profile import Profile
 from torchtrim.step.from_profile import step_of
 from torchtrim.step.simulate import simulate
 from torchtrim.step.step import Step
-from torchtrim.techniques.recompute import TECHNIQUE as RECOMPUTE
-from torchtrim.techniques.replay import TECHNIQUE, recipes
+from torchtrim.techniques.recompute.technique import TECHNIQUE as RECOMPUTE
+from torchtrim.techniques.replay.technique import TECHNIQUE, recipes
 
 
 class Language(nn.Module):

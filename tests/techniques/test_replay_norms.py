@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import torchtrim
-from torchtrim.memory.names import base_name
-from torchtrim.observe.workload import TrainStep
+from torchtrim.capture.workload import TrainStep
+from torchtrim.records.operator_names import base_name
 from torchtrim.techniques.replay.norms import share
 
 

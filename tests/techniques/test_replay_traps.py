@@ -18,10 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 import torchtrim
 from steps import Rereading, train_step
+from torchtrim.executor.registry import Handle
 from torchtrim.records.plan import Technique
 from torchtrim.step.from_profile import step_of
-from torchtrim.techniques.base import Handle
-from torchtrim.techniques.replay import TECHNIQUE, groups
+from torchtrim.techniques.replay.technique import TECHNIQUE, groups
 
 Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

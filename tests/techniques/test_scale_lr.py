@@ -13,13 +13,13 @@ from torch import nn
 import torchtrim
 from steps import squared, train_step
 from torchtrim.errors import ApplyFailed
-from torchtrim.loops.optimize import Fitting
+from torchtrim.executor.stepping import factor_at
 from torchtrim.planner.rates import rates_plan
 from torchtrim.records.estimate import Growth
 from torchtrim.records.plan import Technique
 from torchtrim.records.trial import Request
 from torchtrim.techniques.scale_lr import TECHNIQUE, scaled_for, settings_of
-from torchtrim.techniques.stepping import factor_at
+from torchtrim.workflows.optimize.fitting import Fitting
 
 
 def part_of(name: str = "SGD", **options: Any) -> Technique:

@@ -14,7 +14,7 @@ from torchtrim.errors import ApplyFailed
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Kind, Phase
 from torchtrim.step.from_profile import step_of
-from torchtrim.techniques.shard import TECHNIQUE
+from torchtrim.techniques.shard.technique import TECHNIQUE
 
 
 @cache

@@ -16,15 +16,15 @@ import draws
 import torchtrim
 from steps import train_step
 from torchtrim.errors import ApplyFailed
-from torchtrim.loops.optimize import Fitting
 from torchtrim.records.plan import Technique
 from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
 from torchtrim.step.from_profile import step_of
 from torchtrim.step.simulate import simulate
 from torchtrim.step.step import Step
-from torchtrim.techniques.by_channels import running
-from torchtrim.techniques.split_channels import TECHNIQUE
+from torchtrim.techniques.split_channels import running
+from torchtrim.techniques.split_channels.technique import TECHNIQUE
+from torchtrim.workflows.optimize.fitting import Fitting
 
 FOLLOWING: dict[str, tuple[nn.Module, ...]] = {
     "nothing": (),

@@ -11,14 +11,14 @@ from torch import nn
 import torchtrim
 from steps import squared, train_step
 from torchtrim.errors import ApplyFailed
-from torchtrim.loops.optimize import Fitting
 from torchtrim.records.plan import Technique
 from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
 from torchtrim.step.from_profile import step_of
 from torchtrim.step.simulate import simulate
-from torchtrim.techniques.by_rows import running
-from torchtrim.techniques.split_matmul import TECHNIQUE
+from torchtrim.techniques.split_matmul import running
+from torchtrim.techniques.split_matmul.technique import TECHNIQUE
+from torchtrim.workflows.optimize.fitting import Fitting
 
 
 class Gated(nn.Module):

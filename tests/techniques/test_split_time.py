@@ -14,18 +14,17 @@ from torch.nn.utils.rnn import pack_padded_sequence
 import torchtrim
 from steps import train_step
 from torchtrim.errors import ApplyFailed
-from torchtrim.loops.optimize import Fitting
+from torchtrim.executor.swap import Swapped
 from torchtrim.records.plan import Technique
 from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
 from torchtrim.step.from_profile import step_of
 from torchtrim.step.simulate import simulate
 from torchtrim.step.step import Step
-from torchtrim.techniques.split_time import TECHNIQUE
 from torchtrim.techniques.split_time.cells import Lstm
 from torchtrim.techniques.split_time.found import layers_of
-from torchtrim.techniques.split_time.technique import _TURN_SECONDS
-from torchtrim.techniques.swap import Swapped
+from torchtrim.techniques.split_time.technique import _TURN_SECONDS, TECHNIQUE
+from torchtrim.workflows.optimize.fitting import Fitting
 
 KINDS: dict[str, Any] = {"LSTM": nn.LSTM, "GRU": nn.GRU}
 FORMS = list(

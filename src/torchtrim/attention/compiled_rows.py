@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from torchtrim.caches import compiler
+from torchtrim.core.caches import compiler
 
 F = TypeVar("F", bound=Callable[..., Any])
 jit: Callable[[F], F] = compiler(

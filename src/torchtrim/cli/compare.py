@@ -12,8 +12,8 @@ import click
 
 from torchtrim.cli.options import chosen_form
 from torchtrim.cli.output import said_of, show_comparison
-from torchtrim.parts import failures
-from torchtrim.units import parse_bytes
+from torchtrim.core.isolation import failures
+from torchtrim.core.units import parse_bytes
 
 if TYPE_CHECKING:
     from torchtrim.records.comparison import Change, Comparison

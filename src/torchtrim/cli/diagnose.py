@@ -10,7 +10,7 @@ import click
 from torchtrim.cli.limits import checked_price
 from torchtrim.cli.options import amount, orders_streams, request_of, runs_script, script_of, writes
 from torchtrim.cli.output import command_for, folder_for, progress, show, write_files
-from torchtrim.parts import failures
+from torchtrim.core.isolation import failures
 
 if TYPE_CHECKING:
     from torchtrim.cli.limits import Judged

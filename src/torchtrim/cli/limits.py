@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from torchtrim.cli.output import gate_text
+from torchtrim.core.isolation import failures
+from torchtrim.core.units import check_bytes, format_bytes, parse_bytes
 from torchtrim.errors import UsageError
-from torchtrim.parts import failures
-from torchtrim.units import check_bytes, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from torchtrim.api import Result, Site

@@ -14,7 +14,8 @@ from typing import Any
 
 import click
 
-from torchtrim import __version__, parts
+from torchtrim import __version__
+from torchtrim.core import isolation as parts
 from torchtrim.errors import ScriptFailed, TorchtrimError, UsageError, is_out_of_memory
 
 _SERVING = ("limits", "main", "options", "output", "sources")

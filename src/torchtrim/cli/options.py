@@ -13,9 +13,9 @@ from click.core import ParameterSource
 
 from torchtrim.api import DEVICES
 from torchtrim.cli.sources import put_right
+from torchtrim.core.units import check_bytes, parse_bytes
 from torchtrim.errors import UsageError
 from torchtrim.records.allowance import allowance
-from torchtrim.units import check_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from torchtrim.api import Request, Script, Sharding

@@ -16,8 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from torchtrim.core.isolation import KINDS, failures, isolated
 from torchtrim.errors import UsageError
-from torchtrim.parts import KINDS, failures, isolated
 from torchtrim.records.commands import path_argument
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import click
 
 from torchtrim.cli.options import amount
 from torchtrim.cli.output import drawn_arena, progress
+from torchtrim.core.units import format_bytes, format_seconds, parse_bytes
 from torchtrim.records.commands import path_argument
-from torchtrim.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,7 +15,7 @@ from torchtrim.cli.output import (
     show,
     write_files,
 )
-from torchtrim.units import parse_bytes
+from torchtrim.core.units import parse_bytes
 
 if TYPE_CHECKING:
     from torchtrim.api import Result

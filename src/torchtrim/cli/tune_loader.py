@@ -8,7 +8,7 @@ import click
 
 from torchtrim.cli.options import amount, estimates_script, script_of
 from torchtrim.cli.output import command_for, progress, show
-from torchtrim.units import parse_bytes
+from torchtrim.core.units import parse_bytes
 
 
 @click.command()

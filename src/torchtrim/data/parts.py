@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import _utils
 from torch.utils.data.dataloader import _DatasetKind
 
-from torchtrim.data.clock import CLOCK, Clock
+from torchtrim.core.clock import CLOCK, Clock
 from torchtrim.data.packing import narrowed, tensors_in
 from torchtrim.records.loader import BatchParts
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from msgspec.structs import replace
 
+from torchtrim.core.units import format_bytes
 from torchtrim.data.model import Consumer, batch_seconds, memory_bytes
 from torchtrim.records.loader import BatchParts, LoaderSettings, Tried
-from torchtrim.units import format_bytes
 
 _PREFETCHES = (1, 2, 4)
 _WINDOW = 12

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.utils.data import DataLoader
 
-from torchtrim.data.clock import CLOCK, Clock
+from torchtrim.core.clock import CLOCK, Clock
+from torchtrim.core.units import format_seconds, parse_bytes
 from torchtrim.data.here import cores_here, has_device
 from torchtrim.data.model import Consumer
 from torchtrim.data.parts import Source, parts_of
@@ -21,7 +22,6 @@ from torchtrim.data.rebuild import check_loader, end_workers, rebuilt, settings_
 from torchtrim.data.search import Limits, Search
 from torchtrim.errors import UsageError
 from torchtrim.records.loader import LoaderSettings, Tuning
-from torchtrim.units import format_seconds, parse_bytes
 
 _STEPS = 5
 Step = Callable[[Any], object]

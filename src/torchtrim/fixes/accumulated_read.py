@@ -16,11 +16,6 @@ import ast
 from collections.abc import Iterator
 
 from torchtrim.fixes.base import Edit, Equivalence, Fix, Match, Writing
-from torchtrim.fixes.reading.facts import Facts, Refused
-from torchtrim.fixes.reading.names import literal_stores
-from torchtrim.fixes.reading.reads import is_whole
-from torchtrim.fixes.reading.source import Loop, Source
-from torchtrim.fixes.reading.uses import loads, stores
 from torchtrim.fixes.writing.deferred import (
     Computed,
     computed_of,
@@ -31,6 +26,11 @@ from torchtrim.fixes.writing.deferred import (
 )
 from torchtrim.fixes.writing.guarded import check_bound, names_tested, with_names
 from torchtrim.fixes.writing.replace import check_comments, insert_after, torch_of
+from torchtrim.source.facts import Facts, Refused
+from torchtrim.source.names import literal_stores
+from torchtrim.source.reads import is_whole
+from torchtrim.source.source import Loop, Source
+from torchtrim.source.uses import loads, stores
 
 
 def find(source: Source) -> Iterator[Match]:

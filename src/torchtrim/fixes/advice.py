@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torchtrim.fixes.reading.source import Source
+from torchtrim.source.source import Source
 
 
 @dataclass(frozen=True, kw_only=True)

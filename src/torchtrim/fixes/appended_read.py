@@ -16,10 +16,6 @@ import ast
 from collections.abc import Iterator
 
 from torchtrim.fixes.base import Edit, Fix, Match, Writing
-from torchtrim.fixes.reading.facts import Facts, Refused
-from torchtrim.fixes.reading.names import assigned_to, only_reads
-from torchtrim.fixes.reading.source import Loop, Source
-from torchtrim.fixes.reading.uses import loads, stores
 from torchtrim.fixes.writing.deferred import (
     Computed,
     computed_of,
@@ -29,6 +25,10 @@ from torchtrim.fixes.writing.deferred import (
     widest_loop,
 )
 from torchtrim.fixes.writing.replace import check_comments, fresh, insert_after, torch_of
+from torchtrim.source.facts import Facts, Refused
+from torchtrim.source.names import assigned_to, only_reads
+from torchtrim.source.source import Loop, Source
+from torchtrim.source.uses import loads, stores
 
 
 def find(source: Source) -> Iterator[Match]:

@@ -15,21 +15,14 @@ import ast
 from collections.abc import Iterator
 
 from torchtrim.fixes.base import Fix, Match, Writing
-from torchtrim.fixes.reading.facts import (
-    Facts,
-    Refused,
-    is_floating,
-    is_integral,
-    is_number,
-    is_tensor,
-)
-from torchtrim.fixes.reading.names import stays
-from torchtrim.fixes.reading.reads import read_of
-from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.writing.guarded import for_names_seen, with_names
 from torchtrim.fixes.writing.replace import replace
 from torchtrim.fixes.writing.tensor_uses import need_tensor_uses, with_companions
 from torchtrim.records.seen import Seen
+from torchtrim.source.facts import Facts, Refused, is_floating, is_integral, is_number, is_tensor
+from torchtrim.source.names import stays
+from torchtrim.source.reads import read_of
+from torchtrim.source.source import Source
 
 _BOUNDS = {"max": "min", "min": "max"}
 _NO_TENSORS = (ast.Constant, ast.List, ast.Tuple, ast.ListComp, ast.JoinedStr, ast.Dict)

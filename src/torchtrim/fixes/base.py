@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from torchtrim.fixes.reading.branches import is_fallback
-from torchtrim.fixes.reading.facts import Facts, Refused
-from torchtrim.fixes.reading.forms import places
-from torchtrim.fixes.reading.source import Source, spot
-from torchtrim.parts import isolated
+from torchtrim.core.isolation import isolated
 from torchtrim.records.seen import Probe
+from torchtrim.source.branches import is_fallback
+from torchtrim.source.facts import Facts, Refused
+from torchtrim.source.forms import places
+from torchtrim.source.source import Source, spot
 
 Equivalence = Literal["BITWISE", "ROUNDING"]
 

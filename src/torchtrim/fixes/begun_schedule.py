@@ -13,11 +13,11 @@ import ast
 from collections.abc import Iterator
 
 from torchtrim.fixes.base import Edit, Fix, Match, Writing
-from torchtrim.fixes.reading.facts import Facts, Refused
-from torchtrim.fixes.reading.forms import match_form
-from torchtrim.fixes.reading.purity import is_simple
-from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.writing.replace import check_comments
+from torchtrim.source.facts import Facts, Refused
+from torchtrim.source.forms import match_form
+from torchtrim.source.purity import is_simple
+from torchtrim.source.source import Source
 
 _SCHEDULERS_NAMES = """
     DEISMultistepScheduler DPMSolverMultistepScheduler DPMSolverSDEScheduler DPMSolverSinglestepScheduler

@@ -20,19 +20,6 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torchtrim.fixes.base import Edit, Fix, Match, Writing
-from torchtrim.fixes.reading.facts import (
-    Facts,
-    Refused,
-    is_floating,
-    is_integral,
-    need_tensor,
-)
-from torchtrim.fixes.reading.forms import equal
-from torchtrim.fixes.reading.names import literal_stores
-from torchtrim.fixes.reading.purity import is_pure
-from torchtrim.fixes.reading.reads import READS, Read, is_single, is_whole, reads_in
-from torchtrim.fixes.reading.source import Source
-from torchtrim.fixes.reading.uses import stores
 from torchtrim.fixes.writing.deferred import is_count
 from torchtrim.fixes.writing.guarded import check_bound, names_tested, with_names
 from torchtrim.fixes.writing.replace import (
@@ -44,6 +31,13 @@ from torchtrim.fixes.writing.replace import (
     torch_of,
 )
 from torchtrim.records.seen import Seen
+from torchtrim.source.facts import Facts, Refused, is_floating, is_integral, need_tensor
+from torchtrim.source.forms import equal
+from torchtrim.source.names import literal_stores
+from torchtrim.source.purity import is_pure
+from torchtrim.source.reads import READS, Read, is_single, is_whole, reads_in
+from torchtrim.source.source import Source
+from torchtrim.source.uses import stores
 
 _SIMPLE = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr, ast.Return)
 _DICTS = ("dict", "defaultdict", "OrderedDict")

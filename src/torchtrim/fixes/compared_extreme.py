@@ -13,11 +13,11 @@ from __future__ import annotations
 import ast
 
 from torchtrim.fixes.base import Fix, Match, Writing, of_forms
-from torchtrim.fixes.reading.facts import Facts, Refused, Values, is_tensor
-from torchtrim.fixes.reading.names import only_reads_at, stays
-from torchtrim.fixes.reading.uses import loads
 from torchtrim.fixes.writing.guarded import for_kinds_seen
 from torchtrim.fixes.writing.replace import replace
+from torchtrim.source.facts import Facts, Refused, Values, is_tensor
+from torchtrim.source.names import only_reads_at, stays
+from torchtrim.source.uses import loads
 
 _FORMS = {"max(A, B)": "torch.where(B > A, B, A)", "min(A, B)": "torch.where(B < A, B, A)"}
 

@@ -17,16 +17,16 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from torchtrim.fixes.base import Edit, Fix, Match, Writing
-from torchtrim.fixes.reading.facts import Facts, Refused, is_floating, is_number, is_tensor
-from torchtrim.fixes.reading.forms import equal, match_form
-from torchtrim.fixes.reading.names import is_private, only_reads, was_fresh
-from torchtrim.fixes.reading.purity import is_pure
-from torchtrim.fixes.reading.source import Source
-from torchtrim.fixes.reading.tensor_methods import VIEWS
-from torchtrim.fixes.reading.typed import known_names, names_in, typed
-from torchtrim.fixes.reading.uses import loads
 from torchtrim.fixes.writing.replace import atom, comments, instead, torch_of
 from torchtrim.records.seen import Seen
+from torchtrim.source.facts import Facts, Refused, is_floating, is_number, is_tensor
+from torchtrim.source.forms import equal, match_form
+from torchtrim.source.names import is_private, only_reads, was_fresh
+from torchtrim.source.purity import is_pure
+from torchtrim.source.source import Source
+from torchtrim.source.tensor_methods import VIEWS
+from torchtrim.source.typed import known_names, names_in, typed
+from torchtrim.source.uses import loads
 
 _ANY = ("M.any()", "torch.any(M)", "M.any().item()", "bool(M.any())", "M.sum() > 0", "M.max()")
 _NOT_FINITE = (

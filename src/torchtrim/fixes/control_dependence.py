@@ -12,10 +12,10 @@ from collections.abc import Iterator
 
 from torchtrim.fixes.base import Fix, Match, Writing
 from torchtrim.fixes.conditional_fill import fills
-from torchtrim.fixes.reading.branches import branches
-from torchtrim.fixes.reading.facts import Facts, Refused
-from torchtrim.fixes.reading.source import Source
-from torchtrim.fixes.reading.total import is_total
+from torchtrim.source.branches import branches
+from torchtrim.source.facts import Facts, Refused
+from torchtrim.source.source import Source
+from torchtrim.source.total import is_total
 
 _ASKING_NAMES = """
     any all item isnan isinf isfinite equal allclose is_nonzero max min sum norm tolist count_nonzero

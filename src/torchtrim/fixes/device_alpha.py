@@ -11,11 +11,11 @@ from __future__ import annotations
 import re
 
 from torchtrim.fixes.base import Fix, Match, Writing, of_forms
-from torchtrim.fixes.reading.facts import Facts, Refused, Values, is_floating, is_tensor
-from torchtrim.fixes.reading.names import stays
-from torchtrim.fixes.reading.reads import bare
 from torchtrim.fixes.writing.guarded import for_names_seen, with_names
 from torchtrim.fixes.writing.replace import replace
+from torchtrim.source.facts import Facts, Refused, Values, is_floating, is_tensor
+from torchtrim.source.names import stays
+from torchtrim.source.reads import bare
 
 _TEMPLATES = {
     "X.sub(Y, alpha=P)": "X - Y * P",

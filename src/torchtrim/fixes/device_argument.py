@@ -13,11 +13,11 @@ a bound where a gradient is wanted: at an element that equals it a tensor and a 
 from __future__ import annotations
 
 from torchtrim.fixes.base import Fix, Match, Writing, of_forms
-from torchtrim.fixes.reading.facts import Facts, Refused, is_floating
-from torchtrim.fixes.reading.names import stays
-from torchtrim.fixes.reading.reads import bare
 from torchtrim.fixes.writing.replace import replace
-from torchtrim.sync.table.lookup import is_from
+from torchtrim.source.facts import Facts, Refused, is_floating
+from torchtrim.source.names import stays
+from torchtrim.source.reads import bare
+from torchtrim.syncs.lookup import is_from
 
 _NAMED = ("clamp(X, max=N)", "clamp(X, min=N)", "clip(X, max=N)", "clip(X, min=N)")
 _METHODS = (

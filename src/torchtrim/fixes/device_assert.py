@@ -11,10 +11,10 @@ import ast
 from collections.abc import Iterator
 
 from torchtrim.fixes.base import Edit, Fix, Match, Writing
-from torchtrim.fixes.reading.facts import Facts, Refused
-from torchtrim.fixes.reading.reads import is_single, read_of
-from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.writing.replace import atom, check_comments, torch_of
+from torchtrim.source.facts import Facts, Refused
+from torchtrim.source.reads import is_single, read_of
+from torchtrim.source.source import Source
 
 _RISK = "if it fails, the error comes later, and after it the process can use the device no more"
 _ASKING = frozenset(["all", "any", "isfinite", "isnan", "isinf", "allclose", "equal", "item"])

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 from torchtrim.fixes import padding_mask
 from torchtrim.fixes.base import Fix, Match, Writing
-from torchtrim.fixes.reading.facts import Facts, Refused, is_tensor
-from torchtrim.fixes.reading.source import Source
+from torchtrim.source.facts import Facts, Refused, is_tensor
+from torchtrim.source.source import Source
 
 _SIZES = ("shape", "size", "len", "dim", "numel")
 

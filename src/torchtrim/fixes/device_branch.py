@@ -27,14 +27,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torchtrim.fixes.base import Edit, Fix, Match, Writing
-from torchtrim.fixes.reading.alike import Form, common_form
-from torchtrim.fixes.reading.branches import Assigns, Branch, branches, origins
-from torchtrim.fixes.reading.facts import Facts, Refused, Values, is_tensor, need_tensor
-from torchtrim.fixes.reading.names import is_private, only_reads, was_fresh
-from torchtrim.fixes.reading.source import Source
-from torchtrim.fixes.reading.total import is_fresh, is_total, labels_of
-from torchtrim.fixes.reading.typed import Typed, holds, known_names, names_in, typed
-from torchtrim.fixes.reading.uses import loads
 from torchtrim.fixes.writing.guarded import guarded, kinds_seen
 from torchtrim.fixes.writing.replace import (
     check_comments,
@@ -52,6 +44,14 @@ from torchtrim.fixes.writing.truth import (
     used_as_tensors,
 )
 from torchtrim.records.seen import Seen
+from torchtrim.source.alike import Form, common_form
+from torchtrim.source.branches import Assigns, Branch, branches, origins
+from torchtrim.source.facts import Facts, Refused, Values, is_tensor, need_tensor
+from torchtrim.source.names import is_private, only_reads, was_fresh
+from torchtrim.source.source import Source
+from torchtrim.source.total import is_fresh, is_total, labels_of
+from torchtrim.source.typed import Typed, holds, known_names, names_in, typed
+from torchtrim.source.uses import loads
 
 _FACT = "both ways give a tensor of one shape, type and device, that of the condition included"
 _LINEAR_NAMES = """

@@ -11,10 +11,10 @@ tensors of float32 or float64: a 16-bit one would round it.
 from __future__ import annotations
 
 from torchtrim.fixes.base import Fix, Match, Writing, of_forms
-from torchtrim.fixes.reading.facts import Facts, is_integral, is_number
 from torchtrim.fixes.writing.guarded import for_names_seen, with_names
 from torchtrim.fixes.writing.replace import replace
 from torchtrim.fixes.writing.tensor_uses import need_tensor_uses, need_wide_uses, with_companions
+from torchtrim.source.facts import Facts, is_integral, is_number
 
 _ALL = "(X.flatten().sort().values.diff() != 0).sum() + (X.numel() > 0)"
 _BUT_ONE = f"{_ALL} - (X == C).any().long()"

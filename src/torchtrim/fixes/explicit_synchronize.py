@@ -14,9 +14,9 @@ import ast
 from collections.abc import Iterator
 
 from torchtrim.fixes.base import Edit, Fix, Match, Writing
-from torchtrim.fixes.reading.facts import Facts, Refused
-from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.writing.replace import check_comments
+from torchtrim.source.facts import Facts, Refused
+from torchtrim.source.source import Source
 
 _CLOCKS_NAMES = """
     time perf_counter perf_counter_ns monotonic process_time time_ns timeit elapsed_time Timer timer

@@ -12,13 +12,13 @@ import ast
 from collections.abc import Iterator
 
 from torchtrim.fixes.base import Edit, Fix, Match, Writing
-from torchtrim.fixes.reading.facts import Facts, Refused
-from torchtrim.fixes.reading.names import is_private, only_reads
-from torchtrim.fixes.reading.purity import is_simple
-from torchtrim.fixes.reading.source import Function, Source
-from torchtrim.fixes.reading.uploads import need_device, uploads
-from torchtrim.fixes.reading.uses import loads, stores
 from torchtrim.fixes.writing.replace import check_comments
+from torchtrim.source.facts import Facts, Refused
+from torchtrim.source.names import is_private, only_reads
+from torchtrim.source.purity import is_simple
+from torchtrim.source.source import Function, Source
+from torchtrim.source.uploads import need_device, uploads
+from torchtrim.source.uses import loads, stores
 
 _MAKERS = frozenset(("tensor", "as_tensor"))
 

@@ -17,14 +17,14 @@ import ast
 from collections.abc import Iterator
 
 from torchtrim.fixes.base import Edit, Fix, Match, Writing
-from torchtrim.fixes.reading.facts import Facts, Refused, Values, is_floating, is_number, is_tensor
-from torchtrim.fixes.reading.numbers import is_known_number
-from torchtrim.fixes.reading.purity import is_pure
-from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.writing.dense import hoisted
 from torchtrim.fixes.writing.replace import atom, check_comments, torch_of
 from torchtrim.records.seen import Seen
-from torchtrim.sync.table.lookup import is_from
+from torchtrim.source.facts import Facts, Refused, Values, is_floating, is_number, is_tensor
+from torchtrim.source.numbers import is_known_number
+from torchtrim.source.purity import is_pure
+from torchtrim.source.source import Source
+from torchtrim.syncs.lookup import is_from
 
 _INDICES = ("int64", "int32", "int16", "int8")
 

@@ -18,13 +18,13 @@ import re
 from collections.abc import Iterator
 
 from torchtrim.fixes.base import Edit, Fix, Match, Writing
-from torchtrim.fixes.reading.facts import Facts, Refused, need_tensor
-from torchtrim.fixes.reading.loops import keeps, loops_around
-from torchtrim.fixes.reading.purity import is_pure
-from torchtrim.fixes.reading.reads import bare, is_whole, read_of, reads_in
-from torchtrim.fixes.reading.source import Loop, Source
 from torchtrim.fixes.writing.guarded import names_tested, with_names
 from torchtrim.fixes.writing.replace import atom, check_comments, fresh, insert_before
+from torchtrim.source.facts import Facts, Refused, need_tensor
+from torchtrim.source.loops import keeps, loops_around
+from torchtrim.source.purity import is_pure
+from torchtrim.source.reads import bare, is_whole, read_of, reads_in
+from torchtrim.source.source import Loop, Source
 
 
 def _find(source: Source) -> Iterator[Match]:

@@ -15,12 +15,12 @@ import ast
 from collections.abc import Iterator
 
 from torchtrim.fixes.base import Edit, Fix, Match, Writing
-from torchtrim.fixes.reading.facts import Facts, Refused, is_tensor
-from torchtrim.fixes.reading.loops import changes_nothing, keeps
-from torchtrim.fixes.reading.names import is_private
-from torchtrim.fixes.reading.reads import is_whole, read_of
-from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.writing.replace import atom, check_comments
+from torchtrim.source.facts import Facts, Refused, is_tensor
+from torchtrim.source.loops import changes_nothing, keeps
+from torchtrim.source.names import is_private
+from torchtrim.source.reads import is_whole, read_of
+from torchtrim.source.source import Source
 
 _EAGER = frozenset(["sum", "list", "tuple", "max", "min", "any", "all", "sorted", "set"])
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp)

@@ -14,12 +14,12 @@ import ast
 from collections.abc import Iterator
 
 from torchtrim.fixes.base import Edit, Fix, Match, Writing
-from torchtrim.fixes.reading.facts import Facts, Refused, is_tensor
-from torchtrim.fixes.reading.forms import match_form
-from torchtrim.fixes.reading.names import is_private, only_reads
-from torchtrim.fixes.reading.source import Function, Source
-from torchtrim.fixes.reading.uses import loads, stores
 from torchtrim.fixes.writing.replace import check_comments
+from torchtrim.source.facts import Facts, Refused, is_tensor
+from torchtrim.source.forms import match_form
+from torchtrim.source.names import is_private, only_reads
+from torchtrim.source.source import Function, Source
+from torchtrim.source.uses import loads, stores
 
 _FORMS = ("torch.repeat_interleave(X, R, **REST)", "X.repeat_interleave(R, **REST)")
 _MADE = (

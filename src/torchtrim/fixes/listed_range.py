@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from dataclasses import replace as changed
 
 from torchtrim.fixes.base import Fix, Match, Writing, of_forms
-from torchtrim.fixes.reading.facts import Facts
-from torchtrim.fixes.reading.source import Source
-from torchtrim.fixes.reading.uploads import need_device
 from torchtrim.fixes.writing.replace import replace
+from torchtrim.source.facts import Facts
+from torchtrim.source.source import Source
+from torchtrim.source.uploads import need_device
 
 _LISTS = ("range(N)", "list(range(N))", "[I for I in range(N)]")
 _CALLS = {

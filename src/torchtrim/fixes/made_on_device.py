@@ -12,10 +12,10 @@ import ast
 from collections.abc import Iterator
 
 from torchtrim.fixes.base import Edit, Fix, Match, Writing
-from torchtrim.fixes.reading.facts import Facts, Refused
-from torchtrim.fixes.reading.source import Source
-from torchtrim.fixes.reading.uploads import Upload, need_device, uploads
 from torchtrim.fixes.writing.replace import check_comments
+from torchtrim.source.facts import Facts, Refused
+from torchtrim.source.source import Source
+from torchtrim.source.uploads import Upload, need_device, uploads
 
 _RANDOM = frozenset(["rand", "randn", "randint", "randperm", "normal", "bernoulli"])
 _FLOATING = frozenset(("linspace", "logspace"))

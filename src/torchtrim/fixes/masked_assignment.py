@@ -28,7 +28,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from torchtrim.fixes.base import Edit, Fix, Match, Writing
-from torchtrim.fixes.reading.facts import (
+from torchtrim.fixes.writing.dense import Dense, hoisted, is_own
+from torchtrim.fixes.writing.guarded import guarded, kinds_tested, of_same_rank
+from torchtrim.fixes.writing.replace import atom, check_comments, torch_of
+from torchtrim.source.facts import (
     Facts,
     Refused,
     Values,
@@ -37,8 +40,8 @@ from torchtrim.fixes.reading.facts import (
     is_number,
     is_tensor,
 )
-from torchtrim.fixes.reading.purity import is_pure
-from torchtrim.fixes.reading.selections import (
+from torchtrim.source.purity import is_pure
+from torchtrim.source.selections import (
     Part,
     Selection,
     Tree,
@@ -48,10 +51,7 @@ from torchtrim.fixes.reading.selections import (
     tensor_part,
     trailing,
 )
-from torchtrim.fixes.reading.source import Source
-from torchtrim.fixes.writing.dense import Dense, hoisted, is_own
-from torchtrim.fixes.writing.guarded import guarded, kinds_tested, of_same_rank
-from torchtrim.fixes.writing.replace import atom, check_comments, torch_of
+from torchtrim.source.source import Source
 
 _OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 

@@ -16,9 +16,6 @@ import ast
 from collections.abc import Iterator
 
 from torchtrim.fixes.base import Edit, Fix, Match, Writing, of_forms
-from torchtrim.fixes.reading.facts import Facts, is_mask, is_tensor
-from torchtrim.fixes.reading.selections import mask_of_index
-from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.writing.guarded import for_names_seen, with_names
 from torchtrim.fixes.writing.replace import replace
 from torchtrim.fixes.writing.tensor_uses import (
@@ -27,6 +24,9 @@ from torchtrim.fixes.writing.tensor_uses import (
     need_wide_uses,
     with_companions,
 )
+from torchtrim.source.facts import Facts, is_mask, is_tensor
+from torchtrim.source.selections import mask_of_index
+from torchtrim.source.source import Source
 
 _SELECTIONS = ("torch.masked_select(X, M)", "X.masked_select(M)", "X[M, :]", "X[M]")
 _INDICES = ("X.nonzero()", "torch.nonzero(X)", "torch.argwhere(X)", "X.argwhere()")

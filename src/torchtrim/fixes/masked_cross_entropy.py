@@ -20,15 +20,15 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from torchtrim.fixes.base import Edit, Fix, Match, Writing
-from torchtrim.fixes.reading.facts import Facts, Refused, Values, is_floating, is_mask
-from torchtrim.fixes.reading.forms import equal
-from torchtrim.fixes.reading.purity import is_simple
-from torchtrim.fixes.reading.selections import Selection, Tree, selection, syncs_of
-from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.writing.dense import named_mask, need_order, spliced
 from torchtrim.fixes.writing.guarded import for_kinds_seen
 from torchtrim.fixes.writing.named import named_values
 from torchtrim.fixes.writing.replace import atom, check_comments, torch_of
+from torchtrim.source.facts import Facts, Refused, Values, is_floating, is_mask
+from torchtrim.source.forms import equal
+from torchtrim.source.purity import is_simple
+from torchtrim.source.selections import Selection, Tree, selection, syncs_of
+from torchtrim.source.source import Source
 
 _LOSSES = ("torch.nn.functional.cross_entropy", "torch.nn.functional.nll_loss")
 _CASTS = ("float", "double", "long")

@@ -14,9 +14,9 @@ from __future__ import annotations
 import ast
 
 from torchtrim.fixes.base import Edit, Fix, Match, Writing, of_forms
-from torchtrim.fixes.reading.facts import Facts, is_integral, is_number, is_tensor
-from torchtrim.fixes.reading.forms import equal
 from torchtrim.fixes.writing.replace import replace, replace_if
+from torchtrim.source.facts import Facts, is_integral, is_number, is_tensor
+from torchtrim.source.forms import equal
 
 FORMS = (
     "X[M.nonzero(as_tuple=True)] = C",

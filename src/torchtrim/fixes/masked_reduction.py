@@ -27,13 +27,13 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from torchtrim.fixes.base import Fix, Match, Writing
-from torchtrim.fixes.reading.facts import Facts, is_floating, is_integral
-from torchtrim.fixes.reading.selections import LOSSES, Tree, need_fit, read_tree
-from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.writing.dense import Dense
 from torchtrim.fixes.writing.guarded import for_kinds_seen
 from torchtrim.fixes.writing.named import named_values
 from torchtrim.fixes.writing.replace import check_comments, instead, torch_of
+from torchtrim.source.facts import Facts, is_floating, is_integral
+from torchtrim.source.selections import LOSSES, Tree, need_fit, read_tree
+from torchtrim.source.source import Source
 
 _FILLS = {"sum": "0", "mean": "0", "count_nonzero": "0", "any": "False", "all": "True"}
 _FUNCTIONAL = "torch.nn.functional."

@@ -16,11 +16,11 @@ import ast
 from collections.abc import Iterator
 
 from torchtrim.fixes.base import Edit, Fix, Match, Writing
-from torchtrim.fixes.reading.facts import Facts, Refused
-from torchtrim.fixes.reading.names import is_private, only_reads, only_reads_at
-from torchtrim.fixes.reading.source import Function, Source
-from torchtrim.fixes.reading.uses import loads, stores
 from torchtrim.fixes.writing.replace import check_comments, fresh, insert_before
+from torchtrim.source.facts import Facts, Refused
+from torchtrim.source.names import is_private, only_reads, only_reads_at
+from torchtrim.source.source import Function, Source
+from torchtrim.source.uses import loads, stores
 
 _COPYING_NAMES = """
     pickle deepcopy copy dill joblib __getstate__ __setstate__ __reduce__ __dict__ share_memory spawn vars

@@ -11,8 +11,8 @@ from __future__ import annotations
 import ast
 
 from torchtrim.fixes.base import Fix, Match, Writing, of_forms
-from torchtrim.fixes.reading.facts import Facts, Refused, is_floating
 from torchtrim.fixes.writing.replace import replace
+from torchtrim.source.facts import Facts, Refused, is_floating
 
 _FORMS = {
     "X.new_tensor(C)": "X.new_full((), C)",

@@ -18,10 +18,10 @@ from torchtrim.fixes import (
     partition,
 )
 from torchtrim.fixes.base import Fix, Match, Writing
-from torchtrim.fixes.reading.facts import Facts, Refused, Values, is_tensor
-from torchtrim.fixes.reading.forms import match_form
-from torchtrim.fixes.reading.selections import mask_of_index, selection
-from torchtrim.fixes.reading.source import Source
+from torchtrim.source.facts import Facts, Refused, Values, is_tensor
+from torchtrim.source.forms import match_form
+from torchtrim.source.selections import mask_of_index, selection
+from torchtrim.source.source import Source
 
 _OTHERS = (masked_assignment, masked_count, masked_cross_entropy, masked_reduction, partition)
 _LISTS = (

@@ -13,11 +13,11 @@ from itertools import islice
 
 from torchtrim.fixes import distinct_count, masked_count, masked_fill
 from torchtrim.fixes.base import Fix, Match, Writing
-from torchtrim.fixes.reading.facts import Facts, Refused
-from torchtrim.fixes.reading.forms import match_form, root
-from torchtrim.fixes.reading.selections import selection
-from torchtrim.fixes.reading.source import Source
-from torchtrim.fixes.reading.uses import loads
+from torchtrim.source.facts import Facts, Refused
+from torchtrim.source.forms import match_form, root
+from torchtrim.source.selections import selection
+from torchtrim.source.source import Source
+from torchtrim.source.uses import loads
 
 _OTHERS = (distinct_count, masked_count, masked_fill)
 _NONZERO = "nonzero"

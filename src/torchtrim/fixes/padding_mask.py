@@ -18,14 +18,14 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from torchtrim.fixes.base import Edit, Fix, Match, Writing
-from torchtrim.fixes.reading.facts import Facts, Refused, Values, is_floating, is_number, is_tensor
-from torchtrim.fixes.reading.forms import equal, match_form
-from torchtrim.fixes.reading.purity import is_pure, is_simple
-from torchtrim.fixes.reading.source import Function, Source
-from torchtrim.fixes.reading.uses import loads
 from torchtrim.fixes.writing.dense import widened
 from torchtrim.fixes.writing.guarded import for_kinds_seen
 from torchtrim.fixes.writing.replace import check_comments, fresh, torch_of
+from torchtrim.source.facts import Facts, Refused, Values, is_floating, is_number, is_tensor
+from torchtrim.source.forms import equal, match_form
+from torchtrim.source.purity import is_pure, is_simple
+from torchtrim.source.source import Function, Source
+from torchtrim.source.uses import loads
 
 _READS = ("N.item()", "int(N)", "N")
 _STORES = (

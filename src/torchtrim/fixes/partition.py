@@ -18,13 +18,13 @@ import ast
 from collections.abc import Iterator
 
 from torchtrim.fixes.base import Edit, Fix, Match, Writing
-from torchtrim.fixes.reading.facts import Facts, Values, is_mask
-from torchtrim.fixes.reading.forms import equal
-from torchtrim.fixes.reading.selections import Selection, Tree, selection, syncs_of, tensor_part
-from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.writing.dense import hoisted, need_order, widened
 from torchtrim.fixes.writing.guarded import for_kinds_seen
 from torchtrim.fixes.writing.replace import atom, check_comments, instead, torch_of
+from torchtrim.source.facts import Facts, Values, is_mask
+from torchtrim.source.forms import equal
+from torchtrim.source.selections import Selection, Tree, selection, syncs_of, tensor_part
+from torchtrim.source.source import Source
 
 _NAMES = ("torch.cat", "torch.concat", "torch.concatenate")
 

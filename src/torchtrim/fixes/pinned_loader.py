@@ -14,11 +14,11 @@ import ast
 from collections.abc import Iterator
 
 from torchtrim.fixes.base import Edit, Fix, Match, Writing
-from torchtrim.fixes.reading.facts import Facts, Refused, is_tensor
-from torchtrim.fixes.reading.names import is_private, only_reads
-from torchtrim.fixes.reading.source import Source
-from torchtrim.fixes.reading.uses import loads, stores
 from torchtrim.fixes.writing.replace import check_comments, torch_of
+from torchtrim.source.facts import Facts, Refused, is_tensor
+from torchtrim.source.names import is_private, only_reads
+from torchtrim.source.source import Source
+from torchtrim.source.uses import loads, stores
 
 _LOADER = "torch.utils.data.DataLoader"
 _AROUND = ("enumerate", "tqdm", "iter", "trange", "islice")

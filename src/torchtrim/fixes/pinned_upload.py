@@ -13,10 +13,10 @@ import ast
 from collections.abc import Iterator
 
 from torchtrim.fixes.base import Fix, Match, Writing
-from torchtrim.fixes.reading.facts import Facts, Refused
-from torchtrim.fixes.reading.source import Source
-from torchtrim.fixes.reading.uploads import need_device, uploads
 from torchtrim.fixes.writing.replace import replace
+from torchtrim.source.facts import Facts, Refused
+from torchtrim.source.source import Source
+from torchtrim.source.uploads import need_device, uploads
 
 _MAKING = frozenset(("tensor",))
 _LISTS = ("list", "tuple", "ndarray")

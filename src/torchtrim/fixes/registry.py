@@ -8,9 +8,9 @@ from functools import cache
 from importlib import import_module
 
 from torchtrim import fixes
+from torchtrim.core.isolation import Failure, collected, isolated, note
 from torchtrim.fixes.base import Fix, Match
-from torchtrim.fixes.reading.source import Source
-from torchtrim.parts import Failure, collected, isolated, note
+from torchtrim.source.source import Source
 
 _SERVING = frozenset(("advice", "base", "pages", "registry"))
 

@@ -9,10 +9,10 @@ Needs a tensor of zero dimensions: of floats, whose copy has the default type or
 from __future__ import annotations
 
 from torchtrim.fixes.base import Fix, Match, Writing, of_forms
-from torchtrim.fixes.reading.facts import Facts, Refused, Values, is_floating
-from torchtrim.fixes.reading.uploads import need_device
 from torchtrim.fixes.writing.guarded import for_kinds_seen
 from torchtrim.fixes.writing.replace import replace
+from torchtrim.source.facts import Facts, Refused, Values, is_floating
+from torchtrim.source.uploads import need_device
 
 _READS = ("X.item()", "X.detach().item()", "float(X)", "X.cpu().item()")
 _CALLS = {

@@ -13,11 +13,11 @@ import ast
 from collections.abc import Iterator
 
 from torchtrim.fixes.base import Fix, Match, Writing
-from torchtrim.fixes.reading.facts import Facts, Refused, is_number, is_tensor
-from torchtrim.fixes.reading.forms import match_form, root
-from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.writing.replace import replace
 from torchtrim.records.seen import Seen
+from torchtrim.source.facts import Facts, Refused, is_number, is_tensor
+from torchtrim.source.forms import match_form, root
+from torchtrim.source.source import Source
 
 _ROWS = "torch.tensor([[A] * N + [B] * (S - N) for N in L], **REST)"
 _ROW = "[A] * N + [B] * (S - N)"

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from dataclasses import replace as changed
 
 from torchtrim.fixes.base import Fix, Match, Writing, of_forms
-from torchtrim.fixes.reading.facts import Facts, Refused
-from torchtrim.fixes.reading.forms import match_form
-from torchtrim.fixes.reading.source import Source
-from torchtrim.fixes.reading.uploads import need_device
 from torchtrim.fixes.writing.replace import replace
+from torchtrim.source.facts import Facts, Refused
+from torchtrim.source.forms import match_form
+from torchtrim.source.source import Source
+from torchtrim.source.uploads import need_device
 
 _LISTS = ("[C for I in range(N)]", "N * [C]")
 _FORMS = {

@@ -9,9 +9,9 @@ Needs a tensor that wants no gradient where none is cut off, as NumPy's arrays d
 from __future__ import annotations
 
 from torchtrim.fixes.base import Fix, Match, Writing, of_forms
-from torchtrim.fixes.reading.facts import Facts, Values, is_tensor
-from torchtrim.fixes.reading.uploads import need_device
 from torchtrim.fixes.writing.replace import replace
+from torchtrim.source.facts import Facts, Values, is_tensor
+from torchtrim.source.uploads import need_device
 
 _ARRAYS = ("X.detach().cpu().numpy()", "X.cpu().detach().numpy()", "X.cpu().numpy()")
 _CALLS = (

@@ -18,12 +18,12 @@ import ast
 from collections.abc import Iterator
 
 from torchtrim.fixes.base import Fix, Match, Writing
-from torchtrim.fixes.reading.facts import Facts, Refused, Values, is_tensor
-from torchtrim.fixes.reading.forms import match_form
-from torchtrim.fixes.reading.names import only_reads_at
-from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.writing.guarded import for_kinds_seen
 from torchtrim.fixes.writing.replace import replace
+from torchtrim.source.facts import Facts, Refused, Values, is_tensor
+from torchtrim.source.forms import match_form
+from torchtrim.source.names import only_reads_at
+from torchtrim.source.source import Source
 
 _FORMS = ("X[I.item()]", "X[int(I)]", "X[I]")
 _RISK = (

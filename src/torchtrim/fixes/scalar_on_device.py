@@ -17,11 +17,11 @@ import math
 from collections.abc import Iterator
 
 from torchtrim.fixes.base import Fix, Match, Writing
-from torchtrim.fixes.reading.facts import Facts, Refused, is_number
-from torchtrim.fixes.reading.numbers import is_known_number
-from torchtrim.fixes.reading.source import Source
-from torchtrim.fixes.reading.uploads import Upload, need_device, uploads
 from torchtrim.fixes.writing.replace import replace
+from torchtrim.source.facts import Facts, Refused, is_number
+from torchtrim.source.numbers import is_known_number
+from torchtrim.source.source import Source
+from torchtrim.source.uploads import Upload, need_device, uploads
 
 _LARGEST = 3.4e38
 _LISTS = (ast.List, ast.Tuple, ast.ListComp, ast.GeneratorExp, ast.Dict, ast.Set)

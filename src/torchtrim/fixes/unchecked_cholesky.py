@@ -10,8 +10,8 @@ none, and no error.
 from __future__ import annotations
 
 from torchtrim.fixes.base import Fix, Match, Writing, of_forms
-from torchtrim.fixes.reading.facts import Facts, is_floating
 from torchtrim.fixes.writing.replace import replace
+from torchtrim.source.facts import Facts, is_floating
 
 _FORMS = {
     "torch.linalg.cholesky(A)": "torch.linalg.cholesky_ex(A).L",

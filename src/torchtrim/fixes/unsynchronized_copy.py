@@ -11,8 +11,8 @@ import ast
 from collections.abc import Iterator
 
 from torchtrim.fixes.base import Fix, Match, Writing
-from torchtrim.fixes.reading.facts import Facts, Refused
-from torchtrim.fixes.reading.source import Source
+from torchtrim.source.facts import Facts, Refused
+from torchtrim.source.source import Source
 
 _REASON = (
     "the copy is read without a sync before, so the numbers may be old ones. Record an event after it "

@@ -13,9 +13,9 @@ import ast
 from collections.abc import Iterator
 
 from torchtrim.fixes.base import Edit, Fix, Match, Writing
-from torchtrim.fixes.reading.facts import Facts, Refused, is_tensor
-from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.writing.replace import check_comments
+from torchtrim.source.facts import Facts, Refused, is_tensor
+from torchtrim.source.source import Source
 
 _CHECKED_NAMES = """
     Bernoulli Beta Binomial Categorical Cauchy Chi2 ContinuousBernoulli Dirichlet Exponential FisherSnedecor

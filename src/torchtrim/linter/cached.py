@@ -15,14 +15,14 @@ import msgspec
 from msgspec import Struct
 
 import torchtrim
-from torchtrim import caches
+from torchtrim.core import caches
 from torchtrim.linter.files import Linted, Selected, lint_files
 from torchtrim.records.files import MOST_BYTES, read_head
 from torchtrim.records.finding import Finding
-from torchtrim.sync.table.lookup import is_from
+from torchtrim.syncs.lookup import is_from
 
 _MOST = 20_000
-_ROOMS = ("linter", "fixes", "sync/table", "rules")
+_ROOMS = ("linter", "fixes", "source", "syncs", "rules")
 Digest = Callable[[str], str]
 
 

@@ -10,13 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from torchtrim.core.isolation import Failure, collected, note
 from torchtrim.errors import UnreadableInput, UsageError
-from torchtrim.fixes.reading.source import read_source
 from torchtrim.fixes.writing.edits import diff_of
 from torchtrim.fixes.writing.files import why_not, write_sources
 from torchtrim.linter.text import fixed_text, lint_text
-from torchtrim.parts import Failure, collected, note
 from torchtrim.records.finding import Finding
+from torchtrim.source.source import read_source
 
 CODES = ("TT101", "TT102", "TT103", "TT104")
 """What a source alone can tell."""

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Callable
 
 from torchtrim.linter.kinds import UNKNOWN, Kind, part_of, sequence, tensor
-from torchtrim.sync.table.lookup import is_from
+from torchtrim.syncs.lookup import is_from
 
 Wait = Callable[[str, ast.AST], None]
 Places = list[tuple[ast.expr, Kind]]

@@ -9,11 +9,9 @@ import ast
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+from torchtrim.analysis.ignores import ignored_codes
 from torchtrim.errors import UnreadableInput
 from torchtrim.fixes.base import Match, Rewrite
-from torchtrim.fixes.reading.branches import is_fallback
-from torchtrim.fixes.reading.facts import Facts, Refused
-from torchtrim.fixes.reading.source import Source, spot
 from torchtrim.fixes.registry import matches
 from torchtrim.fixes.writing.edits import compatible, diff_of, patch
 from torchtrim.linter.kinds import Kind
@@ -21,8 +19,10 @@ from torchtrim.linter.project import is_cpu_test, outside_of
 from torchtrim.linter.static_syncs import StaticSync, static_syncs
 from torchtrim.linter.told import told_of
 from torchtrim.records.finding import Finding, Suggestion
-from torchtrim.rules.ignores import ignored_codes
-from torchtrim.sync.table.lookup import row
+from torchtrim.source.branches import is_fallback
+from torchtrim.source.facts import Facts, Refused
+from torchtrim.source.source import Source, spot
+from torchtrim.syncs.lookup import row
 
 WORD = "torch"
 """What is not in a file's text has nothing of torch in it."""

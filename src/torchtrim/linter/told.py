@@ -6,8 +6,8 @@ import ast
 from collections.abc import Mapping
 
 from torchtrim.fixes.base import Match
-from torchtrim.fixes.reading.facts import NoTensor, Told
 from torchtrim.linter.kinds import UNKNOWN, Kind
+from torchtrim.source.facts import NoTensor, Told
 
 _NO_TENSORS = frozenset(
     ("plain", "array", "sequence", "device", "dtype", "mapping", "layer", "function")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchtrim.fixes.reading.tensor_methods import PURE
+from torchtrim.source.tensor_methods import PURE
 
 _FACTORIES = """
     arange as_tensor empty eye from_numpy full hann_window hamming_window linspace logspace ones

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchtrim.errors import ApplyFailed
-from torchtrim.techniques.handles import Handles
-from torchtrim.techniques.swap import Swapped
+from torchtrim.executor.handles import Handles
+from torchtrim.executor.swap import Swapped
 
 
 class Meta(NamedTuple):

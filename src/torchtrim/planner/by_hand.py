@@ -7,10 +7,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from torchtrim.executor.registry import Option, edit_of, options_of
 from torchtrim.step.edits import Edit
 from torchtrim.step.rerun import rerun
 from torchtrim.step.step import Step
-from torchtrim.techniques.base import Option, edit_of, options_of
 
 PRODUCTS = frozenset(
     f"aten::{name}"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from torchtrim.executor.registry import technique
 from torchtrim.planner.plans import made_plan
 from torchtrim.records.plan import MemoryKind, Plan, Prediction, Technique
 from torchtrim.records.profile import Profile
-from torchtrim.techniques.base import technique
 
 
 class CallOptions(NamedTuple):

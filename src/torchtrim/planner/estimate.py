@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
-from torchtrim.memory.by_module import by_module, most_of
+from torchtrim.analysis.by_module import by_module, most_of
 from torchtrim.planner.planner import Planner
 from torchtrim.planner.plans import where_of
 from torchtrim.records.estimate import Estimated, ModuleBytes

@@ -13,9 +13,9 @@ from difflib import get_close_matches
 from typing import NamedTuple
 
 from torchtrim.errors import UsageError
+from torchtrim.executor.registry import Option, Settings, names
 from torchtrim.step.edits import Edit
 from torchtrim.step.step import Span, Step
-from torchtrim.techniques.base import Option, Settings, names
 
 KEEP = "keep"
 Patterns = Mapping[str, Sequence[str]]

@@ -6,7 +6,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import NamedTuple
 
+from torchtrim.analysis.prices import device_of
+from torchtrim.core.units import format_bytes
 from torchtrim.errors import InfeasibleBudget, UsageError
+from torchtrim.executor.registry import Option, edit_of, options_of, settled, units
 from torchtrim.planner.bound import least_seconds
 from torchtrim.planner.by_hand import by_hand
 from torchtrim.planner.front import Front, Point
@@ -22,7 +25,6 @@ from torchtrim.records.finding import EQUIVALENCES, Equivalence
 from torchtrim.records.plan import MemoryKind, Plan, Prediction
 from torchtrim.records.profile import Profile, is_emulated
 from torchtrim.records.report import FrontierPoint
-from torchtrim.rules.prices import device_of
 from torchtrim.step.costs import on_device
 from torchtrim.step.edits import Edit
 from torchtrim.step.from_profile import step_of
@@ -31,8 +33,6 @@ from torchtrim.step.links import added_seconds, traffic
 from torchtrim.step.overwrite import overwritten
 from torchtrim.step.simulate import Outcome, level, simulate
 from torchtrim.step.step import Step
-from torchtrim.techniques.base import Option, edit_of, options_of, settled, units
-from torchtrim.units import format_bytes
 
 _SOLVERS = (Exact(), Local())
 _LEAST_SECONDS = 1e-9

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from torchtrim.executor.registry import Option, edit_of, in_files_of
 from torchtrim.memory.curve import bytes_over_time
 from torchtrim.step.edits import Block, Edit
 from torchtrim.step.host import host_blocks, host_peak
 from torchtrim.step.step import Step
-from torchtrim.techniques.base import Option, edit_of, in_files_of
 
 Pair = tuple[Option, Edit]
 

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
+from torchtrim.executor.registry import Option
 from torchtrim.step.edits import Edit
 from torchtrim.step.incremental import Simulation
 from torchtrim.step.links import added_seconds
 from torchtrim.step.simulate import Outcome
 from torchtrim.step.step import DEVICE, Step
-from torchtrim.techniques.base import Option
 
 Chosen = tuple[int, ...]
 """Numbers of options, in ascending order."""

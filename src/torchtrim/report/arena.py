@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 
 from markupsafe import Markup
 
+from torchtrim.core.units import format_bytes
 from torchtrim.memory.packing import Buffer, Packing
 from torchtrim.report.safe import clean, keep_left
 from torchtrim.report.svg import ticks
-from torchtrim.units import format_bytes
 
 MOST_BOXES = 2000
 _WIDTH, _HEIGHT = 1120, 640

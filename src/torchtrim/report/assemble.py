@@ -7,10 +7,10 @@ from typing import NamedTuple
 import msgspec
 
 from torchtrim import __version__
+from torchtrim.analysis.peak import holders
+from torchtrim.analysis.peak_kinds import peak_parts
+from torchtrim.analysis.timeline import by_kind, peak_operator
 from torchtrim.errors import InfeasibleBudget
-from torchtrim.memory.parts import peak_parts
-from torchtrim.memory.peak import holders
-from torchtrim.memory.timeline import by_kind, peak_operator
 from torchtrim.records.certificate import Certificate
 from torchtrim.records.finding import Finding
 from torchtrim.records.job import ExchangePart, ExchangeRow, RankFigures

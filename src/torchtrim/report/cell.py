@@ -9,6 +9,7 @@ from typing import Any
 from markupsafe import Markup
 from rich.console import Console
 
+from torchtrim.core.units import format_bytes, format_seconds
 from torchtrim.records import Certificate, Finding, Plan, Profile, Report
 from torchtrim.report import estimates, facts, terminal
 from torchtrim.report.figures import figure_rows
@@ -16,7 +17,6 @@ from torchtrim.report.headline import headline
 from torchtrim.report.pictures import picture
 from torchtrim.report.safe import clean, keep_right
 from torchtrim.report.svg import area
-from torchtrim.units import format_bytes, format_seconds
 
 _WIDTH = 80
 _MOST_ROWS = 20

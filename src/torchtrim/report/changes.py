@@ -8,7 +8,8 @@ from pathlib import PurePath
 from typing import NamedTuple
 
 from torchtrim import __version__
-from torchtrim.memory.timeline import by_kind, peak_operator
+from torchtrim.analysis.prices import priced
+from torchtrim.analysis.timeline import by_kind, peak_operator
 from torchtrim.records import Figures, Finding, Profile, Report
 from torchtrim.records.comparison import (
     Change,
@@ -19,7 +20,6 @@ from torchtrim.records.comparison import (
     Unit,
 )
 from torchtrim.records.profile import is_emulated
-from torchtrim.rules.prices import priced
 from torchtrim.rules.registry import diagnose
 
 _RSS_VARIES = 0.05

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.text import Text
 
+from torchtrim.core.units import format_bytes, format_seconds
 from torchtrim.records.comparison import Change, Comparison, FindingChange
 from torchtrim.report import facts
 from torchtrim.report.markdown import escape
 from torchtrim.report.safe import clean, keep_left, keep_right, sentence
-from torchtrim.units import format_bytes, format_seconds
 
 _WIDEST = 120
 _LABEL = 22

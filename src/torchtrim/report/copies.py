@@ -6,11 +6,12 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from torchtrim.analysis.prices import device_of
+from torchtrim.core.units import format_bytes, format_seconds
 from torchtrim.errors import ApplyFailed
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile, is_emulated
 from torchtrim.report.lanes import Span
-from torchtrim.rules.prices import device_of
 from torchtrim.step.costs import on_device
 from torchtrim.step.edits import Edit
 from torchtrim.step.from_profile import step_of
@@ -18,7 +19,6 @@ from torchtrim.step.links import Traffic, traffic
 from torchtrim.step.step import DETACH, Step
 from torchtrim.techniques.offload_activations.places import placed
 from torchtrim.techniques.offload_activations.windows import edit_of
-from torchtrim.units import format_bytes, format_seconds
 
 _NAME = "offload_activations"
 

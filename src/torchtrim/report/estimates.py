@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from torchtrim.core.units import format_bytes
 from torchtrim.records.estimate import Growth
 from torchtrim.records.report import Report
 from torchtrim.records.sharding import Sharded
 from torchtrim.report.facts import runs
-from torchtrim.units import format_bytes
 
 
 def estimate_lines(report: Report) -> list[str]:

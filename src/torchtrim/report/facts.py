@@ -9,6 +9,7 @@ from itertools import groupby
 from pathlib import PurePath
 from typing import Literal
 
+from torchtrim.core.units import format_bytes, format_seconds
 from torchtrim.records import Certificate, Figures, Finding, Profile, Report, Technique
 from torchtrim.records.certificate import Coverage
 from torchtrim.records.comparison import Side
@@ -17,7 +18,6 @@ from torchtrim.records.lever import Lever
 from torchtrim.records.profile import is_emulated
 from torchtrim.records.report import PlanSummary
 from torchtrim.report import stages
-from torchtrim.units import format_bytes, format_seconds
 
 Tone = Literal["good", "bad", "unsure", "neutral"]
 

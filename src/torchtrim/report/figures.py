@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torchtrim.core.units import format_bytes, format_seconds
 from torchtrim.records import Report
 from torchtrim.report.facts import PEAKS, peak_after, peak_before, step_name
-from torchtrim.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True, kw_only=True)

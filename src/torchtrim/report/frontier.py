@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
+from torchtrim.core.units import format_bytes, format_seconds
 from torchtrim.records.report import FrontierPoint
 from torchtrim.report.svg import ticks
-from torchtrim.units import format_bytes, format_seconds
 
 _SIZE = 1000
 _MARGIN = 1.06

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from torchtrim.analysis.allow_list import near
 from torchtrim.records import Finding, Report
 from torchtrim.records.allow import Allowed, Over
 from torchtrim.report.facts import place, price
 from torchtrim.report.safe import clean, keep_left
-from torchtrim.rules.allow import near
 
 _MOST = 8
 _WIDTH = 100

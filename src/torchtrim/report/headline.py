@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from torchtrim.core.units import format_bytes, format_seconds
 from torchtrim.records import Report
 from torchtrim.records.finding import EQUIVALENCES, Equivalence
 from torchtrim.report.facts import (
@@ -25,7 +26,6 @@ from torchtrim.report.facts import (
     weakest_verdict,
 )
 from torchtrim.report.tuned import tuned_sentence
-from torchtrim.units import format_bytes, format_seconds
 
 SAID: dict[Equivalence, str] = {
     "BITWISE": "identical bit for bit",

@@ -11,13 +11,13 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from torchtrim.core.units import format_bytes, format_seconds
 from torchtrim.records import Profile, Report
 from torchtrim.records.files import without_collection
 from torchtrim.report import estimates, facts, frontier, stages
 from torchtrim.report.ranks import rank_lines
 from torchtrim.report.safe import clean, without_source
 from torchtrim.report.views import CAPS, draw, view
-from torchtrim.units import format_bytes, format_seconds
 
 _HERE = Path(__file__).parent
 _MOST_BYTES = 450_000

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from torchtrim.memory.names import base_name
+from torchtrim.records.operator_names import base_name
 from torchtrim.records.profile import Profile
 from torchtrim.report import facts
 from torchtrim.report.safe import clean

@@ -10,14 +10,14 @@ from typing import overload
 
 from msgspec import Struct
 
-from torchtrim.memory.timeline import timeline
+from torchtrim.analysis.timeline import timeline
+from torchtrim.costs.devices import DEVICES, Device
+from torchtrim.costs.roofline import estimate
+from torchtrim.costs.syncs import one_stream
 from torchtrim.records import Profile
 from torchtrim.records.finding import Source
 from torchtrim.records.profile import is_emulated
 from torchtrim.records.report import Waiting
-from torchtrim.sync.model.devices import DEVICES, Device
-from torchtrim.sync.model.modelled import one_stream
-from torchtrim.sync.model.roofline import estimate
 
 _RACES = "async-"
 _US = 1e6

@@ -6,11 +6,11 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import PurePath, PurePosixPath, PureWindowsPath
 
+from torchtrim.analysis.allow_list import near
 from torchtrim.errors import UsageError
 from torchtrim.records import Finding, Report
 from torchtrim.report.facts import price
 from torchtrim.report.safe import clean
-from torchtrim.rules.allow import near
 from torchtrim.rules.registry import rule
 
 _INSTALLED = ("site-packages/", "dist-packages/")

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from markupsafe import Markup, escape
 
+from torchtrim.core.units import format_bytes
 from torchtrim.errors import UsageError
 from torchtrim.records.files import write_atomically
 from torchtrim.records.network_graph import Memory, NetworkGraph, Operator, Section
 from torchtrim.report.safe import clean, keep_right
-from torchtrim.units import format_bytes
 
 MOST_LINES = 3000
 _ROW, _LANE, _TOP, _LEFT = 22, 16, 46, 18

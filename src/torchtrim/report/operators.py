@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchtrim.memory.names import base_name
 from torchtrim.records import Profile
+from torchtrim.records.operator_names import base_name
 from torchtrim.report import facts
 from torchtrim.report.lanes import Lanes
 from torchtrim.report.safe import clean, keep_right

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from torchtrim.memory.names import base_name
-from torchtrim.memory.timeline import kinds_over_time
+from torchtrim.analysis.timeline import kinds_over_time
 from torchtrim.records import Finding, Profile
+from torchtrim.records.operator_names import base_name
 from torchtrim.records.plan import Technique
 from torchtrim.records.report import Waiting
 from torchtrim.report import facts

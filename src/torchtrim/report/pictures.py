@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from torchtrim.memory.timeline import kinds_over_time
+from torchtrim.analysis.timeline import kinds_over_time
+from torchtrim.core.units import format_bytes
 from torchtrim.records import Profile
 from torchtrim.report.safe import clean, keep_right
 from torchtrim.report.svg import Layer, Picture
-from torchtrim.units import format_bytes
 
 ORDER = (
     "parameter",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from torchtrim.core.units import format_bytes, format_seconds
 from torchtrim.records import Report
 from torchtrim.records.job import RankFigures
 from torchtrim.records.profile import is_emulated
-from torchtrim.units import format_bytes, format_seconds
 
 
 def rank_lines(report: Report) -> list[str]:

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
+from torchtrim.core.units import format_bytes
 from torchtrim.errors import UsageError
 from torchtrim.records.files import write_atomically
 from torchtrim.records.memory_table import MemoryTable
 from torchtrim.report.safe import clean
-from torchtrim.units import format_bytes
 
 _WIDTH, _LEFT, _BAR, _PAIR, _TOP = 860, 92, 14, 46, 66
 _WIDE = 520

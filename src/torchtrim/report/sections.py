@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from rich.cells import cell_len
 from rich.text import Text
 
+from torchtrim.core.units import format_bytes, format_seconds
 from torchtrim.records import Finding, Report
 from torchtrim.report import facts
 from torchtrim.report.figures import Row, figure_rows
 from torchtrim.report.safe import clean, keep_left, keep_right, sentence
-from torchtrim.units import format_bytes, format_seconds
 
 NARROW = 60
 

@@ -7,11 +7,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from torchtrim.core.units import format_seconds
 from torchtrim.records import Profile, Report
 from torchtrim.records.finding import Source
 from torchtrim.records.profile import is_emulated
 from torchtrim.records.report import Waiting
-from torchtrim.units import format_seconds
 
 _NAMES = {
     "device": "device busy",

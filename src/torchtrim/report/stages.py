@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from markupsafe import Markup
 
+from torchtrim.core.units import format_bytes, format_seconds
 from torchtrim.records import Report
 from torchtrim.records.pipeline import Bar, PipelineReport
-from torchtrim.units import format_bytes, format_seconds
 
 _WIDTH, _HEIGHT, _GAP = 1000.0, 26, 4
 _NAMES = {

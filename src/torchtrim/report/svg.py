@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from torchtrim.units import format_bytes
+from torchtrim.core.units import format_bytes
 
 _SIZE = 1000
 _LABELLED = 0.13

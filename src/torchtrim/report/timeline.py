@@ -10,14 +10,14 @@ from typing import Any, get_args
 import msgspec
 from markupsafe import Markup
 
-from torchtrim.memory.names import base_name
+from torchtrim.core.units import format_bytes, format_seconds
 from torchtrim.records import Profile
+from torchtrim.records.operator_names import base_name
 from torchtrim.records.profile import Phase
 from torchtrim.report import facts
 from torchtrim.report.copies import Copies
 from torchtrim.report.lanes import Lanes, Span
 from torchtrim.report.safe import clean, keep_right
-from torchtrim.units import format_bytes, format_seconds
 
 _WIDTH = 1000
 _HEIGHT = 100

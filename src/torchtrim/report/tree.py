@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from torchtrim.memory.names import module_paths, owner
-from torchtrim.memory.timeline import alive, peak_operator
+from torchtrim.analysis.timeline import alive, peak_operator
 from torchtrim.records import Profile
+from torchtrim.records.operator_names import module_paths, owner
 from torchtrim.report.safe import clean, keep_right
 
 _DEEPEST = 6

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from torchtrim.core.units import format_seconds
 from torchtrim.records.loader import LoaderSettings, Tried
 from torchtrim.records.report import Report
-from torchtrim.units import format_seconds
 
 
 def tuned_lines(report: Report) -> list[str]:

@@ -10,7 +10,8 @@ from typing import Generic, TypeVar
 
 from markupsafe import Markup
 
-from torchtrim.parts import isolated
+from torchtrim.core.isolation import isolated
+from torchtrim.core.units import format_bytes
 from torchtrim.records import Finding, Profile, Report, Technique
 from torchtrim.records.report import FrontierPoint, Holder
 from torchtrim.report import facts, json
@@ -26,7 +27,6 @@ from torchtrim.report.split import Split, splits
 from torchtrim.report.svg import Picture, stacked
 from torchtrim.report.timeline import CopiesView, TimelineView, copies_view, timeline_view
 from torchtrim.report.tree import Node, count, tree
-from torchtrim.units import format_bytes
 
 _HEADROOM = 1.18
 _MOST_CHARACTERS = 160

@@ -12,14 +12,14 @@ from importlib import import_module
 from msgspec.structs import replace
 
 from torchtrim import rules
+from torchtrim.analysis.ignores import Ignores
+from torchtrim.analysis.shares import memory_share, time_share
+from torchtrim.core.isolation import Failure, collected, isolated, note
 from torchtrim.errors import UsageError
-from torchtrim.parts import Failure, collected, isolated, note
 from torchtrim.records.files import without_collection
 from torchtrim.records.finding import Finding
 from torchtrim.records.profile import Profile
 from torchtrim.rules.base import Rule
-from torchtrim.rules.ignores import Ignores
-from torchtrim.rules.shares import memory_share, time_share
 
 _STEM = re.compile(r"tt\d{3}_\w+")
 

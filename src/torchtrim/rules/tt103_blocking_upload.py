@@ -50,10 +50,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from torchtrim.analysis.syncs import waiting_findings
 from torchtrim.records.finding import Finding
 from torchtrim.records.profile import Profile
 from torchtrim.rules.base import Rule
-from torchtrim.rules.waits import waiting_findings
 
 
 def check(profile: Profile) -> Iterator[Finding]:

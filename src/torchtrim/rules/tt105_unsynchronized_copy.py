@@ -57,11 +57,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from torchtrim.analysis.syncs import advice, times, waits_by_line
 from torchtrim.records.finding import Finding, Suggestion
 from torchtrim.records.profile import Profile
 from torchtrim.rules.base import Rule
-from torchtrim.rules.waits import advice, times, waits_by_line
-from torchtrim.sync.table.lookup import row
+from torchtrim.syncs.lookup import row
 
 
 def check(profile: Profile) -> Iterator[Finding]:

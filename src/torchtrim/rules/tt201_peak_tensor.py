@@ -55,15 +55,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torchtrim.memory.names import base_name
-from torchtrim.memory.timeline import alive, peak_operator, peak_without, timeline
-from torchtrim.memory.why import why_alive
+from torchtrim.analysis.places import line_of
+from torchtrim.analysis.timeline import alive, peak_operator, peak_without, timeline
+from torchtrim.analysis.why_live import why_alive
+from torchtrim.core.units import format_bytes
 from torchtrim.records.commands import quoted
 from torchtrim.records.finding import Finding, Suggestion
+from torchtrim.records.operator_names import base_name
 from torchtrim.records.profile import ALWAYS, Profile
 from torchtrim.rules.base import Rule
-from torchtrim.rules.places import line_of
-from torchtrim.units import format_bytes
 
 _SHARE = 0.2
 

@@ -51,13 +51,13 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from torchtrim.memory.gradients import Zeroed, zeroed_gradients
-from torchtrim.memory.timeline import peak_operator
+from torchtrim.analysis.gradients import Zeroed, zeroed_gradients
+from torchtrim.analysis.places import Line, line_of
+from torchtrim.analysis.timeline import peak_operator
+from torchtrim.core.units import format_bytes
 from torchtrim.records.finding import Finding, Suggestion
 from torchtrim.records.profile import Profile
 from torchtrim.rules.base import Rule
-from torchtrim.rules.places import Line, line_of
-from torchtrim.units import format_bytes
 
 
 def check(profile: Profile) -> Iterator[Finding]:

@@ -50,18 +50,18 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from torchtrim.memory.saved import released_by_recompute
-from torchtrim.memory.timeline import peak_operator, timeline
+from torchtrim.analysis.places import line_of
+from torchtrim.analysis.saved import released_by_recompute
+from torchtrim.analysis.timeline import peak_operator, timeline
+from torchtrim.core.units import format_bytes, format_seconds
 from torchtrim.records.commands import quoted
 from torchtrim.records.finding import Finding, Suggestion
 from torchtrim.records.profile import Call, Profile
 from torchtrim.rules.base import Rule
-from torchtrim.rules.places import line_of
 from torchtrim.step.from_profile import step_of
 from torchtrim.step.rerun import rerun
 from torchtrim.step.simulate import simulate
 from torchtrim.step.step import Span
-from torchtrim.units import format_bytes, format_seconds
 
 _SHARE = 0.1
 

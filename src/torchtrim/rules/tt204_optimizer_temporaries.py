@@ -42,16 +42,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from torchtrim.analysis.places import line_of
+from torchtrim.core.units import format_bytes
 from torchtrim.records.commands import quoted
 from torchtrim.records.finding import Finding, Suggestion
 from torchtrim.records.profile import Profile
 from torchtrim.rules.base import Rule
-from torchtrim.rules.places import line_of
 from torchtrim.step.from_profile import step_of
 from torchtrim.step.optimizers import FOREACH, Seen, in_chunks, seen_of
 from torchtrim.step.simulate import simulate
 from torchtrim.step.step import Step
-from torchtrim.units import format_bytes
 
 _SHARE = 0.05
 

@@ -39,13 +39,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torchtrim.memory.held import freed, named, retained
+from torchtrim.analysis.held import freed, named, retained
+from torchtrim.analysis.kept import finding_at, is_much
+from torchtrim.analysis.places import line_of
+from torchtrim.core.units import format_bytes
 from torchtrim.records.finding import Finding
 from torchtrim.records.profile import Profile
 from torchtrim.rules.base import Rule
-from torchtrim.rules.keeping import finding_at, is_much
-from torchtrim.rules.places import line_of
-from torchtrim.units import format_bytes
 
 
 def check(profile: Profile) -> Iterator[Finding]:

@@ -62,10 +62,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from torchtrim.core.units import format_bytes
 from torchtrim.records.finding import Finding, Suggestion
 from torchtrim.records.profile import Growth, Place, Profile
 from torchtrim.rules.base import Rule
-from torchtrim.units import format_bytes
 
 _STEPS = 1000
 _SHARE = 0.02

@@ -46,18 +46,18 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from torchtrim.memory.names import base_name
+from torchtrim.analysis.places import line_of
+from torchtrim.analysis.prices import device_of
+from torchtrim.core.units import format_bytes, format_seconds
 from torchtrim.records.finding import Finding, Suggestion
+from torchtrim.records.operator_names import base_name
 from torchtrim.records.profile import DEVICE_POOL, Operator, Profile, is_emulated
 from torchtrim.rules.base import Rule
-from torchtrim.rules.places import line_of
-from torchtrim.rules.prices import device_of
 from torchtrim.step.costs import on_device
 from torchtrim.step.edits import Block, Edit
 from torchtrim.step.from_profile import step_of
 from torchtrim.step.simulate import simulate
 from torchtrim.step.step import Step
-from torchtrim.units import format_bytes, format_seconds
 
 _SHARE = 0.03
 

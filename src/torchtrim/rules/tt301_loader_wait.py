@@ -53,12 +53,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import ceil
 
+from torchtrim.analysis.loaders import verdict
+from torchtrim.core.units import format_seconds
 from torchtrim.records.finding import Finding, Suggestion
 from torchtrim.records.loader import LoaderCost
 from torchtrim.records.profile import Profile
 from torchtrim.rules.base import Rule
-from torchtrim.rules.loaders import verdict
-from torchtrim.units import format_seconds
 
 _WAITED = 0.2
 

@@ -46,11 +46,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from torchtrim.analysis.prices import device_of
+from torchtrim.core.units import format_bytes
 from torchtrim.records.finding import Finding, Suggestion
 from torchtrim.records.profile import Profile
 from torchtrim.rules.base import Rule
-from torchtrim.rules.prices import device_of
-from torchtrim.units import format_bytes
 
 _LEAST = 2**20
 

@@ -56,14 +56,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from torchtrim.memory.timeline import peak_operator, peak_without, timeline
+from torchtrim.analysis.places import Line, line_of
+from torchtrim.analysis.positions import Written, modules_of, replaceable, written_positions
+from torchtrim.analysis.timeline import peak_operator, peak_without, timeline
+from torchtrim.core.units import format_bytes
 from torchtrim.records.commands import quoted
 from torchtrim.records.finding import Finding, Suggestion
 from torchtrim.records.profile import Profile, is_emulated
 from torchtrim.rules.base import Rule
-from torchtrim.rules.places import Line, line_of
-from torchtrim.rules.positions import Written, modules_of, replaceable, written_positions
-from torchtrim.units import format_bytes
 
 _SHARE = 0.01
 _WORDS = {

@@ -53,13 +53,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from torchtrim.memory.names import base_name
-from torchtrim.records.finding import Finding, Suggestion
-from torchtrim.records.profile import Operator, Place, Profile
-from torchtrim.rules.base import Rule
-from torchtrim.rules.places import Line, line_of
-from torchtrim.rules.source import Source
-from torchtrim.rules.waits import (
+from torchtrim.analysis.places import Line, line_of
+from torchtrim.analysis.syncs import (
     CODES,
     code_of,
     inside_libraries,
@@ -68,8 +63,13 @@ from torchtrim.rules.waits import (
     line_of_sync,
     times,
 )
-from torchtrim.sync.table.libraries import is_unknown
-from torchtrim.sync.table.lookup import row
+from torchtrim.analysis.user_source import Source
+from torchtrim.records.finding import Finding, Suggestion
+from torchtrim.records.operator_names import base_name
+from torchtrim.records.profile import Operator, Place, Profile
+from torchtrim.rules.base import Rule
+from torchtrim.syncs.libraries import is_unknown
+from torchtrim.syncs.lookup import row
 
 _COPIES = frozenset(("aten::_to_copy", "aten::copy_", "aten::_foreach_copy_", "aten::copy"))
 _COLLECTIVES = ("c10d::", "_c10d_functional::", "c10d_functional::")

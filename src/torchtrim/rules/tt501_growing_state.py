@@ -61,10 +61,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from torchtrim.core.units import format_bytes
 from torchtrim.records.finding import Equivalence, Finding, Suggestion
 from torchtrim.records.profile import Growth, Place, Profile
 from torchtrim.rules.base import Rule
-from torchtrim.units import format_bytes
 
 _LINES = {
     "bound_session": (

@@ -48,14 +48,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from torchtrim.analysis.places import line_of
+from torchtrim.analysis.ranks import SHARE
+from torchtrim.core.units import format_bytes, format_seconds
 from torchtrim.records.finding import Finding, Suggestion
 from torchtrim.records.profile import Profile, is_emulated
-from torchtrim.rules.across import SHARE
 from torchtrim.rules.base import Rule
-from torchtrim.rules.places import line_of
 from torchtrim.step.buckets import MIB, overlap_of
 from torchtrim.step.job import Exchange, Job, job_of
-from torchtrim.units import format_bytes, format_seconds
 
 
 def check(profile: Profile) -> Iterator[Finding]:

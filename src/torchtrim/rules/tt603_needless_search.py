@@ -36,9 +36,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from torchtrim.analysis.ranks import line_with
 from torchtrim.records.finding import Finding, Suggestion
 from torchtrim.records.profile import Profile
-from torchtrim.rules.across import line_with
 from torchtrim.rules.base import Rule
 
 

@@ -45,12 +45,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from torchtrim.analysis.places import line_of
+from torchtrim.core.units import format_bytes
 from torchtrim.records.finding import Finding, Suggestion
 from torchtrim.records.profile import Profile
 from torchtrim.rules.base import Rule
-from torchtrim.rules.places import line_of
 from torchtrim.step.exchanges import rounds_of
-from torchtrim.units import format_bytes
 
 
 def check(profile: Profile) -> Iterator[Finding]:

@@ -41,12 +41,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import median_low
 
-from torchtrim.memory.peak import holders
+from torchtrim.analysis.peak import holders
+from torchtrim.core.units import format_bytes
 from torchtrim.records.finding import Finding, Suggestion
 from torchtrim.records.profile import Profile
 from torchtrim.records.report import Holder
 from torchtrim.rules.base import Rule
-from torchtrim.units import format_bytes
 
 _LEAST = 2**20
 _SHARE = 0.1

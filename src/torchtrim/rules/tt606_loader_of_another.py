@@ -46,12 +46,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from torchtrim.analysis.ranks import lags
+from torchtrim.core.units import format_seconds
 from torchtrim.records.finding import Finding, Suggestion
 from torchtrim.records.profile import Profile
-from torchtrim.rules.across import lags
 from torchtrim.rules.base import Rule
 from torchtrim.step.job import job_of
-from torchtrim.units import format_seconds
 
 
 def check(profile: Profile) -> Iterator[Finding]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from torchtrim.costs.devices import Device
+from torchtrim.costs.roofline import estimate
+from torchtrim.costs.syncs import price_syncs
 from torchtrim.step.step import Overhead, Step
-from torchtrim.sync.model.devices import Device
-from torchtrim.sync.model.modelled import price_syncs
-from torchtrim.sync.model.roofline import estimate
 
 _BOUND_BY_DEVICE = 0.9
 _NO_OVERHEAD = Overhead(task=0.0, span=2e-5, random_state=0, recipe=0.0, watched=0.0)

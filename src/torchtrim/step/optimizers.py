@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from torchtrim.memory.names import base_name
+from torchtrim.records.operator_names import base_name
 from torchtrim.records.profile import Operator, OptimizerStep, Profile, Update
 from torchtrim.step.edits import Drop, Edit, Insert, Rise
 from torchtrim.step.step import DEVICE, Span, Step

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from torchtrim.memory.names import base_name
+from torchtrim.records.operator_names import base_name
 from torchtrim.step.edits import Block, Drop, Edit, Insert, Need, joined
 from torchtrim.step.step import DEVICE, Span, Step
 

@@ -7,7 +7,7 @@ take more than memory of their own, gets none (`memory.network.layout`).
 
 from __future__ import annotations
 
-from torchtrim.techniques.by_graph import ByGraph
+from torchtrim.executor.network.technique import ByGraph
 
 
 class Arena(ByGraph):

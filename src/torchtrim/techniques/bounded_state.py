@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchtrim.errors import ApplyFailed, TorchtrimError, UsageError
+from torchtrim.executor.places import module_at
+from torchtrim.executor.registry import Handle, Option
 from torchtrim.records.finding import Equivalence
 from torchtrim.records.plan import Technique
 from torchtrim.step.step import Step
-from torchtrim.techniques.base import Handle, Option
-from torchtrim.techniques.places import module_at
 
 if TYPE_CHECKING:
     from torch import nn

@@ -18,13 +18,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torchtrim.errors import ApplyFailed
+from torchtrim.executor.places import module_at
+from torchtrim.executor.registry import Handle, Option, all_or_none
 from torchtrim.records.finding import Equivalence
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile, Replica
 from torchtrim.step.exchanges import reduces_of
 from torchtrim.step.step import Step
-from torchtrim.techniques.base import Handle, Option, all_or_none
-from torchtrim.techniques.places import module_at
 
 _OPTIONS = {"dtype": "bfloat16"}
 
@@ -54,13 +54,13 @@ class CompressGradients:
 
     def apply(self, roots: Mapping[str, Any], technique: Technique) -> Handle:
         """Register the hook. Raises `ApplyFailed`, the model as it was."""
-        from torchtrim.techniques.exchanging import halved
+        from torchtrim.executor.gradient_sync import halved
 
         return _hooked(roots, technique, halved)
 
     def by_hand(self, roots: Mapping[str, Any], technique: Technique) -> Handle:
         """A hook of one's own that rounds, adds up, waits and widens."""
-        from torchtrim.techniques.exchanging import halved_by_hand
+        from torchtrim.executor.gradient_sync import halved_by_hand
 
         return _hooked(roots, technique, halved_by_hand)
 
@@ -77,7 +77,7 @@ TECHNIQUE = CompressGradients()
 
 
 def _hooked(roots: Mapping[str, Any], technique: Technique, hook: Callable[..., Any]) -> Handle:
-    from torchtrim.techniques.exchanging import Compressed, replica_at
+    from torchtrim.executor.gradient_sync import Compressed, replica_at
 
     if technique.options != _OPTIONS:
         raise ApplyFailed(

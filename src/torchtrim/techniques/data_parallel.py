@@ -34,6 +34,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from torchtrim.executor.places import module_at
+from torchtrim.executor.registry import Handle, Option, all_or_none
 from torchtrim.records.finding import Equivalence
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile, Replica, is_emulated
@@ -49,8 +51,6 @@ from torchtrim.step.exchanges import (
     waits,
 )
 from torchtrim.step.step import Step
-from torchtrim.techniques.base import Handle, Option, all_or_none
-from torchtrim.techniques.places import module_at
 
 VIEWS, ACCUMULATE = "gradient_as_bucket_view", "accumulate"
 CAP, STATIC = "bucket_cap_mb", "static_graph"
@@ -111,7 +111,7 @@ class DataParallel:
 
     def apply(self, roots: Mapping[str, Any], technique: Technique) -> Handle:
         """Make the reducers of the named modules anew, or have them exchange less often."""
-        from torchtrim.techniques.exchanging import changed
+        from torchtrim.executor.gradient_sync import changed
 
         return all_or_none(
             technique.where,

@@ -7,7 +7,7 @@ element. Nothing of the caller's, no parameter and nothing that is returned is o
 
 from __future__ import annotations
 
-from torchtrim.techniques.by_graph import ByGraph
+from torchtrim.executor.network.technique import ByGraph
 
 
 class InPlace(ByGraph):

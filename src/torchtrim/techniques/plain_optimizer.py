@@ -19,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchtrim.errors import ApplyFailed
+from torchtrim.executor.places import optimizer_at
+from torchtrim.executor.registry import Handle, Option, all_or_none
 from torchtrim.records.finding import Equivalence
 from torchtrim.records.plan import Technique
 from torchtrim.step.edits import Edit, joined
@@ -31,8 +33,6 @@ from torchtrim.step.optimizers import (
     seen_of,
 )
 from torchtrim.step.step import Step
-from torchtrim.techniques.base import Handle, Option, all_or_none
-from torchtrim.techniques.places import optimizer_at
 
 _PARTS = (2, 4, 8, 16, 64)
 _FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
@@ -70,7 +70,7 @@ class PlainOptimizer:
 
     def apply(self, roots: Mapping[str, Any], technique: Technique) -> Handle:
         """Give the optimizers a `step` that runs so."""
-        from torchtrim.techniques.stepping import Stepping, run_fused, run_in_chunks
+        from torchtrim.executor.stepping import Stepping, run_fused, run_in_chunks
 
         style = technique.options.get("style")
         most = int(technique.options.get("chunk_bytes", 1))

@@ -27,11 +27,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchtrim.errors import ApplyFailed
+from torchtrim.executor.places import module_at, root_of
+from torchtrim.executor.registry import Handle, Option, all_or_none
 from torchtrim.records.finding import Equivalence
 from torchtrim.records.plan import Technique
 from torchtrim.step.step import Span, Step
-from torchtrim.techniques.base import Handle, Option, all_or_none
-from torchtrim.techniques.places import module_at, root_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -63,7 +63,7 @@ class Precision:
 
     def apply(self, roots: Mapping[str, nn.Module], technique: Technique) -> Handle:
         """Give the roots another forward. Raises `ApplyFailed`, the model as it was."""
-        from torchtrim.techniques.lowered import Autocast, NarrowSaved, lowered
+        from torchtrim.executor.half_precision import Autocast, NarrowSaved, lowered
 
         chosen = Autocast if _of(technique) == "compute" else NarrowSaved
         return _changed(
@@ -72,14 +72,14 @@ class Precision:
 
     def by_hand(self, roots: Mapping[str, Any], technique: Technique) -> Handle:
         """`with torch.autocast(...)` around the call, or hooks on saved tensors, without more ado."""
-        from torchtrim.techniques.lowered import autocast_by_hand, narrow_by_hand
+        from torchtrim.executor.half_precision import autocast_by_hand, narrow_by_hand
 
         written = autocast_by_hand if _of(technique) == "compute" else narrow_by_hand
         return _changed(roots, technique, written)
 
     def bars(self, technique: Technique) -> Collection[str]:
         """With `saved` whatever keeps, drops or makes again what autograd saves."""
-        from torchtrim.techniques.base import names
+        from torchtrim.executor.registry import names
 
         if _of(technique) == "compute":
             return ()

@@ -11,17 +11,17 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from torchtrim.analysis.positions import Written, replaceable, written_positions
 from torchtrim.errors import ApplyFailed, Unsupported
-from torchtrim.memory.names import base_name
+from torchtrim.executor.places import module_at
+from torchtrim.executor.registry import Handle, Handles, Option
 from torchtrim.records.finding import Equivalence
+from torchtrim.records.operator_names import base_name
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile
-from torchtrim.rules.positions import Written, replaceable, written_positions
 from torchtrim.step.edits import Edit
 from torchtrim.step.rerun import rerun
 from torchtrim.step.step import Span, Step
-from torchtrim.techniques.base import Handle, Handles, Option
-from torchtrim.techniques.places import module_at
 
 if TYPE_CHECKING:
     from torch import nn
@@ -64,7 +64,7 @@ class RelativeAttention:
 
     def apply(self, roots: Mapping[str, nn.Module], technique: Technique) -> Handle:
         """Replace the forward of the named modules."""
-        from torchtrim.techniques.swap import Swapped
+        from torchtrim.executor.swap import Swapped
 
         replaced = Handles()
         try:

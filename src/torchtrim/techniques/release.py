@@ -7,7 +7,7 @@ a call does not need, are put aside (`aside`), and put back when it is reverted.
 
 from __future__ import annotations
 
-from torchtrim.techniques.by_graph import ByGraph
+from torchtrim.executor.network.technique import ByGraph
 
 
 class Release(ByGraph):

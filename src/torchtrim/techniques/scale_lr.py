@@ -22,12 +22,12 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torchtrim.errors import ApplyFailed
+from torchtrim.executor.places import optimizer_at
+from torchtrim.executor.registry import Handle, Option, all_or_none
 from torchtrim.records.finding import Equivalence
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile
 from torchtrim.step.step import Step
-from torchtrim.techniques.base import Handle, Option, all_or_none
-from torchtrim.techniques.places import optimizer_at
 
 WARMUP = 300
 _RULES = ("linear", "sqrt")
@@ -53,7 +53,7 @@ class ScaleLr:
 
     def apply(self, roots: Mapping[str, Any], technique: Technique) -> Handle:
         """Give the optimizers a `step` at another rate. Raises `ApplyFailed`."""
-        from torchtrim.techniques.stepping import Stepping, run_scaled
+        from torchtrim.executor.stepping import Stepping, run_scaled
 
         factor, warmup = settings_of(technique)
         return all_or_none(
@@ -63,7 +63,7 @@ class ScaleLr:
 
     def by_hand(self, roots: Mapping[str, Any], technique: Technique) -> Handle:
         """Hooks before and after `step` that multiply the rate and put it back."""
-        from torchtrim.techniques.stepping import scaled_by_hand
+        from torchtrim.executor.stepping import scaled_by_hand
 
         factor, warmup = settings_of(technique)
         return all_or_none(

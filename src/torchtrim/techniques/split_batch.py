@@ -8,8 +8,8 @@ ROUNDING; where every bit agrees at the size that was checked, the certificate s
 
 from __future__ import annotations
 
+from torchtrim.executor.network.technique import ByGraph
 from torchtrim.records.finding import Equivalence
-from torchtrim.techniques.by_graph import ByGraph
 
 
 class SplitBatch(ByGraph):

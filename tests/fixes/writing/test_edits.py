@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import draws
 from torchtrim.fixes.base import Edit, Fix, Match, Rewrite, Writing
-from torchtrim.fixes.reading.facts import Refused
-from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.writing.edits import compatible, diff_of, line_before, patch
+from torchtrim.source.facts import Refused
+from torchtrim.source.source import Source
 
 TEXT = "a = 1\nb = 2\nc = 3\nd = 4\n"
 

@@ -13,8 +13,8 @@ import pytest
 
 import draws
 from torchtrim.errors import UsageError
-from torchtrim.fixes.reading.source import read_source
 from torchtrim.fixes.writing.files import settle_killed, undo_sources, why_not, write_sources
+from torchtrim.source.source import read_source
 
 WRITER = """
 import sys

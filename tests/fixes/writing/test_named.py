@@ -6,8 +6,8 @@ import ast
 
 import pytest
 
-from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.writing.named import named_values
+from torchtrim.source.source import Source
 
 
 def named(body: str) -> list[str]:

@@ -7,10 +7,10 @@ import ast
 import pytest
 
 from torchtrim.fixes.base import Fix, Match, Rewrite, Writing, of_forms
-from torchtrim.fixes.reading.facts import Facts, Refused
-from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.writing.edits import patch
 from torchtrim.fixes.writing.replace import replace
+from torchtrim.source.facts import Facts, Refused
+from torchtrim.source.source import Source
 
 
 def written(form: str, template: str, line: str, head: str = "import torch\n") -> str:

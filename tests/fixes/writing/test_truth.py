@@ -8,8 +8,8 @@ import itertools
 import pytest
 import torch
 
-from torchtrim.fixes.reading.source import Source
 from torchtrim.fixes.writing.truth import as_tensor, operands
+from torchtrim.source.source import Source
 
 
 def written(text: str, numeric: tuple[int, ...] = ()) -> str:

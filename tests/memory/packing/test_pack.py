@@ -25,8 +25,7 @@ from memory.packing.instances import (
     of,
 )
 from torchtrim.errors import UsageError
-from torchtrim.memory import pack, why_invalid
-from torchtrim.memory.packing import Buffer, Packing, engine
+from torchtrim.memory.packing import Buffer, Packing, engine, pack, why_invalid
 from torchtrim.memory.packing import improve as improving
 from torchtrim.memory.packing.placing import Placing
 from torchtrim.memory.packing.problem import problem_of

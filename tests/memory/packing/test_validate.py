@@ -7,8 +7,7 @@ import random
 import pytest
 
 from memory.packing.instances import any_instance
-from torchtrim.memory import pack, why_invalid
-from torchtrim.memory.packing import Buffer
+from torchtrim.memory.packing import Buffer, pack, why_invalid
 
 A, B = Buffer("a", 0, 10, 100), Buffer("b", 5, 15, 50)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from torchtrim.errors import InfeasibleBudget, Unsupported, UsageError
-from torchtrim.loops.spread import spread_over
 from torchtrim.pipelines.orders import order_of
 from torchtrim.planner.stages.chain import Chain, Segment
 from torchtrim.planner.stages.spread import Fabric, Layout, Spread, spread
+from torchtrim.workflows.estimate.spread import spread_over
 
 LAYERS = 8
 QUICK = Fabric(node=4, inside=1e18, between=1e18, latency=0.0)

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torchtrim.fixes.base import Match
-from torchtrim.fixes.reading.facts import (
+from torchtrim.fixes.writing.replace import atom
+from torchtrim.records.seen import Seen
+from torchtrim.source.facts import (
     Facts,
     Refused,
     Values,
@@ -16,13 +18,11 @@ from torchtrim.fixes.reading.facts import (
     is_number,
     is_tensor,
 )
-from torchtrim.fixes.reading.names import is_private
-from torchtrim.fixes.reading.purity import is_pure
-from torchtrim.fixes.reading.reads import Read, is_single, read_of
-from torchtrim.fixes.reading.source import Function, Loop, Source
-from torchtrim.fixes.reading.uses import loads, stores
-from torchtrim.fixes.writing.replace import atom
-from torchtrim.records.seen import Seen
+from torchtrim.source.names import is_private
+from torchtrim.source.purity import is_pure
+from torchtrim.source.reads import Read, is_single, read_of
+from torchtrim.source.source import Function, Loop, Source
+from torchtrim.source.uses import loads, stores
 
 _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div)
 _TRUTH_NAMES = """

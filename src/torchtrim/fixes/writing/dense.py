@@ -6,13 +6,13 @@ import ast
 from collections.abc import Iterator, Mapping
 
 from torchtrim.fixes.base import Edit, Match
-from torchtrim.fixes.reading.facts import Facts, Refused, Values
-from torchtrim.fixes.reading.forms import equal
-from torchtrim.fixes.reading.purity import is_pure, is_simple
-from torchtrim.fixes.reading.selections import Tree, tensor_part, trailing
-from torchtrim.fixes.reading.source import Function, Source
-from torchtrim.fixes.reading.uses import stores
 from torchtrim.fixes.writing.replace import atom, fresh, insert_before
+from torchtrim.source.facts import Facts, Refused, Values
+from torchtrim.source.forms import equal
+from torchtrim.source.purity import is_pure, is_simple
+from torchtrim.source.selections import Tree, tensor_part, trailing
+from torchtrim.source.source import Function, Source
+from torchtrim.source.uses import stores
 
 _REPEATED = "its number of dimensions"
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from torchtrim.fixes.base import Edit, Rewrite
-from torchtrim.fixes.reading.facts import Refused
-from torchtrim.fixes.reading.source import Source
+from torchtrim.source.facts import Refused
+from torchtrim.source.source import Source
 
 _CONTEXT = 3
 _HUNK = re.compile(r"@@ -(\d+)(\S*) \+(\d+)(\S*) @@\n")

@@ -8,13 +8,13 @@ from dataclasses import replace as changed
 from typing import TypeVar
 
 from torchtrim.fixes.base import Edit, Match
-from torchtrim.fixes.reading.facts import Facts, Refused, is_tensor
-from torchtrim.fixes.reading.purity import is_pure, is_simple
-from torchtrim.fixes.reading.source import Function, Source
-from torchtrim.fixes.reading.typed import names_in
-from torchtrim.fixes.reading.uses import stores
 from torchtrim.fixes.writing.replace import atom, torch_of
 from torchtrim.records.seen import Seen
+from torchtrim.source.facts import Facts, Refused, is_tensor
+from torchtrim.source.purity import is_pure, is_simple
+from torchtrim.source.source import Function, Source
+from torchtrim.source.typed import names_in
+from torchtrim.source.uses import stores
 
 T = TypeVar("T")
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 
-from torchtrim.fixes.reading.purity import is_pure
-from torchtrim.fixes.reading.selections import selection
-from torchtrim.fixes.reading.source import Source
-from torchtrim.fixes.reading.uses import loads, stores
 from torchtrim.fixes.writing.replace import runs_first
+from torchtrim.source.purity import is_pure
+from torchtrim.source.selections import selection
+from torchtrim.source.source import Source
+from torchtrim.source.uses import loads, stores
 
 
 def named_values(source: Source, node: ast.expr) -> dict[str, ast.Assign]:

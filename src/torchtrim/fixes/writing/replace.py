@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from torchtrim.fixes.base import Edit, Match
-from torchtrim.fixes.reading.facts import Refused
-from torchtrim.fixes.reading.forms import form
-from torchtrim.fixes.reading.purity import is_pure, is_simple
-from torchtrim.fixes.reading.source import Source
+from torchtrim.source.facts import Refused
+from torchtrim.source.forms import form
+from torchtrim.source.purity import is_pure, is_simple
+from torchtrim.source.source import Source
 
 _WORD = re.compile(r"\*\*[A-Z][A-Z0-9]*\b|\b[A-Z][A-Z0-9]*\b|\b(?:torch|math)(?=\.)")
 _ATOMS = (

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace as changed
 
 from torchtrim.fixes.base import Match
-from torchtrim.fixes.reading.facts import Facts, Refused, is_floating
-from torchtrim.fixes.reading.source import Function, Source
-from torchtrim.fixes.reading.uses import loads, stores
+from torchtrim.source.facts import Facts, Refused, is_floating
+from torchtrim.source.source import Function, Source
+from torchtrim.source.uses import loads, stores
 
 _ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div)
 _READS = ("float", "int", "bool")

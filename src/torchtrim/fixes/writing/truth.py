@@ -8,13 +8,13 @@ from functools import partial
 from typing import NamedTuple, cast
 
 from torchtrim.fixes.base import Match
-from torchtrim.fixes.reading.branches import is_guard
-from torchtrim.fixes.reading.facts import Facts, Refused, Values, is_tensor
-from torchtrim.fixes.reading.source import Source
-from torchtrim.fixes.reading.total import is_total
-from torchtrim.fixes.reading.typed import typed
 from torchtrim.fixes.writing.replace import atom
 from torchtrim.records.seen import Seen
+from torchtrim.source.branches import is_guard
+from torchtrim.source.facts import Facts, Refused, Values, is_tensor
+from torchtrim.source.source import Source
+from torchtrim.source.total import is_total
+from torchtrim.source.typed import typed
 
 _COMPARED: dict[type[ast.cmpop], str] = {
     ast.Lt: "<",

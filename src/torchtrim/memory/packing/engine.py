@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from types import FunctionType, ModuleType
 from typing import Any
 
-from torchtrim.caches import compiler
+from torchtrim.core.caches import compiler
 from torchtrim.memory.packing import greedy, search
 
 _CHOICES, _TRAIL = 64, 256

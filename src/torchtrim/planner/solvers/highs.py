@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy
 
-from torchtrim.data.queued import now
+from torchtrim.core.run_queue import now
 from torchtrim.planner.linear import Row
 
 _GAP = 1e-6

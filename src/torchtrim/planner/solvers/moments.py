@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy
 
-from torchtrim.data.queued import now
+from torchtrim.core.run_queue import now
 from torchtrim.planner.linear import Linear, Moment, Row
 from torchtrim.planner.problem import Chosen
 from torchtrim.planner.solvers import highs

@@ -11,7 +11,7 @@ from torchtrim.errors import Unsupported
 from torchtrim.memory.curve import Life, bytes_over_time
 from torchtrim.planner.stages.calls import Pass, cuts_of, pass_of
 from torchtrim.records.profile import Operator, Profile
-from torchtrim.techniques.batch_parts.found import is_training_norm
+from torchtrim.techniques.micro_batch.found import is_training_norm
 
 _OF_BATCH = ("activation", "temporary", "input")
 

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from torchtrim.core.units import format_bytes
 from torchtrim.errors import InfeasibleBudget, Unsupported
 from torchtrim.planner.stages.chain import Chain
 from torchtrim.planner.stages.costs import Link, StageCost, clocked_as, stages_of
@@ -20,7 +21,6 @@ from torchtrim.records.pipeline import (
     Schedule,
     Stage,
 )
-from torchtrim.units import format_bytes
 
 Orders = Callable[[Schedule, int, int, int], Order | None]
 _MOST_MICROBATCHES = 64

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+from torchtrim.core.units import format_bytes
 from torchtrim.errors import InfeasibleBudget, Unsupported
 from torchtrim.planner.stages.chain import Chain, Segment
 from torchtrim.planner.stages.choose import Orders
@@ -20,7 +21,6 @@ from torchtrim.planner.stages.costs import Link, StageCost, stage_of
 from torchtrim.planner.stages.cut import balanced
 from torchtrim.planner.stages.timing import step_seconds
 from torchtrim.records.pipeline import Order, Schedule
-from torchtrim.units import format_bytes
 
 _SCHEDULE: Schedule = "1F1B"
 _MOST_MICROBATCHES = 512

@@ -1,3 +1,0 @@
-"""Offload of activations: see `technique.py`."""
-
-from torchtrim.techniques.offload_activations.technique import TECHNIQUE as TECHNIQUE

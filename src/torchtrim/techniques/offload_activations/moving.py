@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchtrim.techniques.hooks import when_asked
+from torchtrim.executor.mapped_files import mapped
+from torchtrim.executor.saved_tensor_hooks import when_asked
 from torchtrim.techniques.offload_activations.places import Room
-from torchtrim.techniques.scratch import mapped
 
 
 class View(NamedTuple):

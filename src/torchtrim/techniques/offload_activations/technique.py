@@ -34,11 +34,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from torchtrim.executor.registry import Handle, Option
 from torchtrim.records.finding import Equivalence
 from torchtrim.records.plan import Technique
 from torchtrim.step.edits import Edit
 from torchtrim.step.step import Step
-from torchtrim.techniques.base import Handle, Option
 from torchtrim.techniques.offload_activations.places import Room, placed, written
 from torchtrim.techniques.offload_activations.slab import FILE, SLAB, laid_out
 from torchtrim.techniques.offload_activations.windows import edit_of, windows_of

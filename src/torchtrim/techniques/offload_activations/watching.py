@@ -13,15 +13,15 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtrim.techniques.base import Handle, Handles
-from torchtrim.techniques.failing import note
-from torchtrim.techniques.hooks import Lost, chains, foreign, on_top
-from torchtrim.techniques.numbering import counting, is_numbered, unnumbered
+from torchtrim.executor.failing import note
+from torchtrim.executor.ordinals import counting, is_numbered, unnumbered
+from torchtrim.executor.places import module_at
+from torchtrim.executor.registry import Handle, Handles
+from torchtrim.executor.saved_tensor_hooks import Lost, chains, foreign, on_top
+from torchtrim.executor.swap import Swapped
 from torchtrim.techniques.offload_activations.moving import Moved, Mover, View
 from torchtrim.techniques.offload_activations.places import UNSEEN, Place, Room, placed
-from torchtrim.techniques.places import module_at
 from torchtrim.techniques.replay.places import Run
-from torchtrim.techniques.swap import Swapped
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 

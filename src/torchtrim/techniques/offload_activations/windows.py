@@ -7,9 +7,9 @@ from collections import defaultdict
 from functools import cached_property
 from typing import NamedTuple
 
+from torchtrim.analysis.prices import device_of
 from torchtrim.records.profile import Profile
 from torchtrim.records.remembered import remembered
-from torchtrim.rules.prices import device_of
 from torchtrim.step.edits import Block, Drop, Edit, Insert, Need, Trip, joined
 from torchtrim.step.host import DISK, FILE, PINNED
 from torchtrim.step.simulate import simulate

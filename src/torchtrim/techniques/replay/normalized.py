@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from torchtrim.techniques.numbering import unnumbered
+from torchtrim.executor.ordinals import unnumbered
 from torchtrim.techniques.replay.norms import TYPES, is_dense
 from torchtrim.techniques.replay.recipes import Kept, Step
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchtrim.techniques.failing import note
-from torchtrim.techniques.hooks import when_asked
+from torchtrim.executor.failing import note
+from torchtrim.executor.saved_tensor_hooks import when_asked
 from torchtrim.techniques.replay.bits import packed, unpacked
 
 SELF = object()

@@ -20,12 +20,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from torchtrim.executor.registry import Handle, Option
 from torchtrim.records.finding import Equivalence
 from torchtrim.records.plan import Technique
 from torchtrim.step.edits import Edit, joined
 from torchtrim.step.simulate import deaths
 from torchtrim.step.step import DEVICE, Step
-from torchtrim.techniques.base import Handle, Option
 from torchtrim.techniques.replay.editing import edit_of
 from torchtrim.techniques.replay.groups import groups_of
 

@@ -13,16 +13,24 @@ from torch._C import _disabled_torch_dispatch_impl
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtrim.techniques.base import Handle, Handles
-from torchtrim.techniques.failing import note
-from torchtrim.techniques.hooks import Handed, Hooks, Lost, foreign, is_chained, on_top, own
-from torchtrim.techniques.numbering import counting, is_numbered, unnumbered
-from torchtrim.techniques.places import module_at
+from torchtrim.executor.failing import note
+from torchtrim.executor.ordinals import counting, is_numbered, unnumbered
+from torchtrim.executor.places import module_at
+from torchtrim.executor.registry import Handle, Handles
+from torchtrim.executor.saved_tensor_hooks import (
+    Handed,
+    Hooks,
+    Lost,
+    foreign,
+    is_chained,
+    on_top,
+    own,
+)
+from torchtrim.executor.swap import Swapped
 from torchtrim.techniques.replay.normalized import with_statistics, without_writes
 from torchtrim.techniques.replay.places import Place, place_of
 from torchtrim.techniques.replay.recipes import NEVER, SELF, Kept, Noise, Part, Recipe, Saved, Step
 from torchtrim.techniques.replay.table import BATCH_NORMS, DRAW, NOISE
-from torchtrim.techniques.swap import Swapped
 
 
 def watch(roots: Mapping[str, nn.Module], where: Sequence[str]) -> Handle:

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchtrim.errors import ApplyFailed
-from torchtrim.techniques.numbering import Counting, passed, unnumbered
-from torchtrim.techniques.once import only_once
+from torchtrim.executor.once import only_once
+from torchtrim.executor.ordinals import Counting, passed, unnumbered
+from torchtrim.executor.swap import Swapped, is_of_another, is_swapped
 from torchtrim.techniques.split_time.cells import Cell, Gru, Lstm, State
 from torchtrim.techniques.split_time.found import PIECE
-from torchtrim.techniques.swap import Swapped, is_of_another, is_swapped
 
 Forward = Callable[..., Any]
 _FORWARDS = (nn.LSTM.forward, nn.GRU.forward)

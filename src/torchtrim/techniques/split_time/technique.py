@@ -23,13 +23,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torchtrim.errors import ApplyFailed
+from torchtrim.executor.places import module_at
+from torchtrim.executor.registry import Handle, Option, all_or_none
+from torchtrim.executor.row_edits import edit_of
 from torchtrim.records.finding import Equivalence
 from torchtrim.records.plan import Technique
 from torchtrim.step.edits import Block, Edit, Need, joined
 from torchtrim.step.step import Step
-from torchtrim.techniques.base import Handle, Option, all_or_none
-from torchtrim.techniques.by_rows.edit import edit_of
-from torchtrim.techniques.places import module_at
 from torchtrim.techniques.split_time.found import Recurrent, layers_of
 
 if TYPE_CHECKING:

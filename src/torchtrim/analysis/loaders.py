@@ -1,0 +1,157 @@
+"""What is slow in a loader, by the step with and without it and by the parts of one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+from msgspec.structs import replace
+
+from torchtrim.core.units import format_bytes, format_seconds
+from torchtrim.data.model import Consumer, batch_seconds, enough_workers, memory_bytes
+from torchtrim.records.loader import BatchParts, LoaderCost, LoaderSettings
+
+SHARE = 0.05
+"""Of the step's time: what is less is no finding, since it would be lost among the steps' own spread."""
+Kind = Literal[
+    "reading",
+    "decoding",
+    "collating",
+    "handing over",
+    "few workers",
+    "many workers",
+    "one by one",
+    "unknown",
+]
+_CHEAPER = {
+    "reading": "read larger pieces, from a nearer disk, or keep what was read in memory",
+    "decoding": "decode once and store the result, or transform batches on the device",
+    "collating": "have the data set give tensors of one size, or write a collate_fn that copies once",
+}
+
+
+class Verdict(NamedTuple):
+    """What is slow, why that is known, and what to do."""
+
+    kind: Kind
+    because: str
+    advice: str
+
+
+def verdict(cost: LoaderCost) -> Verdict | None:
+    """What is slow in a loader; None where it takes less than a twentieth of the step."""
+    if not 0 < SHARE * cost.step_seconds <= cost.price:
+        return None
+    if cost.parts is None:
+        return Verdict("unknown", "", _more_workers(cost, ""))
+    return _of_parts(cost, cost.parts)
+
+
+def _of_parts(cost: LoaderCost, parts: BatchParts) -> Verdict:
+    settings = cost.settings
+    slowest = _slowest(parts)
+    said = _said(parts)
+    if parts.whole is not None and 2 * parts.whole < parts.work:
+        once = format_seconds(parts.whole)
+        return Verdict(
+            "one by one", f"{said}; asked for all samples at once it takes {once}", _AT_ONCE
+        )
+    if settings.workers > cost.cores and parts.reading < parts.work / 2:
+        why = f"{said}, and {settings.workers} workers share {_cores(cost)} with the step"
+        return Verdict("many workers", why, _settings_advice(cost, parts))
+    if settings.workers and parts.handing > parts.work / settings.workers:
+        why = (
+            f"{said}; to take its {format_bytes(parts.bytes)} from a worker takes "
+            f"{format_seconds(parts.handing)}"
+        )
+        return Verdict("handing over", why, _SMALLER)
+    chosen = best_settings(cost, parts)
+    if 0 < settings.workers < chosen.workers:
+        why = f"{said}, more than {settings.workers} worker{_s(settings.workers)} can hide"
+        return Verdict("few workers", why, _settings_advice(cost, parts))
+    advice = _CHEAPER[slowest]
+    if not settings.workers and chosen.workers:
+        advice = f"{_settings_advice(cost, parts)}; beyond that, {advice}"
+    return Verdict(slowest, said, advice)
+
+
+_AT_ONCE = (
+    "sampler=BatchSampler(RandomSampler(dataset), batch_size, drop_last=False), batch_size=None: the data "
+    "set is indexed with a list, and nothing is collated"
+)
+_SMALLER = (
+    "ship narrower types and widen them on the device, crop before and not after the batch is shipped, or "
+    "read in the process that trains (num_workers=0)"
+)
+
+
+def best_settings(cost: LoaderCost, parts: BatchParts) -> LoaderSettings:
+    """The settings that the model finds quickest, within the cores and half of the free memory."""
+    consumer = consumer_of(cost)
+    most = cost.free_bytes // 2 or None
+    found = [
+        replace(cost.settings, workers=workers, persistent=workers > 0)
+        for workers in range(min(cost.cores, enough_workers(parts, cost.settings, consumer)) + 1)
+    ]
+    fitting = [one for one in found if most is None or memory_bytes(parts, one) <= most]
+    return min(
+        fitting or found[:1],
+        key=lambda one: (batch_seconds(parts, one, consumer, cost.cores), one.workers),
+    )
+
+
+def consumer_of(cost: LoaderCost) -> Consumer:
+    """What the step does with one batch, without the loader."""
+    without = cost.step_seconds - cost.price
+    ready = without if cost.ready_seconds is None else cost.ready_seconds
+    return Consumer(ready / max(cost.batches, 1), max(cost.busy, 1.0))
+
+
+def _slowest(parts: BatchParts) -> Literal["reading", "decoding", "collating"]:
+    if parts.collating >= max(parts.reading, parts.decoding):
+        return "collating"
+    return "reading" if parts.reading > parts.decoding else "decoding"
+
+
+def _said(parts: BatchParts) -> str:
+    """A batch's time in words, its parts the largest first."""
+    named: Iterable[tuple[str, float]] = (
+        ("waiting for data", parts.reading),
+        ("making the samples", parts.decoding),
+        ("collating", parts.collating),
+    )
+    order = sorted(named, key=lambda one: -one[1])
+    told = ", ".join(
+        f"{format_seconds(seconds)} {name}"
+        for name, seconds in order
+        if seconds > 0.05 * parts.work
+    )
+    return f"a batch takes {format_seconds(parts.work)} ({told})"
+
+
+def _settings_advice(cost: LoaderCost, parts: BatchParts) -> str:
+    chosen = best_settings(cost, parts)
+    ahead = batch_seconds(parts, chosen, consumer_of(cost), cost.cores) * max(cost.batches, 1)
+    words = [f"num_workers={chosen.workers}"]
+    if chosen.workers:
+        words.append("persistent_workers=True")
+    foreseen = f"a step then takes about {format_seconds(ahead)}, by a model"
+    return f"{', '.join(words)}: {foreseen}; torchtrim tune-loader measures it"
+
+
+def _more_workers(cost: LoaderCost, pinned: str) -> str:
+    """What holds of any loader whose data set could not be asked."""
+    if cost.settings.workers >= cost.cores:
+        return "make reading a sample cheaper: every core has a worker already"
+    return (
+        f"num_workers={cost.cores}, persistent_workers=True{pinned}: workers read the next batches while "
+        "the step computes"
+    )
+
+
+def _cores(cost: LoaderCost) -> str:
+    return f"{cost.cores} core{_s(cost.cores)}"
+
+
+def _s(count: int) -> str:
+    return "s" * (count != 1)

@@ -1,0 +1,293 @@
+"""Finds relative positions that are written out as tensors of query times key, in a profile.
+
+From every softmax over scores the trace goes back, through operators that work element by element, to
+where the addend of the scores comes from. An index of a learnt table that has a number for each
+pair of tokens is a written-out position; so is a product with such an index of vectors, and one with
+an index for each pair of rows or of columns, which is how decomposed positions begin. The indices of a
+padding mask have no number for each pair, and masks are no index of anything: they are not taken.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from math import prod
+from pathlib import PurePath
+from typing import Literal, NamedTuple
+
+from torchtrim.records.operator_names import base_name
+from torchtrim.records.profile import Operator, Profile, TensorUse
+
+Form = Literal["bias", "vectors", "decomposed", "values"]
+
+_SOFTMAX = {"aten::_softmax", "aten::_safe_softmax"}
+_FUSED = "aten::_scaled_dot_product"
+_GATHERS = {
+    "aten::index",
+    "aten::index_select",
+    "aten::embedding",
+    "aten::gather",
+    "aten::take",
+    "aten::_unsafe_index",
+}
+_PRODUCTS = {"aten::bmm", "aten::mm", "aten::baddbmm"}
+_SUMS = {"aten::add", "aten::add_", "aten::sub", "aten::sub_"}
+_CARRIES = {
+    *_SUMS,
+    *("aten::mul", "aten::mul_", "aten::div", "aten::div_", "aten::neg", "aten::sigmoid"),
+    *("aten::clone", "aten::copy_", "aten::_to_copy", "aten::masked_fill", "aten::masked_fill_"),
+    *("aten::where", "aten::constant_pad_nd", "aten::native_dropout", "aten::cat"),
+}
+_EMPTY = {"aten::zeros", "aten::empty", "aten::new_zeros", "aten::zeros_like", "aten::empty_like"}
+_MOST_TRACED = 400
+_LAYERS = re.compile(
+    r"(qkv|proj|[qkvo]|[qkvo]_proj|query|key|value|out_proj)\.(weight|bias)|[qkv]_bias|qkv_bias"
+)
+_TABLES = tuple(
+    map(
+        re.compile,
+        (
+            r"rpe_[qkv]\.(rp_rows\.|rp_cols\.)?lookup_table_(weight|bias)",
+            r"(relative_position_bias\.)?relative_position_bias_table",
+            r"rel_pos_[hw]",
+            r"rel_pos_embed_[kv]\.embeddings_table_[vh]",
+            r"relative_attention_bias\.weight",
+        ),
+    )
+)
+
+
+class Written(NamedTuple):
+    """Positions that one call of attention writes out.
+
+    `gather` is the operator that indexes the table, `operators` those of the positions alone, `at` the
+    softmax or the fused attention. `scores` is the shape of the scores. The attention as a whole, from
+    products with keys to those with values, is `first <= i < last`.
+    """
+
+    form: Form
+    gather: int
+    operators: tuple[int, ...]
+    at: int
+    scores: tuple[int, ...]
+    first: int = 0
+    last: int = 0
+
+
+def written_positions(profile: Profile) -> tuple[Written, ...]:
+    """All of a profile's, in order."""
+    trace = _Trace(profile)
+    found = [
+        one._replace(first=min(first, *trace.inside(one)), last=max(last, at + 1))
+        for at in range(len(profile.operators))
+        if (around := list(trace.around(at)))
+        for first, last in (trace.reach(at),)
+        for one in around
+    ]
+    return tuple(sorted(found, key=lambda one: (one.gather, one.at)))
+
+
+class _Scores(NamedTuple):
+    """The sizes to look for at one softmax: pairs of tokens, keys, and scores in all."""
+
+    shape: tuple[int, ...]
+    pairs: int
+    keys: int
+    number: int
+
+
+class _Trace:
+    """Who wrote each storage, and who reads it."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+        self._writers: defaultdict[int, list[int]] = defaultdict(list)
+        self._readers: defaultdict[int, list[int]] = defaultdict(list)
+        for index, op in enumerate(profile.operators):
+            read = {use.storage for use in op.inputs}
+            for storage in {*op.mutates, *(u.storage for u in op.outputs if u.storage not in read)}:
+                self._writers[storage].append(index)
+            for storage in read:
+                self._readers[storage].append(index)
+
+    def around(self, at: int) -> Iterator[Written]:
+        """The positions that are written out for the softmax or fused attention `at`."""
+        op = self._profile.operators[at]
+        if op.phase not in ("forward", "recompute") or not op.inputs:
+            return
+        name = base_name(op.name)
+        if name in _SOFTMAX:
+            scores = _scores_of(op.inputs[0].shape)
+            if scores:
+                yield from self._added(op.inputs[0], at, scores)
+                yield from self._values(at, scores)
+        elif name.startswith(_FUSED) and len(op.inputs) > 3:
+            scores = _scores_of((*op.inputs[0].shape[:-1], op.inputs[1].shape[-2]))
+            for use in op.inputs[3:]:
+                if scores and _is_float(use) and prod(use.shape) >= scores.pairs:
+                    yield from self._added(use, at, scores)
+
+    def reach(self, at: int) -> tuple[int, int]:
+        """From the first product that makes the scores to behind the last with probabilities."""
+        op = self._profile.operators[at]
+        if base_name(op.name) not in _SOFTMAX:
+            return at, at + 1
+        leaves = (leaf for leaf, _ in self._leaves(op.inputs[0].storage, at))
+        before = [leaf for leaf in leaves if self._is_product(leaf)]
+        after = self._after({use.storage for use in op.outputs}, at)
+        return min([at, *before]), max([at, *filter(self._is_product, after)]) + 1
+
+    def inside(self, one: Written) -> list[int]:
+        """The operators of positions that ran in the attention's own module."""
+        own = self._profile.module_of(one.at)
+        modules = ((i, self._profile.module_of(i)) for i in one.operators)
+        return [one.at, *(i for i, path in modules if f"{path}.".startswith(f"{own}."))]
+
+    def _is_product(self, index: int) -> bool:
+        return base_name(self._profile.operators[index].name) in _PRODUCTS
+
+    def _added(self, use: TensorUse, at: int, scores: _Scores) -> Iterator[Written]:
+        for leaf, path in self._leaves(use.storage, at):
+            op = self._profile.operators[leaf]
+            if self._indexes_pairs(op, scores) or self._is_compiled(op, scores):
+                yield Written("bias", leaf, (leaf, *path), at, scores.shape)
+            elif self._is_product(leaf):
+                for form, gather, way in self._of_product(leaf, scores):
+                    yield Written(form, gather, (gather, *way, leaf, *path), at, scores.shape)
+
+    def _of_product(
+        self, product: int, scores: _Scores
+    ) -> Iterator[tuple[Form, int, tuple[int, ...]]]:
+        """Indexed tables of vectors that a product takes part in."""
+        op = self._profile.operators[product]
+        made = sum(prod(use.shape) for use in op.outputs)
+        for use in op.inputs:
+            for leaf, path in self._leaves(use.storage, product):
+                gather = self._profile.operators[leaf]
+                if not _gathers(gather):
+                    continue
+                number, last = _indexed(gather)
+                if number == scores.pairs and prod(gather.outputs[0].shape) > number:
+                    yield "vectors", leaf, path
+                elif 1 < last < scores.keys and made * scores.keys == scores.number * last:
+                    yield "decomposed", leaf, path
+
+    def _values(self, at: int, scores: _Scores) -> Iterator[Written]:
+        """Products of probabilities with an indexed table of vectors."""
+        carries = {use.storage for use in self._profile.operators[at].outputs}
+        for reader in self._after(carries, at):
+            if self._is_product(reader):
+                for form, gather, path in self._of_product(reader, scores):
+                    if form == "vectors":
+                        yield Written("values", gather, (gather, *path, reader), at, scores.shape)
+
+    def _after(self, carries: set[int], at: int) -> list[int]:
+        """Operators of the forward that read what carries the probabilities."""
+        found: set[int] = set()
+        waiting = list(carries)
+        while waiting and len(found) < _MOST_TRACED:
+            readers = self._readers[waiting.pop()]
+            for reader in readers[bisect_left(readers, at + 1) :]:
+                op = self._profile.operators[reader]
+                if reader in found or op.phase != self._profile.operators[at].phase:
+                    continue
+                found.add(reader)
+                if base_name(op.name) in _CARRIES:
+                    waiting += {use.storage for use in op.outputs} - carries
+                    carries |= {use.storage for use in op.outputs}
+        return sorted(found)
+
+    def _leaves(self, storage: int, before: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Where a tensor comes from, and the operators that carried it, back to front."""
+        waiting: list[tuple[int, int, tuple[int, ...]]] = [(storage, before, ())]
+        seen: set[int] = set()
+        while waiting and len(seen) < _MOST_TRACED:
+            storage, before, path = waiting.pop()
+            writer = self._writer(storage, before)
+            if writer < 0 or writer in seen:
+                continue
+            seen.add(writer)
+            op = self._profile.operators[writer]
+            if base_name(op.name) not in _CARRIES:
+                yield writer, path
+                continue
+            through = {u.storage for u in op.inputs if _is_float(u)} | set(op.mutates)
+            waiting += [(one, writer, (*path, writer)) for one in sorted(through)]
+
+    def _writer(self, storage: int, before: int) -> int:
+        writers = self._writers[storage]
+        position = bisect_left(writers, before)
+        return writers[position - 1] if position else -1
+
+    def _indexes_pairs(self, op: Operator, scores: _Scores) -> bool:
+        return (
+            _gathers(op)
+            and _indexed(op)[0] >= scores.pairs
+            and prod(op.outputs[0].shape) >= scores.pairs
+        )
+
+    def _is_compiled(self, op: Operator, scores: _Scores) -> bool:
+        """An empty tensor of scores that iRPE's `rpe_index` fills, which no operator shows."""
+        if base_name(op.name) not in _EMPTY or op.outputs[0].shape != scores.shape:
+            return False
+        places = (self._profile.places[i] for i in (op.place, op.caller) if i >= 0)
+        return any(PurePath(place.path).stem == "rpe_index" for place in places)
+
+
+def _scores_of(shape: tuple[int, ...]) -> _Scores | None:
+    if len(shape) < 3 or shape[-2] < 2 or shape[-1] < 2:
+        return None
+    return _Scores(shape, shape[-1] * shape[-2], shape[-1], prod(shape))
+
+
+def _is_float(use: TensorUse) -> bool:
+    return "float" in use.dtype
+
+
+def _gathers(op: Operator) -> bool:
+    """Whether it looks numbers up in a table, by integers."""
+    name = base_name(op.name)
+    asked = name in _GATHERS or name.endswith("rpe_index")
+    return asked and bool(op.outputs) and _is_float(op.outputs[0]) and bool(list(_ids(op)))
+
+
+def _ids(op: Operator) -> Iterator[TensorUse]:
+    return (use for use in op.inputs if use.dtype in ("int64", "int32"))
+
+
+def _indexed(op: Operator) -> tuple[int, int]:
+    """How many ids the largest index has, and how many in its last dimension."""
+    largest = max(_ids(op), key=lambda use: prod(use.shape))
+    return prod(largest.shape), (largest.shape or (1,))[-1]
+
+
+def modules_of(profile: Profile, found: Iterable[Written]) -> dict[str, list[Written]]:
+    """By the path of the module that takes the softmax."""
+    modules: dict[str, list[Written]] = defaultdict(list)
+    for one in found:
+        modules[profile.module_of(one.at)].append(one)
+    return dict(modules)
+
+
+def replaceable(profile: Profile, modules: Iterable[str]) -> list[str]:
+    """Those of the modules whose parameters are an attention's layers and tables of one kind.
+
+    A module with other parameters, such as a learnt temperature, computes something else.
+    """
+    asked = set(modules)
+    owned: dict[str, list[str]] = {module: [] for module in asked}
+    for storage in profile.storages:
+        if storage.kind == "parameter":
+            parts = storage.name.split(".")
+            for length in range(1, len(parts)):
+                if (path := ".".join(parts[:length])) in asked:
+                    owned[path].append(".".join(parts[length:]))
+    return sorted(module for module, names in owned.items() if _is_known(names))
+
+
+def _is_known(names: list[str]) -> bool:
+    rest = [name for name in names if not _LAYERS.fullmatch(name)]
+    known = any(all(table.fullmatch(name) for name in rest) for table in _TABLES)
+    return bool(rest) and len(rest) < len(names) and known

@@ -1,0 +1,92 @@
+"""What the waits of an emulated step would cost on the device that it emulates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from msgspec.structs import replace
+
+from torchtrim.analysis.shares import LOADER, memory_share, time_share
+from torchtrim.analysis.syncs import CODES, sync_numbers
+from torchtrim.costs.devices import Device, device_named
+from torchtrim.costs.syncs import Modelled, price_syncs
+from torchtrim.records.files import without_collection
+from torchtrim.records.finding import Finding
+from torchtrim.records.profile import Profile, is_emulated
+from torchtrim.records.report import Waiting, WaitSet
+
+_DEFAULT = "a100"
+_NOTHING = 0.003
+_MOVES = "; without it alone the next wait takes over, no gain expected"
+_LITTLE = "; all waits together are worth less than 0.3 % of the step"
+
+
+def priced(
+    profile: Profile, findings: Iterable[Finding]
+) -> tuple[tuple[Finding, ...], Waiting | None]:
+    """The findings, those that wait with what the step would gain without them alone; and what sets gain.
+
+    Only an emulated step is priced: a real one was measured. The most expensive come first.
+    """
+    found = tuple(findings)
+    waiting = [finding for finding in found if finding.code in CODES]
+    if not is_emulated(profile.device) or not waiting:
+        return found, None
+    device = device_of(profile)
+    sites = sync_numbers(profile, waiting)
+    with without_collection():
+        model = price_syncs(profile, device, sites)
+    prices = {id(f): wait.saves_alone_ms for f, wait in zip(waiting, model.waits, strict=True)}
+    ordered = sorted(found, key=lambda finding: _order(profile, model, finding, prices))
+    places = {id(finding): number for number, finding in enumerate(ordered)}
+    sets = tuple(
+        WaitSet(findings=tuple(sorted(places[id(waiting[i])] for i in chosen)), saves_ms=gain)
+        for chosen, gain in model.sets
+    )
+    least = _NOTHING * model.step_ms
+    small = _LITTLE if model.all_saves_ms < least else _MOVES
+    told = tuple(_told(one, prices.get(id(one)), least, small) for one in ordered)
+    return told, _waiting(device, model, sets)
+
+
+def _waiting(device: Device, model: Modelled, sets: tuple[WaitSet, ...]) -> Waiting:
+    return Waiting(
+        device=device.name,
+        source="modelled",
+        step_ms=model.step_ms,
+        device_busy_ms=model.device_busy_ms,
+        bound=model.bound,
+        all_saves_ms=model.all_saves_ms,
+        sets=sets,
+    )
+
+
+def _told(finding: Finding, price: float | None, least: float, small: str) -> Finding:
+    """With its price; of one below `least`, a few thousandths of the step, it is said why."""
+    if price is None:
+        return finding
+    why = small if price < least else ""
+    return replace(finding, price_ms=price, message=finding.message + why, source="modelled")
+
+
+def _order(
+    profile: Profile, model: Modelled, finding: Finding, prices: dict[int, float | None]
+) -> tuple[float, int, str, str, int]:
+    """By share of the peak or of the step's time: of the modelled step for a wait, else of the one run.
+
+    A loader works on the host, which is real: what it takes comes on top of the modelled step.
+    """
+    if id(finding) in prices:
+        time = (prices[id(finding)] or 0.0) / max(model.step_ms, 1e-9)
+    elif finding.code == LOADER:
+        waited = finding.price_ms or 0.0
+        time = waited / max(waited + model.step_ms, 1e-9)
+    else:
+        time = time_share(profile, finding)
+    most = -max(time, memory_share(profile, finding))
+    return most, -finding.count_per_step, finding.code, finding.path, finding.line
+
+
+def device_of(profile: Profile) -> Device:
+    """The device that an emulated profile is of."""
+    return device_named(profile.device.partition(" ")[2] or _DEFAULT)

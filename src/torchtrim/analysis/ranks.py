@@ -1,0 +1,81 @@
+"""What rules about several ranks share."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+from torchtrim.analysis.places import Line, line_of
+from torchtrim.records.files import read_head
+from torchtrim.records.profile import Profile
+from torchtrim.step.job import Job
+
+SHARE = 0.2
+"""A fifth of the step is worth a finding."""
+_MOST_BYTES = 2**20
+
+
+class Lag(NamedTuple):
+    """A rank that others await: for how long the one that waits most does, and how often.
+
+    `loading`: how much longer than that one the rank waited for its own loader.
+    """
+
+    rank: int
+    seconds: float
+    times: int
+    loading: float
+
+
+def lags(job: Job) -> list[Lag]:
+    """The ranks that others await a fifth of the step or more."""
+    waited: Counter[tuple[int, int]] = Counter()
+    times: Counter[int] = Counter()
+    for exchange in job.exchanges:
+        last = exchange.last.rank
+        times[last] += any(exchange.waited(part) > 0 for part in exchange.parts)
+        for part in exchange.parts:
+            waited[last, part.rank] += exchange.waited(part)  # type: ignore[assignment]
+    loading = {
+        profile.rank: sum(wait.seconds for wait in profile.waits) for profile in job.profiles
+    }
+    found = []
+    for last in times:
+        seconds, other = max((waited[last, p.rank], p.rank) for p in job.profiles if p.rank != last)
+        if seconds >= SHARE * job.seconds:
+            more = max(loading[last] - loading[other], 0.0)
+            found.append(Lag(last, seconds, times[last], more))
+    return found
+
+
+def slower_line(job: Job, rank: int) -> Line:
+    """The line at which a rank falls behind most; line 0 of the script where the ranks do not do the same."""
+    own = next(profile for profile in job.profiles if profile.rank == rank)
+    others = [profile for profile in job.profiles if profile.rank != rank]
+    names = [op.name for op in own.operators]
+    alike = [one for one in others if [op.name for op in one.operators] == names]
+    if not alike or not names:
+        return Line(own.script, 0)
+    taken = _until_next(own)
+    usual = [min(times) for times in zip(*map(_until_next, alike), strict=True)]
+    excess = [mine - theirs for mine, theirs in zip(taken, usual, strict=True)]
+    return line_of(own, excess.index(max(excess)))
+
+
+def _until_next(profile: Profile) -> list[float]:
+    """For each operator, how long after the one before it has ended it ends, its own time included."""
+    ends = [0.0, *(op.start + op.seconds for op in profile.operators)]
+    return [end - before for before, end in pairwise(ends)]
+
+
+def line_with(profile: Profile, text: str) -> Line:
+    """The first line of the script that has a text; line 0 where none has."""
+    try:
+        data = read_head(Path(profile.project, profile.script), _MOST_BYTES)
+        lines = data.decode("utf-8", errors="replace").split("\n")
+    except (OSError, ValueError):
+        lines = []
+    number = next((at for at, line in enumerate(lines, 1) if text in line), 0)
+    return Line(profile.script, number)

@@ -1,0 +1,183 @@
+"""What the rules on host-device syncs share."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+from torchtrim.analysis.places import Line, line_of
+from torchtrim.records.finding import Finding, Suggestion
+from torchtrim.records.operator_names import base_name
+from torchtrim.records.profile import Place, Profile, Sync
+from torchtrim.syncs.libraries import is_unknown
+from torchtrim.syncs.lookup import row
+
+_MOST_NAMED = 3
+CODES = ("TT101", "TT102", "TT103", "TT104")
+"""The codes of syncs. TT105 is about races, which do not synchronize."""
+
+
+def sync_numbers(profile: Profile, findings: Iterable[Finding]) -> list[tuple[int, ...]]:
+    """For each finding the numbers of the syncs that it is about."""
+    numbers: dict[tuple[str, str, int], list[int]] = defaultdict(list)
+    codes = {name: code_of(name) for name in {sync.row for sync in profile.syncs}}
+    for number, sync in enumerate(profile.syncs):
+        numbers[codes[sync.row], *line_of_sync(profile, sync)].append(number)
+    return [tuple(numbers[one.code, one.path, one.line]) for one in findings]
+
+
+def waits_by_line(profile: Profile, code: str) -> dict[Line, list[Sync]]:
+    """The waits that a rule reports, by the line that asked for them."""
+    lines: dict[Line, list[Sync]] = defaultdict(list)
+    known = {name for name in {sync.row for sync in profile.syncs} if code_of(name) == code}
+    for sync in profile.syncs:
+        if sync.row in known:
+            lines[line_of_sync(profile, sync)].append(sync)
+    return dict(lines)
+
+
+def waits_in(profile: Profile) -> tuple[tuple[str, int, str, str, int], ...]:
+    """Every line that waits, and how: path, line, what, row of the table, times. Races are no waits."""
+    counts = Counter(
+        (line_of_sync(profile, sync), sync.row)
+        for sync in profile.syncs
+        if code_of(sync.row) in CODES
+    )
+    return tuple(
+        (line.path, line.line, row(name).what, name, count)
+        for (line, name), count in counts.items()
+    )
+
+
+def waiting_findings(profile: Profile, code: str, what: str) -> Iterator[Finding]:
+    """A finding for each line that waits."""
+    for line, syncs in waits_by_line(profile, code).items():
+        yield waiting_finding(profile, code, line, syncs, what=what, advice=advice(profile, syncs))
+
+
+def waiting_finding(
+    profile: Profile, code: str, line: Line, syncs: Sequence[Sync], *, what: str, advice: str
+) -> Finding:
+    """A finding for the waits of one line. Only a real device measures what they cost."""
+    measured = [sync.seconds for sync in syncs if sync.seconds is not None]
+    price = sum(measured) * 1e3 if measured else None
+    inside = inside_libraries(library_place(profile, sync) for sync in syncs)
+    cost = f", {price:.3g} ms in all" if price is not None else ""
+    return Finding(
+        code=code,
+        path=line.path,
+        line=line.line,
+        end_line=line.line,
+        message=f"sync at {', '.join(_counted(profile, syncs))}: {what}, "
+        f"{times(len(syncs))} a step{cost}{inside}",
+        count_per_step=len(syncs),
+        price_ms=price,
+        source="measured" if price is not None else "modelled",
+        fix=Suggestion(kind="advice", reason=advice),
+    )
+
+
+def unknown_operators(profile: Profile) -> Counter[str]:
+    """Operators of the device that nobody has read: whether they wait is not known. With their number."""
+    there = [not storage.device.startswith("cpu") for storage in profile.storages]
+    return Counter(
+        base_name(op.name)
+        for op in profile.operators
+        if is_unknown(op.name) and any(there[use.storage] for use in (*op.inputs, *op.outputs))
+    )
+
+
+def unknown_note(profile: Profile) -> str:
+    """What a report says of them; empty where there are none."""
+    found = unknown_operators(profile)
+    if not found:
+        return ""
+    named = ", ".join(f"{name} ({times(count)})" for name, count in found.most_common(_MOST_NAMED))
+    more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+    return f"operators whose source was not read, so whether they wait is unknown: {named}{more}"
+
+
+def inside_libraries(places: Iterable[Place | None]) -> str:
+    """What a message says of the lines of libraries that a line led to, the most frequent first."""
+    found = Counter(place for place in places if place is not None)
+    if not found:
+        return ""
+    named = ", ".join(
+        f"{_short(place)}{f' ({times(count)})' if len(found) > 1 else ''}"
+        for place, count in found.most_common(_MOST_NAMED)
+    )
+    more = f" and {len(found) - _MOST_NAMED} more lines" if len(found) > _MOST_NAMED else ""
+    return f", inside {named}{more}"
+
+
+def library_place(profile: Profile, sync: Sync) -> Place | None:
+    """The innermost line of a library, where the user's own line only led to it."""
+    if sync.operator >= 0:
+        return library_place_of(profile, sync.operator)
+    return _library(profile, sync.place, sync.caller)
+
+
+def library_place_of(profile: Profile, operator: int) -> Place | None:
+    """The same of an operator; for one of backward, of its forward operator."""
+    op = profile.operators[operator]
+    if op.forward >= 0:
+        op = profile.operators[op.forward]
+    return _library(profile, op.place, op.caller)
+
+
+def _library(profile: Profile, place: int, caller: int) -> Place | None:
+    return profile.places[place] if place >= 0 and caller >= 0 and place != caller else None
+
+
+def _short(place: Place) -> str:
+    """`torchmetrics/metric.py:471 in compute`."""
+    parts = place.path.replace("\\", "/").split("/")
+    return f"{'/'.join(parts[-2:])}:{place.line} in {place.function}"
+
+
+def advice(profile: Profile, syncs: Sequence[Sync]) -> str:
+    """What the table says to do instead, of each way to wait that the line has."""
+    if all(sync.phase == "optimizer" for sync in syncs):
+        return (
+            "the optimizer keeps a number on the device that it needs on the host: "
+            "use fused=True or capturable=True, or load its state so that `step` stays on the CPU"
+        )
+    said = dict.fromkeys(row(sync.row).advice for sync in syncs)
+    return " ".join(said)
+
+
+def times(count: int) -> str:
+    """`once`, `twice`, `3 times`."""
+    return {1: "once", 2: "twice"}.get(count, f"{count} times")
+
+
+def code_of(name: str) -> str:
+    """The code of a row; none for one that only a newer torchtrim knows."""
+    try:
+        return row(name).code
+    except KeyError:
+        return ""
+
+
+def line_of_sync(profile: Profile, sync: Sync) -> Line:
+    """The line that waits."""
+    if sync.operator >= 0:
+        return line_of(profile, sync.operator)
+    index = sync.caller if sync.caller >= 0 else sync.place
+    place: Place | None = profile.places[index] if index >= 0 else None
+    return Line(place.path, place.line) if place else Line(profile.script, 0)
+
+
+def _counted(profile: Profile, syncs: Sequence[Sync]) -> Iterator[str]:
+    """`index`, `2 x index_put in backward`, `synchronize`."""
+    counts = Counter(
+        (_name(profile, sync), " in backward" if sync.phase == "backward" else "") for sync in syncs
+    )
+    for (name, phase), count in counts.items():
+        yield f"{f'{count} x ' if count > 1 else ''}{name}{phase}"
+
+
+def _name(profile: Profile, sync: Sync) -> str:
+    if sync.operator < 0:
+        return sync.row
+    return base_name(profile.operators[sync.operator].name).rpartition("::")[2].strip("_")

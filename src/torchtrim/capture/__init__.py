@@ -1,0 +1,1 @@
+"""Records a running program: operators, storages, saved tensors, modules, optimizers, syncs."""

@@ -1,0 +1,231 @@
+"""What the allocator saw: the peak of a step, and how far memory rose inside each operator.
+
+On CPU the figures are the profiler's memory events; on CUDA the caching allocator's own counters.
+Kernels allocate scratch where dispatch cannot see it, so this is the peak that a person runs out of.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import itertools
+import os
+import sys
+from types import ModuleType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch._C._autograd import (
+    DeviceType,
+    _disable_profiler,
+    _enable_profiler,
+)
+from torch._C._profiler import RecordScope
+from torch.autograd import profiler as autograd_profiler
+from torch.autograd import profiler_legacy
+
+from torchtrim.capture.recorder import MARK, profiler_range
+from torchtrim.dispatch.profilers import end_open_ranges, is_taken
+from torchtrim.dryrun.run import current as current_dry
+from torchtrim.emulator.device import current as current_emulation
+from torchtrim.records.profile import is_emulated
+
+_OWN = "torchtrim::own"
+
+
+class Watched(NamedTuple):
+    """Bytes over those alive at the start: `peak`, `end`, and `transients` of each marked operator.
+
+    `reserved` is the caching allocator's peak, `before` what it had alive at the start; None where
+    there is none.
+    """
+
+    peak: int
+    end: int
+    transients: list[int]
+    reserved: int | None
+    before: int | None = None
+
+
+NOTHING = Watched(0, 0, [], None)
+
+
+class Allocator(Protocol):
+    """Watches one step. `cuts_at_marks`: it tells transients, if operators are marked."""
+
+    cuts_at_marks: bool
+
+    def start(self) -> None: ...
+
+    def stop(self) -> Watched: ...
+
+
+class CpuAllocator:
+    """The CPU allocator, by the profiler's memory events.
+
+    A block's end is reported only if its beginning was, so watch the step before as well. There is one
+    profiler in a process: the script's own comes first. Only the user scope is profiled, which costs a
+    sixth of profiling all operators.
+    """
+
+    cuts_at_marks = True
+
+    def __init__(self) -> None:
+        self._runs = False
+        self._undo = contextlib.ExitStack()
+
+    def start(self) -> None:
+        """Begin, unless the script runs a profiler of its own."""
+        if is_taken():
+            return
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+        profiler: Any = autograd_profiler.profile(profile_memory=True, record_shapes=True)
+        profiler._prepare_trace()
+        config = profiler.config(create_trace_id=False)
+        enable: Any = _enable_profiler
+        enable(config, profiler.kineto_activities, {RecordScope.USER_SCOPE})
+        self._runs = True
+        self._give_way(autograd_profiler, "_prepare_profiler")
+        self._give_way(autograd_profiler, "_enable_profiler")
+        self._give_way(profiler_legacy, "_enable_profiler_legacy")
+
+    def _give_way(self, module: ModuleType, name: str) -> None:
+        """End, without a result, when the script starts a profiler by that function."""
+        original = getattr(module, name)
+
+        def start_theirs(*args: Any, **kwargs: Any) -> Any:
+            self._end()
+            return original(*args, **kwargs)
+
+        setattr(module, name, start_theirs)
+        self._undo.callback(setattr, module, name, original)
+
+    def _end(self) -> list[Any] | None:
+        """Stop the profiler: its events, None where it did not run."""
+        self._undo.close()
+        runs, self._runs = self._runs, False
+        if runs:
+            end_open_ranges()
+        return _disable_profiler().events() if runs else None
+
+    def stop(self) -> Watched:
+        """End; zeros where it could not watch."""
+        events = self._end()
+        if events is None:
+            return NOTHING
+        memory: list[tuple[int, int]] = []
+        marks: list[tuple[int, int]] = []
+        own: list[tuple[int, int]] = []
+        for event in events:
+            name = event.name()
+            if name == "[memory]":
+                if event.device_type() == DeviceType.CPU:
+                    memory.append((event.start_ns(), event.nbytes()))
+            elif name == MARK:
+                marks.append((event.start_ns(), event.end_ns()))
+            elif name == _OWN:
+                own.append((event.start_ns(), event.end_ns()))
+        memory.sort(key=lambda pair: pair[0])
+        marks.sort()
+        memory = _without(memory, sorted(own))
+        running = list(itertools.accumulate(size for _, size in memory))
+        peak = max(running, default=0)
+        return Watched(max(peak, 0), running[-1] if running else 0, _rises(memory, marks), None)
+
+
+def own() -> Any:
+    """A range around what torchtrim itself does: its memory is not the script's."""
+    return profiler_range(_OWN)
+
+
+def _without(memory: list[tuple[int, int]], own: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The events outside of torchtrim's own doings. Both lists are in order of time."""
+    starts = [begin for begin, _ in own]
+
+    def outside(moment: int) -> bool:
+        index = bisect.bisect_right(starts, moment) - 1
+        return index < 0 or moment > own[index][1]
+
+    return [event for event in memory if outside(event[0])] if own else memory
+
+
+def _rises(memory: list[tuple[int, int]], marks: list[tuple[int, int]]) -> list[int]:
+    """How far memory rose inside each marked range. Both lists are in order of time."""
+    rises = []
+    position = 0
+    for begin, end in marks:
+        while position < len(memory) and memory[position][0] < begin:
+            position += 1
+        level = highest = 0
+        while position < len(memory) and memory[position][0] <= end:
+            level += memory[position][1]
+            highest = max(highest, level)
+            position += 1
+        rises.append(highest)
+    return rises
+
+
+class CudaAllocator:
+    """CUDA's caching allocator. The peak counter is reset at the start of each step."""
+
+    cuts_at_marks = False
+
+    def __init__(self, device: int = 0) -> None:
+        self._device = device
+        self._before = 0
+
+    def start(self) -> None:
+        """Reset the peaks."""
+        self._settle()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._before = torch.cuda.memory_allocated(self._device)
+
+    def stop(self) -> Watched:
+        """Read the peaks."""
+        self._settle()
+        return Watched(
+            torch.cuda.max_memory_allocated(self._device) - self._before,
+            torch.cuda.memory_allocated(self._device) - self._before,
+            [],
+            torch.cuda.max_memory_reserved(self._device),
+            self._before,
+        )
+
+    def _settle(self) -> None:
+        """Wait for the device; an emulated one counts as work is queued, and would hide races of a script."""
+        if current_emulation() is None:
+            torch.cuda.synchronize(self._device)
+
+
+class Unwatched:
+    """No allocator, as in a dry run: what kernels need is modelled."""
+
+    cuts_at_marks = False
+
+    def start(self) -> None:
+        """Nothing begins."""
+
+    def stop(self) -> Watched:
+        """Nothing was seen."""
+        return NOTHING
+
+
+def allocator_for(device: str) -> Allocator:
+    """The allocator of a device such as `"cpu"`, `"emulated"` or `"cuda:0"`."""
+    if is_emulated(device):
+        return CudaAllocator()
+    if current_dry() is not None:
+        return Unwatched()
+    if device.startswith("cuda"):
+        return CudaAllocator(torch.device(device).index or 0)
+    return CpuAllocator()
+
+
+def rss_bytes() -> int | None:
+    """The process's own peak of resident memory, None where the system does not tell."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,482 @@
+"""What a module's code writes beyond its tensors: lists, globals, files, attributes of other objects.
+
+Code that writes such a thing must not run twice, as recomputation would have it. It is looked for in the
+source of `forward`, of hooks and of what they call, with names resolved to the objects that they stand for
+now. A write counts wherever it stands, also in a branch that has not run yet. What a module's own buffers,
+tensors and attributes hold can be put back, so writes to those do not count.
+"""
+
+from __future__ import annotations
+
+import ast
+import collections
+import dis
+import functools
+import io
+import itertools
+import random
+import sys
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from torchtrim.capture.code.live import UNKNOWN, Scope, Value, content, function_of, own_nodes
+from torchtrim.core.isolation import debugging, said_of
+
+_DEPTH = 12
+_TRUSTED = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "torchtrim", "einops", "triton"}
+_ON_REQUEST = ("transformers.model_debugging_utils",)
+"""Code that each model of a library reaches and that writes only where a person asks for it."""
+_WRITING_NAMES = """
+    append appendleft extend extendleft insert add update pop popleft popitem remove discard clear setdefault
+    sort reverse rotate put put_nowait send write writelines writerow writerows subtract fill __setitem__
+    __delitem__ __iadd__ intersection_update difference_update symmetric_difference_update cache_clear inc
+    observe log_metric add_scalar add_histogram flush truncate
+"""
+_WRITES = frozenset(_WRITING_NAMES.split())
+_WRITING_FUNCTIONS = """
+    heappush heappop heapreplace heappushpop heapify insort insort_left insort_right shuffle iadd setitem
+    delitem
+"""
+_WRITE_TO_ARGUMENT = frozenset(_WRITING_FUNCTIONS.split())
+_CONTAINERS = (list, dict, set, bytearray, collections.deque, io.IOBase)
+_KEPT = (int, float, complex, str, bytes, bool, tuple, frozenset, type(None))
+_SAVES = frozenset(("save", "savez", "savetxt", "dump", "to_csv", "to_json", "savefig", "imsave"))
+
+
+class Write(NamedTuple):
+    """One write: what the code does, and where."""
+
+    does: str
+    path: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"it {self.does} at {self.path.rpartition('/')[2]}:{self.line}"
+
+
+Reference = tuple[Mapping[str, Any], str, Any]
+
+
+class SideEffects:
+    """What the code of some modules reaches: writes beyond them, generators it may draw from, and other
+    modules it calls.
+
+    `reads` are the names of the attributes that it reads; `is_unread`: some of it has no source.
+    `references` are the names through which it reaches code and state, with what each stood for: where one
+    stands for something else, look again.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.writes: list[Write] = []
+        self.generators: list[Any] = []
+        self.modules: list[nn.Module] = []
+        self.references: list[Reference] = []
+        self.reads: set[str] = set()
+        self.is_unread = False
+        self._known: set[int] = set()
+        self._done: set[tuple[Any, ...]] = set()
+        self._referred: set[tuple[int, str]] = set()
+        for module in modules:
+            self._add(module)
+        for module in self.modules:
+            self._look_at_safely(module)
+
+    def _add(self, module: nn.Module) -> None:
+        if id(module) not in self._known:
+            self._known.add(id(module))
+            self.modules.append(module)
+
+    def _look_at_safely(self, module: nn.Module) -> None:
+        """Look at a module; code that this reader fails on is taken to write."""
+        try:
+            self._look_at(module)
+        except Exception as error:
+            if debugging():
+                raise
+            path = getattr(sys.modules.get(type(module).__module__), "__file__", None) or ""
+            self.writes.append(Write(f"cannot be read ({said_of(error)})", path, 0))
+
+    def _look_at(self, module: nn.Module) -> None:
+        for value in vars(module).values():
+            self._note_generators(value)
+        if "forward" in vars(module):
+            self._call(vars(module)["forward"], 0)
+        else:
+            self._look_at_class(module)
+        for hook in hooks_of(module):
+            self._call(hook, 0)
+
+    def _look_at_class(self, module: nn.Module) -> None:
+        """Look at the forward of a module's class; of one that a technique has subclassed, the original's."""
+        kind = next(
+            kind
+            for kind in type(module).__mro__
+            if "forward" in vars(kind) and "_torchtrim_swapped" not in vars(kind)
+        )
+        forward = vars(kind)["forward"]
+        self._remember(vars(kind), "forward")
+        if isinstance(forward, types.FunctionType) and is_trusted(forward):
+            self._look_at_functional(forward)
+        else:
+            self._call(types.MethodType(forward, module), 0)
+
+    def _look_at_functional(self, forward: types.FunctionType) -> None:
+        """A layer of torch's calls `torch.nn.functional`, whose functions a program may replace."""
+        table = vars(torch.nn.functional)
+        for name in set(forward.__code__.co_names) & table.keys():
+            self._remember(table, name)
+            if isinstance(table[name], types.FunctionType):
+                self._call(table[name], 1)
+
+    def _call(
+        self,
+        called: Any,
+        depth: int,
+        arguments: Sequence[Value] = (),
+        keywords: Mapping[str, Value] | None = None,
+    ) -> None:
+        """Look at what a call of this object runs."""
+        found = function_of(called)
+        if found is None or depth > _DEPTH:
+            return
+        function, bound = found
+        if is_trusted(function):
+            self._look_through(function, depth)
+            return
+        given = [*(Value(value, True) for value in bound), *arguments]
+        named = {**_partial_keywords(called), **(keywords or {})}
+        key = (
+            function.__code__,
+            *((id(one.value), one.outlives) for one in given),
+            *((name, id(one.value), one.outlives) for name, one in named.items()),
+        )
+        if key not in self._done:
+            self._done.add(key)
+            self._look_into(function, given, named, depth)
+
+    def _look_through(self, function: types.FunctionType, depth: int) -> None:
+        """Look at the program's own functions that a library's function wraps, as a decorator does."""
+        for cell in function.__closure__ or ():
+            inner = content(cell)
+            if isinstance(inner, (types.FunctionType, types.MethodType)):
+                self._call(inner, depth + 1)
+
+    def _look_into(
+        self,
+        function: types.FunctionType,
+        given: Sequence[Value],
+        named: Mapping[str, Value],
+        depth: int,
+    ) -> None:
+        scope = Scope.of(function, {}, self._refer)
+        if scope is None:
+            self._take_from_bytecode(function.__code__)
+            return
+        scope.given.update(_defaults(function))
+        scope.given.update(zip(scope.parameters, given, strict=False))
+        scope.given.update((name, one) for name, one in named.items() if name in scope.given)
+        _Reader(self, scope, function.__code__.co_filename, depth).read()
+
+    def _take_from_bytecode(self, code: types.CodeType) -> None:
+        """Code without source: what its names say of it."""
+        self.is_unread = True
+        globals_ = {
+            one.argval for one in dis.get_instructions(code) if one.opname == "STORE_GLOBAL"
+        }
+        for name in sorted(globals_ | (_WRITES & set(code.co_names))):
+            self.writes.append(
+                Write(f"may write (`{name}`)", code.co_filename, code.co_firstlineno)
+            )
+
+    def _refer(self, table: Any, name: str, found: Any) -> None:
+        """A name was looked up beyond a function."""
+        self._note_generators(found)
+        names = table if isinstance(table, dict) else getattr(table, "__dict__", None)
+        if isinstance(found, nn.Module) or names is None:
+            return
+        if callable(found) or found is UNKNOWN or isinstance(found, _CONTAINERS):
+            kinds = () if isinstance(table, (dict, type)) else type(table).__mro__
+            classes = [vars(kind) for kind in kinds if name in vars(kind)]
+            for one in (names, *classes[:1]):
+                self._remember(one, name)
+
+    def _remember(self, names: Mapping[str, Any], name: str) -> None:
+        """A name that the code reaches through a table, and what it stands for now."""
+        if (id(names), name) not in self._referred:
+            self._referred.add((id(names), name))
+            self.references.append((names, name, names.get(name, UNKNOWN)))
+
+    def _note_generators(self, value: Any) -> None:
+        """Remember a generator of random numbers, those in a small container too."""
+        if isinstance(value, (list, tuple)) and len(value) <= 16:
+            for one in value:
+                self._note_generator(one)
+        elif isinstance(value, dict) and len(value) <= 16:
+            for one in value.values():
+                self._note_generator(one)
+        else:
+            self._note_generator(value)
+
+    def _note_generator(self, value: Any) -> None:
+        found = value if is_generator(value) else getattr(value, "__self__", None)
+        if is_generator(found) and not any(found is one for one in self.generators):
+            self.generators.append(found)
+
+
+def changed(references: Iterable[Reference]) -> bool:
+    """Whether a name stands for something else than it did."""
+    return any(names.get(name, UNKNOWN) is not found for names, name, found in references)
+
+
+def is_generator(value: Any) -> bool:
+    """Whether it is a generator of random numbers: torch's, Python's or numpy's."""
+    if isinstance(value, (torch.Generator, random.Random)):
+        return True
+    numpy = sys.modules.get("numpy.random")
+    return numpy is not None and isinstance(
+        value, (numpy.Generator, numpy.RandomState, numpy.BitGenerator)
+    )
+
+
+def hooks_of(module: nn.Module) -> Iterator[Any]:
+    """The user's hooks on a module's forward and backward."""
+    for table in (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_pre_hooks,
+        module._backward_hooks,
+    ):
+        yield from table.values()
+
+
+def is_trusted(thing: type | types.FunctionType) -> bool:
+    """Whether the code is torch's or another library's that keeps no state of its own."""
+    names = thing.__globals__ if isinstance(thing, types.FunctionType) else vars(thing)
+    module = names.get("__name__") or names.get("__module__", "")
+    return str(module).partition(".")[0] in _TRUSTED or module in _ON_REQUEST
+
+
+def _defaults(function: types.FunctionType) -> Iterator[tuple[str, Value]]:
+    """Parameters whose default is a container: it is the same one in each call."""
+    code, defaults = function.__code__, function.__defaults__ or ()
+    names = code.co_varnames[: code.co_argcount]
+    positional = zip(reversed(names), reversed(defaults), strict=False)
+    for name, value in (*positional, *(function.__kwdefaults__ or {}).items()):
+        if isinstance(value, _CONTAINERS):
+            yield name, Value(value, True)
+
+
+def _partial_keywords(called: Any) -> dict[str, Value]:
+    """Return the keyword arguments that a `functools.partial` gives; nested partials are one already."""
+    if not isinstance(called, functools.partial):
+        return {}
+    return {name: Value(value, True) for name, value in called.keywords.items()}
+
+
+class _Reader:
+    """Reads one function for writes and for what it calls."""
+
+    def __init__(self, effects: SideEffects, scope: Scope, path: str, depth: int) -> None:
+        self._effects = effects
+        self._scope = scope
+        self._path = path
+        self._depth = depth
+        self._nodes = list(own_nodes(scope.node))
+        self._outer, self._filled = scope.closes_over, _filled_once(self._nodes)
+
+    def read(self) -> None:
+        """Look at every node of the function."""
+        raising = _raising(self._scope.node)
+        nodes = self._nodes
+        assigned = {id(one.target) for one in nodes if isinstance(one, ast.AugAssign)}
+        for node in nodes:
+            if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+                self._rebound(node)
+        for node in nodes:
+            if isinstance(node, (ast.Assign, ast.Delete)):
+                for target in node.targets:
+                    self._assigned(target, node)
+            elif isinstance(node, (ast.AugAssign, ast.AnnAssign, ast.For, ast.AsyncFor)):
+                self._assigned(node.target, node)
+            elif isinstance(node, ast.Call):
+                self._called(node, silent=node in raising)
+            elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Load):
+                self._scope.value(node)
+            if isinstance(node, ast.Attribute) and _is_read(node, assigned):
+                self._effects.reads.add(node.attr)
+
+    def _wrote(self, does: str, node: Any) -> None:
+        self._effects.writes.append(Write(does, self._path, node.lineno))
+
+    def _assigned(self, target: ast.expr, node: Any) -> None:
+        if isinstance(target, (ast.Tuple, ast.List)):
+            for one in target.elts:
+                self._assigned(one, node)
+        elif isinstance(target, ast.Attribute):
+            self._set_on(target.value, target, node)
+            if isinstance(node, ast.AugAssign) and self._scope.value(target).value is not UNKNOWN:
+                self._written(target, target, node)
+        elif isinstance(target, ast.Subscript):
+            self._written(target.value, target, node)
+        elif isinstance(target, ast.Name) and isinstance(node, ast.AugAssign):
+            name = ast.Name(id=target.id, ctx=ast.Load())
+            self._written(name, target, node)
+
+    def _rebound(self, node: ast.Name) -> None:
+        if node.id in self._outer and node.id not in self._filled.get(id(node), ()):
+            self._wrote(f"assigns the outer name `{node.id}`", node)
+
+    def _set_on(self, owner: ast.expr, target: ast.expr, node: Any) -> None:
+        """An attribute is set: on a module that is watched it can be put back."""
+        there = self._scope.value(owner)
+        if not there.outlives or self._is_own(there.value):
+            return
+        if isinstance(there.value, nn.Module):
+            self._effects._add(there.value)
+        else:
+            self._wrote(f"sets `{ast.unparse(target)}`", node)
+
+    def _written(self, owner: ast.expr, target: ast.expr, node: Any) -> None:
+        """What `owner` stands for is written to in place."""
+        there = self._scope.value(owner)
+        if not there.outlives or isinstance(there.value, _KEPT) or self._is_own(there.value):
+            return
+        if ast.unparse(owner) in self._filled.get(id(target), ()):
+            return
+        self._wrote(f"writes to `{ast.unparse(target)}`", node)
+
+    def _is_own(self, value: Any) -> bool:
+        """Whether it is a watched module, or a tensor that one of them holds and that can be put back."""
+        if isinstance(value, nn.Module):
+            return id(value) in self._effects._known
+        if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter):
+            return False
+        return any(
+            value is held
+            for module in self._effects.modules
+            for held in (*module._buffers.values(), *vars(module).values())
+        )
+
+    def _called(self, call: ast.Call, *, silent: bool) -> None:
+        name = (
+            call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+        )
+        if isinstance(call.func, ast.Attribute):
+            self._method(call, call.func)
+        else:
+            self._named(call, name, silent=silent)
+        for keyword in call.keywords:
+            if keyword.arg == "out":
+                self._written(keyword.value, keyword.value, call)
+        function = self._scope.value(call.func).value
+        self._written_by_library(call, name, function)
+        if function is not UNKNOWN and not isinstance(function, (nn.Module, type)):
+            self._effects._call(
+                function, self._depth + 1, self._arguments(call), self._keywords(call)
+            )
+        elif isinstance(function, nn.Module):
+            self._effects._add(function)
+
+    def _written_by_library(self, call: ast.Call, name: str, function: Any) -> None:
+        """Functions in C: a container's method under another name, and those that write to an argument."""
+        owner = getattr(function, "__self__", None)
+        own = getattr(function, "__name__", "")
+        if isinstance(owner, _CONTAINERS) and own in _WRITES and own != name:
+            self._wrote(f"calls `{ast.unparse(call.func)}`", call)
+        elif own == "__next__":
+            self._wrote(f"draws from `{ast.unparse(call.func)}`", call)
+        elif name in _WRITE_TO_ARGUMENT and call.args:
+            self._written(call.args[0], call.args[0], call)
+
+    def _arguments(self, call: ast.Call) -> list[Value]:
+        starred = next((n for n, one in enumerate(call.args) if isinstance(one, ast.Starred)), None)
+        return [self._scope.value(one) for one in call.args[:starred]]
+
+    def _keywords(self, call: ast.Call) -> dict[str, Value]:
+        return {one.arg: self._scope.value(one.value) for one in call.keywords if one.arg}
+
+    def _method(self, call: ast.Call, func: ast.Attribute) -> None:
+        there = self._scope.value(func.value)
+        if not there.outlives or self._is_own(there.value):
+            return
+        name, value = func.attr, there.value
+        in_place = name.endswith("_") and not name.endswith("__")
+        if isinstance(value, types.ModuleType):
+            if name in _SAVES or (value.__name__, name) == ("os", "putenv"):
+                self._wrote(f"calls `{ast.unparse(func)}`", call)
+        elif isinstance(value, torch.Tensor):
+            if in_place and name != "requires_grad_":
+                self._wrote(f"writes to `{ast.unparse(func.value)}`", call)
+        elif name in _WRITES and not isinstance(value, nn.Module):
+            if (
+                value is UNKNOWN
+                or function_of(getattr(type(value), name, None)) is None
+                or isinstance(value, (*_CONTAINERS, collections.abc.MutableMapping))
+            ):
+                self._wrote(f"calls `{ast.unparse(func)}`", call)
+        elif in_place and value is UNKNOWN:
+            self._wrote(f"writes to `{ast.unparse(func.value)}`", call)
+
+    def _named(self, call: ast.Call, name: str, *, silent: bool) -> None:
+        """A call of a plain name: of built-in functions those that write."""
+        if self._scope.is_local(name):
+            return
+        if name == "print" and not silent:
+            self._wrote("prints", call)
+        elif name == "next" and call.args:
+            there = self._scope.value(call.args[0])
+            if there.outlives and not isinstance(there.value, nn.Module):
+                self._wrote(f"draws from `{ast.unparse(call.args[0])}`", call)
+        elif name in ("setattr", "delattr") and call.args:
+            self._set_on(call.args[0], call, call)
+        elif name == "open" and _opens_for_writing(call):
+            self._wrote("writes a file", call)
+
+
+def _filled_once(nodes: Sequence[ast.AST]) -> dict[int, set[str]]:
+    """What may be written at a node, since a test around it lets that happen once: `if x is None`, `if key
+    not in x`."""
+    found: dict[int, set[str]] = {}
+    for node in nodes:
+        test = getattr(node, "test", None)
+        if not isinstance(node, ast.If) or not isinstance(test, ast.Compare) or len(test.ops) != 1:
+            continue
+        other = test.comparators[0]
+        if (
+            isinstance(test.ops[0], ast.Is)
+            and isinstance(other, ast.Constant)
+            and other.value is None
+        ):
+            name = ast.unparse(test.left)
+        elif isinstance(test.ops[0], ast.NotIn):
+            name = ast.unparse(other)
+        else:
+            continue
+        for inner in itertools.chain.from_iterable(map(ast.walk, node.body)):
+            found.setdefault(id(inner), set()).add(name)
+    return found
+
+
+def _is_read(node: ast.Attribute, in_place: set[int]) -> bool:
+    return isinstance(node.ctx, ast.Load) or id(node) in in_place
+
+
+def _opens_for_writing(call: ast.Call) -> bool:
+    modes = [*call.args[1:2], *(k.value for k in call.keywords if k.arg == "mode")]
+    return any(
+        not isinstance(one, ast.Constant) or set("wax+") & set(str(one.value)) for one in modes
+    )
+
+
+def _raising(node: ast.AST) -> set[ast.AST]:
+    """The nodes of blocks that end with an exception: what they print, they print once."""
+    found: set[ast.AST] = set()
+    for one in own_nodes(node):
+        for body in (getattr(one, "body", None), getattr(one, "orelse", None)):
+            if isinstance(body, list) and body and isinstance(body[-1], ast.Raise):
+                found.update(itertools.chain.from_iterable(map(ast.walk, body)))
+    return found

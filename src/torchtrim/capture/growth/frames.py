@@ -1,0 +1,347 @@
+"""Watches the frames of a stream for what grows: which containers, by how much, and which lines fill them."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from torchtrim.capture.growth.containers import (
+    Weight,
+    containers,
+    is_bounded,
+    kind_of,
+    length,
+    of_coverage,
+    weigh,
+)
+from torchtrim.capture.growth.lines import Filler, Fillers, line_at
+from torchtrim.capture.growth.live_bytes import Alive, Maker
+from torchtrim.capture.growth.owners import Owner, find_owners, roots_here
+from torchtrim.capture.growth.stream_frames import StreamFrames
+from torchtrim.capture.watch import Listener, Watcher
+from torchtrim.dispatch.places import Places
+from torchtrim.dispatch.storages import parts_of, reachable_tensors
+from torchtrim.stream.growth import Sample, keeps_growing, looks_at, per_frame, settled
+from torchtrim.stream.memory_use import process_bytes
+
+_MOST_TRACED = 8
+
+
+@dataclass(eq=False)
+class Suspect:
+    """A container that got longer: its lengths, what it held, and where it is."""
+
+    kind: str
+    lengths: list[Sample]
+    weights: dict[int, Weight] = field(default_factory=dict)
+    owner: Owner | None = None
+
+    @property
+    def last(self) -> Weight:
+        """What it held when it was last looked at."""
+        return self.weights[max(self.weights)]
+
+
+@dataclass(frozen=True)
+class Grown:
+    """Something that grows: what a frame adds, in bytes and entries, where it is and who fills it."""
+
+    owner: Owner
+    kind: str
+    bytes: float
+    entries: float
+    filler: Filler | None
+
+
+@dataclass
+class _Slot:
+    """What the tensors of one line hold beside all suspects."""
+
+    maker: Maker
+    samples: Sequence[Sample]
+    owner: Owner
+    more: int
+    kind: str
+
+
+class Growing(Listener):
+    """Listens to a stream of at most `frames` frames, and looks at the memory at some of them.
+
+    `ended` is called for each frame with its number and output, `done` when all are there.
+    """
+
+    def __init__(
+        self,
+        *,
+        frames: int,
+        project: str,
+        frames_of: str | None = None,
+        ended: Callable[[int, Any], None] = lambda frame, output: None,
+        done: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.frames = 0
+        self.clock = StreamFrames(frames_of)
+        self.watcher = Watcher(self, trains=False)
+        self.seconds: list[float] = []
+        self._most = frames
+        self._places = Places(project)
+        self._alive = Alive(self._places)
+        self._fillers = Fillers(self._places)
+        self._ended, self._done = ended, done
+        self._before: dict[int, int] = {}
+        self._looked = 0
+        self._suspects: dict[int, Suspect] = {}
+        self._held: dict[int, Any] = {}
+        self._made: dict[int, dict[Maker, dict[int, int]]] = {}
+        self._slots: list[_Slot] = []
+        self._named: dict[Maker, tuple[Owner, int, str]] = {}
+        self._resident: dict[int, int] = {}
+        self._traced = 0
+        self._to_trace: dict[int, Any] = {}
+        self._began = 0.0
+
+    def __enter__(self) -> Growing:
+        self._alive.begin()
+        self.watcher.install()
+        self.clock.listen(lambda output: self._frame_ended(output))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clock.stop()
+        self._fillers.stop()
+        self.watcher.remove()
+        self._alive.end()
+
+    def module_ends(self, module: nn.Module, output: Any, depth: int) -> None:
+        """See `Listener`."""
+        raised = output is None and sys.exc_info()[0] is not None
+        if self.clock.ends(module, depth) and not raised:
+            self._frame_ended(output)
+
+    @property
+    def first(self) -> int:
+        """From which frame on growth is measured."""
+        return self.frames // 3
+
+    def grown(self) -> list[Grown]:
+        """What grows, the largest first."""
+        found = [*self._grown_containers(), *self._grown_slots()]
+        return sorted(found, key=lambda one: (-one.bytes, one.owner.name))
+
+    def frame_seconds(self) -> float:
+        """The median time of the frames in which nothing was looked at; 0 where there was none."""
+        return statistics.median(self.seconds) if self.seconds else 0.0
+
+    def process_growth(self) -> int:
+        """What a frame added to the process, in bytes, noise and all."""
+        samples = [Sample(*one) for one in sorted(self._resident.items())]
+        return round(per_frame(settled(samples)))
+
+    def _frame_ended(self, output: Any) -> None:
+        now = time.perf_counter()
+        self.frames += 1
+        tracing = bool(self._fillers.running)
+        if self._began and not tracing:
+            self.seconds.append(now - self._began)
+        with _disable_current_modes():
+            self._ended(self.frames - 1, output)
+            if tracing:
+                self._fillers.stop()
+            looks = looks_at(self.frames) or self.frames == self._most
+            if looks:
+                self._look()
+        if self.frames >= self._most:
+            self._done()
+        if self._to_trace:
+            self._fillers.start(self._to_trace)
+            self._to_trace = {}
+        self._began = 0.0 if tracing or looks else time.perf_counter()
+
+    def _look(self) -> None:
+        self._drop_abandoned()
+        self._resident[self.frames] = process_bytes()
+        found = self._scan()
+        self._looked, growing = self.frames, self._growing()
+        for number, container in found.items():
+            self._suspects[number].weights[self.frames] = weigh(container, growing)
+        self._made[self.frames] = self._alive.by_maker(())
+        self._name(found)
+        self._held = found
+
+    def _scan(self) -> dict[int, Any]:
+        """The suspects, new ones too. What got shorter is none, nor what is gone."""
+        before, self._before = self._before, {}
+        suspects: dict[int, Suspect] = {}
+        found: dict[int, Any] = {}
+        own = self._own() | of_coverage() | {id(suspects), id(found), id(before)}
+        own.add(id(own))
+        for container in containers():
+            number = id(container)
+            if number in own or is_bounded(container):
+                continue
+            now = self._before[number] = length(container)
+            suspect = self._suspects.get(number)
+            if suspect is None and now > before.get(number, now):
+                was = Sample(self._looked, before[number])
+                suspect = Suspect(kind_of(container), [was])
+            if suspect is None or now < suspect.lengths[-1].size:
+                continue
+            suspect.lengths.append(Sample(self.frames, now))
+            suspects[number], found[number] = suspect, container
+        self._suspects = suspects
+        return found
+
+    def _drop_abandoned(self) -> None:
+        """Let go of the suspects, and forget those that nobody else holds.
+
+        They are held from look to look, since one that is replaced would leave its number to another.
+        """
+        held, self._held = self._held, {}
+        numbers = set(held)
+        held.clear()
+        gc.collect()
+        alive = set(map(id, gc.get_objects()))
+        for number in numbers - alive:
+            self._suspects.pop(number, None)
+            self._before.pop(number, None)
+
+    def _name(self, found: Mapping[int, Any]) -> None:
+        """Say where what grows is, while it is there, and see who fills it in the next frame."""
+        self._slots = self._find_slots()
+        unnamed = {n: s for n, s in self._growing().items() if s.owner is None}
+        if unnamed:
+            owners = find_owners(unnamed, roots_here(self._places, self.watcher.roots))
+            for number, suspect in unnamed.items():
+                nameless = Owner(f"a {suspect.kind} that no name leads to", ())
+                suspect.owner = owners.get(number, nameless)
+        unfilled = {n: found[n] for n in self._growing() if n not in self._fillers.found}
+        if unfilled and self._traced < _MOST_TRACED:
+            self._traced += 1
+            self._to_trace = unfilled
+
+    def _growing(self) -> dict[int, Suspect]:
+        return {
+            number: suspect
+            for number, suspect in self._suspects.items()
+            if keeps_growing(settled(suspect.lengths))
+        }
+
+    def _grown_containers(self) -> Iterator[Grown]:
+        taken: dict[int, set[int]] = {}
+        order = sorted(self._growing().items(), key=lambda one: -one[1].last.bytes)
+        for number, suspect in order:
+            sizes = []
+            for frame, weight in sorted(suspect.weights.items()):
+                held = taken.setdefault(frame, set())
+                new = {key: size for key, size in weight.storages.items() if key not in held}
+                held.update(new)
+                sizes.append(Sample(frame, weight.python + sum(new.values())))
+            assert suspect.owner is not None
+            entries = per_frame(settled(suspect.lengths))
+            grew = max(per_frame(settled(sizes)), 0.0)
+            filler = self._fillers.found.get(number) or self._maker_of(suspect)
+            yield Grown(suspect.owner, suspect.kind, grew, entries, filler)
+
+    def _maker_of(self, suspect: Suspect) -> Filler | None:
+        """The line that made most of what it holds."""
+        held = suspect.last.storages
+        made = self._made.get(max(suspect.weights), {})
+        sums = {maker: sum(held.get(key, 0) for key in keys) for maker, keys in made.items()}
+        best = max(sums, key=lambda one: sums[one], default=None)
+        return _filler_of(best) if best is not None and sums[best] else None
+
+    def _grown_slots(self) -> Iterator[Grown]:
+        for slot in self._slots:
+            more = f" and {slot.more} more" if slot.more else ""
+            owner = slot.owner._replace(name=slot.owner.name + more)
+            yield Grown(owner, slot.kind, per_frame(slot.samples), 0.0, _filler_of(slot.maker))
+
+    def _find_slots(self) -> list[_Slot]:
+        """Lines whose tensors hold ever more, beside what growing containers hold."""
+        grown = self._growing().values()
+        frames = [f for f in sorted(self._made) if all(f in one.weights for one in grown)]
+        makers = self._made[frames[-1]] if frames else {}
+        found = []
+        for maker in makers:
+            samples = [Sample(f, self._beside(f, maker, grown)) for f in frames]
+            steady = settled(samples)
+            if keeps_growing(steady):
+                found.append((maker, steady))
+        unnamed = {m: self._outside(makers[m], grown) for m, _ in found if m not in self._named}
+        self._named |= self._named_slots(unnamed)
+        return [_Slot(maker, samples, *self._named[maker]) for maker, samples in found]
+
+    def _beside(self, frame: int, maker: Maker, grown: Any) -> int:
+        held = self._made[frame].get(maker, {})
+        inside = {key for one in grown for key in one.weights[frame].storages}
+        return sum(size for key, size in held.items() if key not in inside)
+
+    def _outside(self, held: Mapping[int, int], grown: Any) -> set[int]:
+        return set(held) - {key for one in grown for key in one.last.storages}
+
+    def _named_slots(self, makers: Mapping[Maker, set[int]]) -> dict[Maker, tuple[Owner, int, str]]:
+        """Where the tensors are that hold these storages, how many more there are, and what they are."""
+        if not makers:
+            return {}
+        tensors = _tensors_with(set().union(*makers.values()))
+        every = [id(tensor) for some in tensors.values() for tensor in some]
+        owners = find_owners(every, roots_here(self._places, self.watcher.roots)) if every else {}
+        return {maker: _owned(maker, held, tensors, owners) for maker, held in makers.items()}
+
+    def _own(self) -> set[int]:
+        """The containers that are ours."""
+        found: set[int] = set()
+        for ours in (self, self._alive, self._fillers, self._places, self.clock, self.watcher):
+            found.update((id(vars(ours)), *map(id, vars(ours).values())))
+        for suspect in self._suspects.values():
+            found.update((id(suspect.lengths), id(suspect.weights), id(vars(suspect))))
+            found.update(id(weight.storages) for weight in suspect.weights.values())
+        for made in self._made.values():
+            found.update((id(made), *map(id, made.values())))
+        return found
+
+
+def _tensors_with(storages: set[int]) -> dict[int, list[torch.Tensor]]:
+    """Tensors of Python's by the storage that they have, of these storages."""
+    found: dict[int, list[torch.Tensor]] = {}
+    for tensor in reachable_tensors():
+        for part in parts_of(tensor):
+            try:
+                key = part.untyped_storage()._cdata
+            except (NotImplementedError, RuntimeError):
+                continue
+            if key in storages:
+                found.setdefault(key, []).append(tensor)
+    return found
+
+
+def _owned(
+    maker: Maker, held: set[int], tensors: Mapping[int, list[Any]], owners: Mapping[int, Owner]
+) -> tuple[Owner, int, str]:
+    """Where most of the storages are; if names lead to few of them, autograd has the others."""
+    known = [
+        owner
+        for key in held
+        if (owner := next((owners[id(o)] for o in tensors.get(key, ()) if id(o) in owners), None))
+    ]
+    if known and 2 * len(known) >= len(held):
+        first = min(known, key=lambda one: (len(one.name), one.name))
+        return first, len(known) - 1, "tensor"
+    if maker.graded:
+        return Owner("autograd's graph", ()), 0, "graph"
+    return Owner("tensors that no name leads to", ()), 0, "tensor"
+
+
+def _filler_of(maker: Maker) -> Filler | None:
+    if maker.spot is None:
+        return None
+    return Filler(line_at(maker.spot), line_at(maker.caller) if maker.caller else None)

@@ -1,0 +1,170 @@
+"""Says where an object is, as a person would write it: `session.outputs[0]['frames']`."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from torchtrim.dispatch.places import Places, variables_of
+
+_LEAVES = (
+    *(str, bytes, int, float, complex, bool, type(None), torch.Tensor, torch.dtype, torch.device),
+    *(types.ModuleType, types.CodeType, types.BuiltinFunctionType, range),
+)
+_MOST_VISITED = 400_000
+_MOST_ELEMENTS = 256
+_SEQUENCES: tuple[Any, ...] = (list, tuple, set, frozenset, deque)
+_ROOMS = ("api", "cli", "workflows", "capture", "dispatch", "evidence", "runner", "certify")
+_OWN = tuple(f"torchtrim.{room}" for room in _ROOMS)
+_PARTS_OF_MODULES = ("_modules", "_parameters", "_buffers")
+
+
+class Owner(NamedTuple):
+    """Where an object is, and the classes of the objects on the way to it."""
+
+    name: str
+    classes: tuple[str, ...]
+
+
+class _Step(NamedTuple):
+    thing: Any
+    before: _Step | None
+    part: str
+
+
+def find_owners(wanted: Iterable[int], roots: Iterable[tuple[str, Any]]) -> dict[int, Owner]:
+    """Where the objects with these ids are, on the shortest way from a root, the first roots first."""
+    missing, found = set(wanted), {}
+    seen: set[int] = set()
+    for name, root in roots:
+        waiting = deque([_Step(root, None, name)])
+        while waiting and missing and len(seen) < _MOST_VISITED:
+            step = waiting.popleft()
+            if id(step.thing) in missing:
+                missing.discard(id(step.thing))
+                found[id(step.thing)] = _owner(step)
+            for part, thing in _parts(step.thing):
+                if id(thing) in missing or (id(thing) not in seen and not _is_leaf(thing)):
+                    seen.add(id(thing))
+                    waiting.append(_Step(thing, step, part))
+    return found
+
+
+def roots_here(places: Places, modules: Iterable[nn.Module]) -> Iterator[tuple[str, Any]]:
+    """What names begin with: variables of the functions that run, the user's first; modules; globals."""
+    frames: list[FrameType] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    users = [one for one in reversed(frames) if places.is_users((one.f_code, one.f_lasti))]
+    others = [one for one in reversed(frames) if one not in users]
+    for one in users:
+        yield from _named(variables_of(one))
+    for module in modules:
+        yield type(module).__name__, module
+    for one in others:
+        if places.is_of_a_library((one.f_code, one.f_lasti)):
+            yield from _named(variables_of(one))
+    for name, source in list(sys.modules.items()):
+        if isinstance(source, types.ModuleType) and not _is_own(name):
+            short = name.rpartition(".")[2]
+            yield from ((f"{short}.{key}", value) for key, value in list(vars(source).items()))
+
+
+def _named(variables: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    plain = [(name, one) for name, one in list(variables.items()) if not name.startswith("__")]
+    yield from sorted(plain, key=lambda item: item[0] == "self")
+
+
+def _is_own(name: str) -> bool:
+    return name.startswith(_OWN)
+
+
+def _is_leaf(thing: Any) -> bool:
+    return _is(thing, _LEAVES) or _is_own(str(getattr(type(thing), "__module__", "")))
+
+
+def _is(thing: Any, kinds: Any) -> bool:
+    """As `isinstance`, but an object cannot say that it is of another class, nor warn."""
+    return issubclass(type(thing), kinds)
+
+
+def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
+    """What an object holds, without running a line of its own: a subclass may do anything when asked."""
+    if _is(thing, _LEAVES):
+        return
+    if _is(thing, dict):
+        yield from ((f"[{_key(key)}]", one) for key, one in list(dict.items(thing)))
+    for kind in _SEQUENCES:
+        if _is(thing, kind):
+            some = list(itertools.islice(kind.__iter__(thing), _MOST_ELEMENTS))
+            yield from ((f"[{number}]", one) for number, one in enumerate(some))
+    if _is(thing, nn.Module):
+        for name in _PARTS_OF_MODULES:
+            yield from ((f".{key}", one) for key, one in list(vars(thing)[name].items()))
+    yield from _attributes(thing)
+
+
+def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
+    if _is(thing, functools.partial):
+        yield ".func", thing.func
+    for name, one in list(_variables(thing).items()):
+        if name not in _PARTS_OF_MODULES:
+            yield f".{name}", one
+    for kind in type(thing).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else tuple(slots):
+            descriptor = kind.__dict__.get(name)
+            if isinstance(descriptor, types.MemberDescriptorType):
+                try:
+                    yield f".{name}", descriptor.__get__(thing)
+                except AttributeError:
+                    continue
+    yield from _bound_in(thing)
+
+
+def _variables(thing: Any) -> dict[str, Any]:
+    try:
+        found = object.__getattribute__(thing, "__dict__")
+    except AttributeError:
+        return {}
+    return found if type(found) is dict else {}
+
+
+def _bound_in(thing: Any) -> Iterator[tuple[str, Any]]:
+    """What functions and generators hold."""
+    if _is(thing, types.MethodType):
+        yield ".__self__", thing.__self__
+    elif _is(thing, types.FunctionType):
+        names = thing.__code__.co_freevars
+        for name, cell in zip(names, thing.__closure__ or (), strict=False):
+            try:
+                yield f".{name}", cell.cell_contents
+            except ValueError:
+                continue
+    elif _is(thing, types.GeneratorType) and thing.gi_frame is not None:
+        yield from ((f".{name}", one) for name, one in variables_of(thing.gi_frame).items())
+
+
+def _key(key: Any) -> str:
+    return repr(key) if type(key) in (str, int, bytes) else type(key).__name__
+
+
+def _owner(step: _Step) -> Owner:
+    parts, classes = [], []
+    one: _Step | None = step
+    while one is not None:
+        parts.append(one.part)
+        classes.append(type(one.thing).__name__)
+        one = one.before
+    return Owner("".join(reversed(parts)), tuple(classes))

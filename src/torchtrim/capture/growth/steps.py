@@ -1,0 +1,238 @@
+"""What grows from step to step of training: looked for where a step ends, outside of the measurement.
+
+A container counts that got longer in every step that was looked at, from the second on, and that a name of
+the program leads to; so does a name whose tensor hangs on a graph that gets longer. What torchtrim itself
+keeps has no such name.
+
+A look keeps numbers alone: to hold a container until the next look would keep alive what the step between
+would free. So one more step, which nothing measures, tells that what has grown is one container, and which
+line fills it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+from torch import nn
+
+from torchtrim.capture.growth.containers import (
+    containers,
+    is_bounded,
+    kind_of,
+    length,
+    of_coverage,
+    weigh,
+)
+from torchtrim.capture.growth.lines import Filler, Fillers
+from torchtrim.capture.growth.owners import find_owners, roots_here
+from torchtrim.dispatch.places import Places
+from torchtrim.dispatch.storages import reachable_tensors
+from torchtrim.records.profile import Growth, Place, Profile
+
+LEAST_LOOKS = 4
+_MOST_NODES = 20_000
+_NODE_BYTES = 256
+"""A node of autograd's graph with its edges, about; what it saved is in the peak."""
+
+
+@dataclass(eq=False)
+class _Suspect:
+    """A container: how long it was at each look, and how heavy at the last ones. `kind` is empty until it is
+    known to be one container that grows."""
+
+    lengths: list[int]
+    weights: list[int] = field(default_factory=list)
+    name: str = ""
+    kind: str = ""
+    hangs: bool = False
+
+
+class StepGrowth:
+    """Told of the end of each of `steps` steps, then asked for one more. `modules`: the roots so far.
+    `follows`: the lines of the step that runs are followed.
+
+    Few steps say nothing.
+    """
+
+    def __init__(
+        self, steps: int, places: Places, modules: Callable[[], Iterable[nn.Module]]
+    ) -> None:
+        self._steps = steps
+        self._places = places
+        self._modules = modules
+        self._fillers = Fillers(places)
+        self._looks = 0
+        self._ended = 0
+        self._suspects: dict[int, _Suspect] = {}
+        self._followed: dict[int, tuple[Any, int]] = {}
+        self._asked = False
+        self.follows = False
+        self._depths: list[int] = []
+        self._hangs_longest = ""
+        self._peaks: list[int] = []
+
+    def step_ended(self, peak: int) -> None:
+        """Look. `peak`: of the step, in bytes, 0 where it was not measured."""
+        self._ended += 1
+        self._peaks.append(peak)
+        if self._ended < 2 or self._steps <= LEAST_LOOKS:
+            return
+        self._looks += 1
+        self._look_at_containers()
+        self._look_at_graphs()
+
+    def next(self, *, always: bool = False) -> bool:
+        """Begin the step whose lines are followed; False where it is over, or where nothing seems to grow
+        and it is not to be run `always`."""
+        if self._asked or self._looks < LEAST_LOOKS:
+            return False
+        self._asked = True
+        things = {id(one): one for one in containers() if id(one) in self._suspects}
+        owners = find_owners(things, roots_here(self._places, self._modules()))
+        self._suspects = {n: s for n, s in self._suspects.items() if n in owners}
+        for number, suspect in self._suspects.items():
+            suspect.name = owners[number].name
+        self._followed = {n: (things[n], length(things[n])) for n in self._suspects}
+        if self._followed:
+            self._fillers.start({n: thing for n, (thing, _) in self._followed.items()})
+        self.follows = always or bool(self._followed)
+        return self.follows
+
+    def stop(self) -> None:
+        """Follow lines no longer, and keep what has grown meanwhile."""
+        self.follows = False
+        self._fillers.stop()
+        followed, self._followed = self._followed, {}
+        for number, (thing, before) in followed.items():
+            if length(thing) > before:
+                suspect = self._suspects[number]
+                suspect.kind, suspect.hangs = kind_of(thing), _holds_graph(thing)
+
+    def _look_at_containers(self) -> None:
+        ours = of_coverage() | {
+            id(self._suspects),
+            id(vars(self)),
+            id(self._peaks),
+            id(self._depths),
+        }
+        for suspect in self._suspects.values():
+            ours |= {id(suspect.lengths), id(suspect.weights), id(vars(suspect))}
+        kept: dict[int, _Suspect] = {}
+        for thing in containers():
+            if id(thing) in ours or thing is kept or is_bounded(thing):
+                continue
+            known, now = self._suspects.get(id(thing)), length(thing)
+            if self._looks == 1:
+                kept[id(thing)] = _Suspect([now])
+            elif known is not None and now > known.lengths[-1]:
+                known.lengths.append(now)
+                kept[id(thing)] = known
+                if self._looks > 2:
+                    known.weights.append(weigh(thing, ()).bytes)
+        self._suspects = kept
+
+    def _look_at_graphs(self) -> None:
+        """How long the longest graph is on which a tensor hangs; at the end, whose that is."""
+        hanging = {id(one): one for one in reachable_tensors() if _hangs(one)}
+        sizes = {number: _nodes(one) for number, one in hanging.items()}
+        self._depths.append(max(sizes.values(), default=0))
+        if self._ended < self._steps or not _always_rises(self._depths):
+            return
+        longest = [number for number, size in sizes.items() if size == self._depths[-1]]
+        owners = find_owners(longest, roots_here(self._places, self._modules()))
+        self._hangs_longest = min((one.name for one in owners.values()), key=len, default="")
+
+    def into(self, profile: Profile) -> Profile:
+        """The profile with what grows."""
+        self.stop()
+        if self._looks < LEAST_LOOKS:
+            return profile
+        places = list(profile.places)
+        growths = [*self._of_containers(places), *self._of_graphs()]
+        found = sorted(growths, key=lambda one: -one.bytes)
+        return replace(profile, growths=found, places=places)
+
+    def _of_containers(self, places: list[Place]) -> Iterator[Growth]:
+        for number, suspect in self._suspects.items():
+            if not suspect.kind or len(suspect.weights) < 2:
+                continue
+            grew = _each(suspect.weights)
+            filler = self._fillers.found.get(number)
+            yield Growth(
+                name=suspect.name,
+                kind=f"{suspect.kind} of graphs" if suspect.hangs else suspect.kind,
+                bytes=max(grew, self._peak_growth()) if suspect.hangs else grew,
+                entries=_each(suspect.lengths),
+                adapter="",
+                place=_number(places, filler, inner=True),
+                caller=_number(places, filler, inner=False),
+            )
+
+    def _of_graphs(self) -> Iterator[Growth]:
+        name = self._hangs_longest
+        held = [suspect.name for suspect in self._suspects.values() if suspect.kind]
+        if not name or name.startswith(tuple(held)):
+            return
+        nodes = _each(self._depths)
+        size = max(nodes * _NODE_BYTES, self._peak_growth())
+        yield Growth(
+            name=name, kind="graph", bytes=size, entries=nodes, adapter="", place=-1, caller=-1
+        )
+
+    def _peak_growth(self) -> int:
+        """By how much the peak rises from step to step, where it always does."""
+        peaks = [peak for peak in self._peaks[2:] if peak]
+        return _each(peaks) if _always_rises(peaks) else 0
+
+
+def _each(sizes: Sequence[int]) -> int:
+    """What a step adds; 0 where one added nothing."""
+    rises = [b - a for a, b in itertools.pairwise(sizes)]
+    return int(statistics.median(rises)) if rises and min(rises) >= 0 else 0
+
+
+def _always_rises(sizes: Sequence[int]) -> bool:
+    return len(sizes) > 1 and all(a < b for a, b in itertools.pairwise(sizes))
+
+
+def _hangs(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad and tensor.grad_fn is not None
+
+
+def _holds_graph(container: Any) -> bool:
+    """Whether the newest entries hang on a graph."""
+    entries: Collection[Any] = container.values() if isinstance(container, dict) else ()
+    if isinstance(container, (list, set)):
+        entries = container
+    newest = list(entries)[-1:]
+    return any(isinstance(one, torch.Tensor) and _hangs(one) for one in newest)
+
+
+def _nodes(tensor: torch.Tensor) -> int:
+    """How many nodes the graph behind a tensor has, up to a bound."""
+    seen: set[Any] = set()
+    waiting: list[Any] = [tensor.grad_fn]
+    while waiting and len(seen) < _MOST_NODES:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [before for before, _ in node.next_functions]
+    return len(seen)
+
+
+def _number(places: list[Place], filler: Filler | None, *, inner: bool) -> int:
+    """The number of a filler's line in the table, which gets it; -1 for none."""
+    line = None if filler is None else filler.place if inner else filler.caller
+    if line is None:
+        return -1
+    place = Place(line.path, line.line, line.function)
+    if place not in places:
+        places.append(place)
+    return places.index(place)

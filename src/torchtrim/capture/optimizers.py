@@ -1,0 +1,127 @@
+"""Optimizers as plans name them, and what each call of `step` updates."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+
+from torchtrim.capture.code.step_paths import step_follows
+from torchtrim.records.profile import OptimizerStep, Update
+
+Numbers = Callable[[Any, str], tuple[int, ...]]
+
+
+def names_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[str]:
+    """Each is called after its class, with `#2` and so on for the second of a class."""
+    seen: Counter[str] = Counter()
+    names = []
+    for optimizer in optimizers:
+        stem = type(optimizer).__name__
+        seen[stem] += 1
+        names.append(stem if seen[stem] == 1 else f"{stem}#{seen[stem]}")
+    return names
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """All parameters of an optimizer's groups, in order."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+class OptimizerSteps:
+    """Records the calls of `step`, between `begin` and `stop`.
+
+    `numbers` gives the numbers of the storages of tensors, with the kind of those never seen; `clock` the
+    number of the operator that runs next.
+    """
+
+    def __init__(self, numbers: Numbers, clock: Callable[[], int]) -> None:
+        self._numbers = numbers
+        self._clock = clock
+        self._ready: dict[int, int] = {}
+        self._added: Counter[int] = Counter()
+        self._undo = contextlib.ExitStack()
+        self._ways: dict[int, dict[int, str]] = {}
+        self._first = 0
+        self._found: list[tuple[torch.optim.Optimizer, OptimizerStep, tuple[int, ...]]] = []
+
+    def begin(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Hear of every gradient of these optimizers' parameters that is added to."""
+        for optimizer in optimizers:
+            for parameter in parameters_of(optimizer):
+                if parameter.is_leaf and parameter.requires_grad:
+                    hook = parameter.register_post_accumulate_grad_hook
+                    self._undo.callback(hook(self._adder(optimizer)).remove)  # type: ignore[no-untyped-call]
+
+    def stop(self) -> None:
+        """Hear no more."""
+        self._undo.close()
+
+    def starts(self) -> None:
+        """An optimizer's `step` is about to run."""
+        self._first = self._clock()
+
+    def ends(self, optimizer: torch.optim.Optimizer) -> None:
+        """It has run, and the gradients are still there."""
+        updates = dict(self._updates(optimizer))
+        for parameter in parameters_of(optimizer):
+            self._added.pop(id(parameter), None)
+        kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+        last = self._clock()
+        ways = self._ways.pop(id(optimizer), {})
+        skipped = next((why for why in ways.values() if why), "")
+        made = tuple(updates.values())
+        step = OptimizerStep("", kind, self._first, last, made, any(hooks), skipped)
+        self._found.append((optimizer, step, tuple(updates)))
+
+    def named(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[OptimizerStep]:
+        """The calls, with the names that optimizers in this order have."""
+        names = dict(zip(map(id, optimizers), names_of(optimizers), strict=True))
+        return [
+            replace(step, optimizer=names[id(optimizer)], updates=self._settled(step, ids))
+            for optimizer, step, ids in self._found
+            if id(optimizer) in names
+        ]
+
+    def _settled(self, step: OptimizerStep, ids: tuple[int, ...]) -> tuple[Update, ...]:
+        """Gradients that were added to after the last step as well were never ready: another model's
+        backward may have come to this one's parameters."""
+        return tuple(
+            replace(update, ready=-1) if self._added[key] else update
+            for key, update in zip(ids, step.updates, strict=True)
+        )
+
+    def _adder(self, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], None]:
+        def adds(parameter: torch.Tensor) -> None:
+            self._adds(optimizer, parameter)
+
+        return adds
+
+    def _adds(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+        ways = self._ways.setdefault(id(optimizer), {})
+        if (backward := torch._C._current_graph_task_id()) not in ways:
+            ways[backward] = step_follows(optimizer).why_not
+        self._ready[id(parameter)] = self._clock()
+        self._added[id(parameter)] += 1
+
+    def _updates(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, Update]]:
+        """The updates by the `id` of their parameter; of a sparse gradient the parts are not its own."""
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                ready = self._ready.get(id(parameter), -1)
+                states = self._numbers(optimizer.state.get(parameter, {}), "optimizer_state")
+                own = self._numbers((parameter,), "parameter")
+                gradient = self._numbers((parameter.grad,), "gradient")
+                if own and gradient:
+                    ready = ready if len(gradient) == 1 else -1
+                    added = self._added[id(parameter)]
+                    update = Update(own[0], gradient[0], states, number, ready, added)
+                    yield id(parameter), update

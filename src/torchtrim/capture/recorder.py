@@ -1,0 +1,491 @@
+"""Records what a step does: every operator as torch dispatches it, and the life of every storage."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch._C import DisableTorchFunctionSubclass, _current_autograd_node
+from torch._C._autograd import _get_sequence_nr
+from torch._C._dynamo import eval_frame
+from torch._C._profiler import _RecordFunctionFast
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchtrim.capture.collectives import Collectives, is_collective
+from torchtrim.capture.saved import SavedTensors, Use
+from torchtrim.capture.waiting import NOTHING, Asking, Origin, Ran, waiting_here
+from torchtrim.capture.waits import RawSync
+from torchtrim.core.run_queue import queued_ns
+from torchtrim.dispatch.modes import (
+    enter_below,
+    fake_mode,
+    has_own_dispatch,
+    is_composite,
+    leave,
+    run_parts,
+    tensors_among,
+)
+from torchtrim.dispatch.places import ENGINE, Places, Spot, is_in_function, line_of
+from torchtrim.dispatch.storages import PLAIN, Storages, parts_of, reachable_tensors
+from torchtrim.dryrun.mode import Dry
+from torchtrim.dryrun.run import current as current_dry
+from torchtrim.emulator.device import current
+from torchtrim.records.profile import Call, Phase
+
+MARK = "torchtrim::operator"
+Cause = tuple[Phase, int, Spot | None, Spot | None, int]
+
+_SCALARS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
+
+
+class RawOperator(NamedTuple):
+    """An operator as recorded; `observe.build` makes it a `records.profile.Operator`."""
+
+    func: Any
+    phase: Phase
+    module: int
+    spot: Spot | None
+    caller: Spot | None
+    label: int
+    forward: int
+    inputs: list[Use]
+    outputs: list[Use]
+    mutates: tuple[int, ...]
+    start_ns: int
+    end_ns: int
+
+
+class RawWait(NamedTuple):
+    """A host-device sync, as recorded."""
+
+    sync: RawSync
+    phase: Phase
+    spot: Spot | None
+    caller: Spot | None
+
+
+class Failure(NamedTuple):
+    """The operator that raised last while the recorder ran."""
+
+    operator: str
+    shapes: str
+    phase: str
+    spot: Spot | None
+    error: str
+    live_bytes: int
+
+
+class _Known(NamedTuple):
+    """What is known of an operator by its schema."""
+
+    written: tuple[tuple[int, str], ...]
+    is_label: bool
+    lifts: bool
+    asking: Asking
+    parts: Any
+    exchanges: bool
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records between `start` and `stop`; `phase` and the stack of modules are set from outside.
+
+    `recomputing` is above zero while a module's forward runs inside backward. `mark_operators` wraps each
+    operator in a profiler range, so that a profiler that runs at the same time can cut the allocator's
+    events at operators (`observe.allocator`); `raised` are the numbers of the ranges that have no
+    operator, since it raised. `look`, if given, is called with what each operator gives, and its arguments
+    where it writes to them. `workspaces`: in a dry run, what each operator's kernel would need beside
+    its results. Bytes are counted on `device`, on all where it is empty. `saves`: read what autograd saved.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self, places: Places, *, mark_operators: bool = False, device: str = "", saves: bool = True
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._emulation = current()
+        self._fake = fake_mode()
+        self.storages = Storages(device, self._is_pinned)
+        self.operators: list[RawOperator] = []
+        self.calls: list[Call] = []
+        self.labels: list[str] = []
+        self.phase: Phase = "other"
+        self.module = -1
+        self.recomputing = 0
+        self.failure: Failure | None = None
+        self.raised: list[int] = []
+        self.start_ns = 0
+        self.end_ns = 0
+        self._places = places
+        self._saves = saves
+        self._mark = profiler_range(MARK) if mark_operators else None
+        self._pid = os.getpid()
+        self._thread = threading.get_ident()
+        self._lock = threading.Lock()
+        self._sequence = 0
+        self.makers: dict[int, int] = {}
+        self.saved = SavedTensors(self.storages)
+        self._open_labels: list[int] = []
+        self._known: dict[int, _Known] = {}
+        self._undo = contextlib.ExitStack()
+        self.waits: list[RawWait] = []
+        self.collectives = Collectives()
+        self.look: Callable[[Any, Any], None] | None = None
+        self.workspaces: list[int] = []
+        self._dry = current_dry()
+        self._call = self._emulation.accelerator.call if self._emulation is not None else _plainly
+        self._waiting = waiting_here(self._emulation, self._waited)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: torch would import dynamo to keep it away, which takes seconds. See `_skip_in_dynamo`."""
+        return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """True: what the script compiles runs compiled, as it would without us."""
+        return True
+
+    def start(self, *, scan: bool = True) -> None:
+        """Register what is alive (`scan`: all that Python reaches) and begin."""
+        if scan:
+            self.track(reachable_tensors())
+        self._watch_resizes()
+        if self._saves:
+            self._watch_engine()
+        if self._waiting is not None:
+            self._waiting.watch(self._undo)
+        self._sequence = _get_sequence_nr()
+        self.start_ns = time.perf_counter_ns()
+        if self._emulation is not None:
+            leave(self._emulation.accelerator)
+        enter_below(self)
+
+    def stop(self) -> None:
+        """End the recording; storages that live are alive at the end of the step."""
+        leave(self)
+        if self._emulation is not None:
+            enter_below(self._emulation.accelerator)
+        self._undo.close()
+        self.end_ns = time.perf_counter_ns()
+        self.storages.end()
+
+    def _watch_resizes(self) -> None:
+        """`UntypedStorage.resize_` is not dispatched."""
+        original = torch.UntypedStorage.resize_
+
+        def resize_(storage: Any, size: int) -> Any:
+            result = original(storage, size)
+            self.storages.resized(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+        self._undo.callback(setattr, torch.UntypedStorage, "resize_", original)
+
+    def _is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor of the host is in pinned memory."""
+        if self._emulation is not None:
+            return self._emulation.tags.is_pinned(tensor)
+        with torch._C._DisableTorchDispatch():
+            return tensor.is_pinned()
+
+    def _watch_engine(self) -> None:
+        """What autograd saved is read when backward begins."""
+        original = torch.autograd.graph._engine_run_backward
+
+        def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            here = threading.get_ident() == self._thread and os.getpid() == self._pid
+            if not here:
+                return original(outputs, *args, **kwargs)
+            self.saved.run_starts(outputs, len(self.operators))
+            try:
+                return original(outputs, *args, **kwargs)
+            finally:
+                self.saved.run_ends()
+
+        for owner in (torch.autograd, torch.autograd.graph):
+            owner._engine_run_backward = run  # type: ignore[attr-defined]
+            self._undo.callback(setattr, owner, "_engine_run_backward", original)
+
+    def _waited(self, sync: RawSync) -> None:
+        """Take a wait down, with the line that asked for it where it is no operator."""
+        if threading.get_ident() != self._thread:
+            return
+        if sync.operator >= 0:
+            self.waits.append(RawWait(sync, "other", None, None))
+        else:
+            spot, caller = self._places.find(sys._getframe(1))
+            self.waits.append(RawWait(sync, self.phase, spot, caller))
+
+    def track(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Register tensors that were alive before the step."""
+        for tensor in tensors:
+            for part in parts_of(tensor):
+                self.storages.see(part, -1)
+        self.storages.note_peak()
+
+    def name(self, tensor: torch.Tensor, kind: str, name: str) -> None:
+        """Say what a tensor's storage is, such as the gradient of a parameter."""
+        for part in parts_of(tensor):
+            number = self.storages.number(part)
+            if number >= 0:
+                life = self.storages.lives[number]
+                life.kind, life.name = kind, name
+
+    def open_label(self, label: str) -> None:
+        """A range of `record_function` begins."""
+        if label not in self.labels:
+            self.labels.append(label)
+        self._open_labels.append(self.labels.index(label))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if (types and any(map(has_own_dispatch, types))) or self._elsewhere():
+            return self._passed_on(func, types, args, kwargs)
+        known = self._known.get(id(func)) or self._know(func)
+        if known.is_label:
+            return self._label(func, args, kwargs)
+        if known.parts is not None:
+            with self:
+                return known.parts(*args, **kwargs)
+        before = len(self.operators) - 1
+        self.storages.sweep()
+        inputs = self._uses(args, before + known.lifts, "" if known.lifts else "input")
+        if kwargs:
+            inputs += self._uses(kwargs.values(), before, "input")
+        node: Any = _current_autograd_node()
+        phase, module, spot, caller, forward = self._cause(node, sys._getframe().f_back)
+        result, begin, end = self._run(func, args, kwargs)
+        with self._lock:
+            index = len(self.operators)
+            self.storages.clock = index + 1
+            mutates = self._mutated(known, args, kwargs) if known.written else ()
+            outputs = self._uses((result,), index)
+            if node is None:
+                self.storages.keep(result)
+            self.storages.note_peak()
+            if self._dry is not None:
+                self._take_workspace(self._dry)
+            self.operators.append(
+                RawOperator(
+                    func,
+                    phase,
+                    module,
+                    spot,
+                    caller,
+                    self._open_labels[-1] if self._open_labels else -1,
+                    forward,
+                    inputs,
+                    outputs,
+                    mutates,
+                    begin,
+                    end,
+                )
+            )
+            self._own_nodes(index)
+            if known.exchanges:
+                self.collectives.ran(index, func, args, result, (begin, end))
+            if self.look is not None:
+                self.look(func, (result, args, kwargs) if known.written else result)
+            if node is not None:
+                self.saved.ran(node._sequence_nr(), index, inputs)
+        waiting, asking = self._waiting, known.asking
+        if waiting is not None and (asking.rows or asking.copies or waiting.listens(node)):
+            ran = Ran(index, func, args, kwargs, result, known.written)
+            waiting.ran(ran, asking, node, self._origin)
+        return result
+
+    def _take_workspace(self, dry: Dry) -> None:
+        """What the operator's kernel would need; nobody knows it for another device's."""
+        size = dry.take_workspace()
+        self.workspaces.append(size if self._emulation is None else 0)
+
+    def _origin(self, index: int, tensor: torch.Tensor) -> Origin:
+        """What made a tensor that an operator reads."""
+        number = self.storages.number(tensor)
+        birth = self.storages.lives[number].birth if number >= 0 else -1
+        here = self.operators[index].spot
+        if not 0 <= birth < index or here is None:
+            return Origin.ELSEWHERE
+        made = self.operators[birth].spot
+        if made == here and self.operators[birth].func is torch.ops.aten.lift_fresh.default:
+            return Origin.CALL
+        if made is None or made[0] is not here[0] or line_of(made) != line_of(here):
+            return Origin.ELSEWHERE
+        return Origin.LINE
+
+    def _cause(self, node: Any, frame: FrameType | None) -> Cause:
+        """Phase, module, innermost line, the user's line, and the forward operator that is its own."""
+        if node is None:
+            spot, caller = self._places.find(frame)
+            return self.phase, self.module, spot, caller, -1
+        forward = self.makers.get(node._sequence_nr(), -1)
+        of = self.operators[forward] if forward >= 0 else None
+        asked = frame is not None and frame.f_code is not ENGINE
+        spot, caller = self._places.find(frame) if asked else (None, None)
+        if asked and (self.recomputing or (torch.is_grad_enabled() and not is_in_function(frame))):
+            if of is not None and spot is None:
+                spot, caller = of.spot, of.caller
+            return "recompute", self.module, spot, caller, -1
+        if asked and self.phase == "optimizer":
+            return "optimizer", self.module, spot, caller, -1
+        if of is None:
+            return "backward", self.module, spot, caller, -1
+        return "backward", of.module, of.spot, of.caller, forward
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, int, int]:
+        try:
+            if self._mark is None:
+                return self._timed(func, args, kwargs)
+            with self._mark:
+                return self._timed(func, args, kwargs)
+        except BaseException as error:
+            self._fail(func, args, kwargs, error)
+            raise
+
+    def _timed(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, int, int]:
+        """The result, when it began, and when it would have ended had a core always been free."""
+        begin, queued = time.perf_counter_ns(), queued_ns()
+        result = self._call(func, args, kwargs)
+        return result, begin, max(time.perf_counter_ns() + queued - queued_ns(), begin)
+
+    def _own_nodes(self, index: int) -> None:
+        """The autograd nodes made since the last operator are this one's."""
+        sequence = _get_sequence_nr()
+        if sequence != self._sequence and threading.get_ident() == self._thread:
+            for number in range(self._sequence, sequence):
+                self.makers[number] = index
+            self._sequence = sequence
+
+    def _uses(self, values: Iterable[Any], birth: int, kind: str = "") -> list[Use]:
+        """Tensors among the values; a storage that was never seen is born at `birth`."""
+        uses: list[Use] = []
+        see = self.storages.see
+        for value in values:
+            of = type(value)
+            if of in PLAIN:
+                number = see(value, birth, kind)
+                if number >= 0 and not value.is_nested:
+                    uses.append((number, value.dtype, value.shape, value.stride()))
+                    continue
+            elif of in _SCALARS:
+                continue
+            if isinstance(value, torch.Tensor):
+                uses += self._uses_of_parts(value, birth, kind)
+            elif isinstance(value, (list, tuple)):
+                uses += self._uses(value, birth, kind)
+        return uses
+
+    def _uses_of_parts(self, tensor: torch.Tensor, birth: int, kind: str) -> list[Use]:
+        """A tensor that is of another class or layout: its parts, with a shape where it has one."""
+        uses: list[Use] = []
+        with DisableTorchFunctionSubclass():
+            for part in parts_of(tensor):
+                number = self.storages.see(part, birth, kind)
+                if number >= 0:
+                    shape, strides = _geometry(part)
+                    uses.append((number, part.dtype, shape, strides))
+        return uses
+
+    def _know(self, func: Any) -> _Known:
+        known = self._known[id(func)] = _Known(
+            _written_arguments(func),
+            getattr(func, "namespace", "") == "profiler",
+            func is torch.ops.aten.lift_fresh.default,
+            self._waiting.asking(func) if self._waiting is not None else NOTHING,
+            self._parts_of(func),
+            is_collective(func),
+        )
+        return known
+
+    def _parts_of(self, func: Any) -> Any:
+        """What runs the operators that a composite one is made of, None for another."""
+        if self._emulation is not None:
+            return self._emulation.accelerator.parts_of(func)
+        if not is_composite(func):
+            return None
+        return lambda *args, **kwargs: run_parts(func, args, kwargs, _plainly)
+
+    def _mutated(self, known: _Known, args: Any, kwargs: Any) -> tuple[int, ...]:
+        """Storages that an operator has written to, and maybe resized."""
+        values = [
+            args[position] if position < len(args) else kwargs.get(name)
+            for position, name in known.written
+        ]
+        parts = (part for tensor in tensors_among(values) for part in parts_of(tensor))
+        numbers = dict.fromkeys(map(self.storages.settle, parts))
+        numbers.pop(-1, None)
+        return tuple(numbers)
+
+    def _label(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if "enter" in func.__name__ and args:
+            self.open_label(str(args[0]))
+        elif "exit" in func.__name__ and self._open_labels:
+            self._open_labels.pop()
+        return func(*args, **kwargs)
+
+    def _elsewhere(self) -> bool:
+        """In a forked process, or under a mode of fake tensors that was not there at the start."""
+        return os.getpid() != self._pid or fake_mode() is not self._fake
+
+    def _passed_on(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Not recorded: in a forked process, where DTensor asks for shapes, and a subclass, whose own
+        operators come here in turn."""
+        if self._elsewhere() or any(issubclass(kind, FakeTensor) for kind in types):
+            return func(*args, **kwargs)
+        return NotImplemented
+
+    def _fail(self, func: Any, args: Any, kwargs: Any, error: BaseException) -> None:
+        if self._mark is not None:
+            self.raised.append(len(self.operators) + len(self.raised))
+        shapes = ", ".join(
+            f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+            for _, dtype, shape, _ in self._uses((*args, *kwargs.values()), -1)
+        )
+        spot, caller = self._places.find(sys._getframe(2))
+        self.failure = Failure(
+            str(func), shapes, self.phase, caller or spot, str(error), self.storages.live_bytes
+        )
+
+
+def _plainly(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(*args, **kwargs)
+
+
+def profiler_range(name: str) -> Any:
+    """A range of the profiler's user scope, to be entered as often as wanted."""
+    return _RecordFunctionFast(name, (), {"scope": "user_scope"})
+
+
+def _skip_in_dynamo(function: Any) -> None:
+    """Have dynamo, once it is there, let a function and all that it calls alone."""
+    skip = eval_frame._FrameAction.SKIP
+    strategy = eval_frame._FrameExecStrategy(skip, skip)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+
+
+_skip_in_dynamo(Recorder.__torch_dispatch__)
+
+
+def _geometry(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    try:
+        return tensor.shape, tensor.stride()
+    except RuntimeError:
+        return (), ()
+
+
+def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    schema = getattr(func, "_schema", None)
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(schema.arguments if schema is not None else ())
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )

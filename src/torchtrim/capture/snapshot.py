@@ -1,0 +1,244 @@
+"""Takes down the state of a model and its optimizer, and puts it back: the very same tensors."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from torchtrim.capture.recording import tensors_in
+from torchtrim.dispatch.storages import storages_in
+from torchtrim.errors import Unsupported
+
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+
+
+class Snapshot:
+    """Parameters, buffers, gradients, attributes of modules (their lists, dicts and sets too, one level
+    deep), optimizer state and every random generator, those of modules too, as they were.
+
+    Without `values`, which take as much memory as there is, elements are not: enough where nothing is
+    computed. The copies lie on the host.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        values: bool = True,
+    ) -> None:
+        self._values = values
+        self._roots = (*modules,)
+        every = list(dict.fromkeys(module for root in modules for module in root.modules()))
+        self._modules = [_KeptModule(module) for module in every]
+        self._optimizers = [_KeptOptimizer(optimizer) for optimizer in optimizers]
+        self._tensors: dict[int, _KeptTensor] = {}
+        self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._random = _random_state()
+        with torch.no_grad():
+            for tensor in self._found():
+                self._keep(tensor)
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for module in self._modules:
+            module.restore()
+        for optimizer in self._optimizers:
+            optimizer.restore()
+        with torch.no_grad():
+            for kept in self._tensors.values():
+                kept.restore()
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        _set_random_state(self._random)
+
+    def kept(self) -> list[Any]:
+        """Storages that only this snapshot keeps alive: its copies, and what was there and is no more."""
+        used = storages_in(_in_use(self._roots, [one.optimizer for one in self._optimizers]))
+        ours = {}
+        for kept in self._tensors.values():
+            ours.update(storages_in([kept.memory]))
+            ours.update(kept.copied())
+        for module in self._modules:
+            ours.update(storages_in(module.every_tensor))
+        return [storage for key, storage in ours.items() if key not in used]
+
+    def _found(self) -> Iterator[torch.Tensor]:
+        for module in self._modules:
+            yield from tensors_in([module.parameters, module.buffers, module.tensors])
+        for optimizer in self._optimizers:
+            yield from tensors_in([optimizer.groups, list(optimizer.states.values())])
+
+    def _keep(self, tensor: torch.Tensor) -> None:
+        if is_lazy(tensor):
+            raise Unsupported(
+                "the model has lazy parameters that have no shape yet. "
+                "Run it once on a batch, then hand it over."
+            )
+        if id(tensor) in self._tensors:
+            return
+        self._tensors[id(tensor)] = _KeptTensor(tensor, self._values)
+        if tensor.is_leaf:
+            self._gradients.append((tensor, tensor.grad))
+            if tensor.grad is not None:
+                self._keep(tensor.grad)
+
+
+class _KeptTensor:
+    def __init__(self, tensor: torch.Tensor, values: bool) -> None:
+        self._tensor = tensor
+        self.memory = tensor.detach()
+        self._requires_grad = tensor.requires_grad
+        self._strided = tensor.layout is torch.strided
+        self._overlaps = self._strided and 0 in tensor.stride()
+        source: Any = self.memory.untyped_storage() if self._overlaps else self.memory
+        self._value = _host_copy(source) if values else None
+
+    def copied(self) -> dict[int, Any]:
+        """The storages of the copy."""
+        value: Any = self._value
+        if value is None or not self._overlaps:
+            return storages_in([] if value is None else [value])
+        return {value._cdata: value}
+
+    def restore(self) -> None:
+        tensor, memory = self._tensor, self.memory
+        if tensor.dtype != memory.dtype or (self._strided and not tensor.is_set_to(memory)):
+            tensor.data = memory
+        if self._value is None:
+            pass
+        elif self._overlaps:
+            memory.untyped_storage().copy_(self._value)
+        else:
+            tensor.copy_(self._value)
+        if tensor.is_leaf:
+            tensor.requires_grad = self._requires_grad
+
+
+class _KeptModule:
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self.parameters = dict(module._parameters)
+        self.buffers = dict(module._buffers)
+        own = {k: v for k, v in vars(module).items() if k not in _OF_TORCH}
+        self._attributes = own
+        self._contents = {k: v.copy() for k, v in own.items() if type(v) in (list, dict, set)}
+        self._generators = [(v, _state_of(v)) for v in own.values() if _state_of(v) is not None]
+        self.every_tensor = [
+            value
+            for value in (*own.values(), *tensors_in(list(self._contents.values())))
+            if isinstance(value, torch.Tensor) and not is_lazy(value)
+        ]
+        self.tensors = [value for value in self.every_tensor if not value.requires_grad]
+
+    def restore(self) -> None:
+        own = vars(self._module)
+        for name in own.keys() - self._attributes.keys() - _OF_TORCH:
+            del own[name]
+        own.update(self._attributes)
+        for name, content in self._contents.items():
+            own[name].clear()
+            own[name].extend(content) if isinstance(content, list) else own[name].update(content)
+        for generator, state in self._generators:
+            _set_state(generator, state)
+        _refill(self._module._parameters, self.parameters)
+        _refill(self._module._buffers, self.buffers)
+
+
+class _KeptOptimizer:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.states = {parameter: _shallow(state) for parameter, state in optimizer.state.items()}
+        self.groups = [_shallow(group) for group in optimizer.param_groups]
+
+    def restore(self) -> None:
+        optimizer = self.optimizer
+        _refill(optimizer.state, {key: _shallow(state) for key, state in self.states.items()})
+        del optimizer.param_groups[len(self.groups) :]
+        for group, values in zip(optimizer.param_groups, self.groups, strict=True):
+            _refill(group, _shallow(values))
+
+
+def _host_copy(source: Any) -> Any:
+    """A copy of a tensor or storage, on the host; one that has no memory stays where it is."""
+    if source.device.type in ("cpu", "meta"):
+        return source.clone()
+    if isinstance(source, torch.UntypedStorage):
+        return source.cpu()  # type: ignore[no-untyped-call]
+    return source.to("cpu", copy=True)
+
+
+def _in_use(
+    roots: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]
+) -> Iterator[torch.Tensor]:
+    """The tensors that modules and optimizers hold now, their gradients too."""
+    holders: list[Any] = [optimizer.param_groups for optimizer in optimizers]
+    holders += [list(optimizer.state.values()) for optimizer in optimizers]
+    for root in roots:
+        for module in root.modules():
+            own = [v for k, v in vars(module).items() if k not in _OF_TORCH and type(v) is not set]
+            holders += [module._parameters, module._buffers, own]
+    for tensor in tensors_in(holders):
+        if not is_lazy(tensor):
+            yield tensor
+            if tensor.is_leaf and tensor.grad is not None:
+                yield tensor.grad
+
+
+def _refill(mapping: Any, values: dict[Any, Any]) -> None:
+    mapping.clear()
+    mapping.update(values)
+
+
+def _state_of(value: Any) -> Any:
+    """The state of a generator of random numbers that a module has for itself; None for what is none."""
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, random.Random):
+        return value.getstate()
+    generator = getattr(value, "bit_generator", None) if "numpy" in sys.modules else None
+    return copy.deepcopy(generator.state) if generator is not None else None
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.bit_generator.state = state
+
+
+def _shallow(state: Any) -> Any:
+    """A copy of a state: of its lists too, since LBFGS appends to them."""
+    if not isinstance(state, dict):
+        return state
+    return {key: list(value) if type(value) is list else value for key, value in state.items()}
+
+
+def _random_state() -> dict[str, Any]:
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "torch": bytes(torch.get_rng_state().tolist()),
+    }
+    if "numpy" in sys.modules:
+        state["numpy"] = sys.modules["numpy"].random.get_state()
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    torch.set_rng_state(torch.tensor(list(state["torch"]), dtype=torch.uint8, device="cpu"))
+    if "numpy" in state:
+        sys.modules["numpy"].random.set_state(state["numpy"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state_all(state["cuda"])

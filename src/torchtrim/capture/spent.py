@@ -1,0 +1,90 @@
+"""Gradients that were used up during backward: told to who watches, and marked for who reads them later."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from torchtrim.emulator.device import current
+from torchtrim.errors import ApplyFailed
+
+Told = Callable[[torch.optim.Optimizer, torch.Tensor], None]
+_watching: list[tuple[Told, Told]] = []
+
+
+class Spent(torch.Tensor):
+    """The `grad` of a parameter whose gradient is gone. It has no memory, and whatever reads it raises."""
+
+    optimizer_name: str
+
+    @staticmethod
+    def __new__(cls, parameter: torch.Tensor, where: str) -> Spent:
+        """One for a parameter, of which the optimizer `where` has used the gradient."""
+        emulation = current()
+        tags = emulation.accelerator.tags if emulation is not None else None
+        on = tags is not None and tags.on_device(parameter)
+        made: Spent = torch.Tensor._make_wrapper_subclass(
+            cls,
+            parameter.shape,
+            dtype=parameter.dtype,
+            layout=parameter.layout,
+            device=torch.device("cpu") if on else parameter.device,
+            storage_size=0,
+        )
+        if tags is not None and on:
+            tags.put(made)
+        made.optimizer_name = where
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        """It is made of no other tensors."""
+        return [], None
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        """It has no elements to show."""
+        return f"<a gradient that {self.optimizer_name} used up in backward>"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Refuse: there is nothing left to read or to add to."""
+        error = ApplyFailed(
+            f"`{func.name()}` reads or adds to a gradient after backward, and the plan's "
+            "optimizer_in_backward has used it up: gradients that are clipped, scaled, logged or kept cannot "
+            "be used up early. Take that technique out of the plan, or what reads gradients out of the "
+            "script."
+        )
+        error._torchtrim_place = _name((args, kwargs))  # type: ignore[attr-defined]
+        raise error
+
+
+def watch_updates(starts: Told, ends: Told) -> Callable[[], None]:
+    """Hear of every parameter that is about to be updated in backward, and was; the result ends that."""
+    pair = starts, ends
+    _watching.append(pair)
+    return lambda: _watching.remove(pair)
+
+
+@contextlib.contextmanager
+def updating(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Iterator[None]:
+    """A parameter is updated in backward meanwhile; its gradient is there."""
+    for starts, _ in _watching:
+        starts(optimizer, parameter)
+    try:
+        yield
+    finally:
+        for _, ends in _watching:
+            ends(optimizer, parameter)
+
+
+def _name(values: Any) -> str:
+    if isinstance(values, Spent):
+        return values.optimizer_name
+    inner = values.values() if isinstance(values, dict) else values
+    if not isinstance(inner, (tuple, list)) and not isinstance(values, dict):
+        return ""
+    return next((found for one in inner if (found := _name(one))), "")

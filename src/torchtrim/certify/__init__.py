@@ -1,0 +1,1 @@
+"""Compares an original with its planned run, and gives the verdict."""

@@ -1,0 +1,191 @@
+"""Compares what two trials computed, step by step and name by name."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from torchtrim.evidence.evidence import QUANTITIES
+from torchtrim.records.trial import Step, Trial
+
+_PLURAL = {
+    "loss": "losses",
+    "random state": "random generators",
+    "call": "counts of calls",
+    "checkpoint": "tensors saved and loaded",
+}
+_SINGULAR = {
+    "random state": "random generator",
+    "call": "count of calls",
+    "checkpoint": "tensor saved and loaded",
+}
+_MOST_LEFT = 4096
+_WITHIN = 10.0
+_WITHIN_UPDATED = 1e4
+GENERATOR = "script generator:"
+
+
+def differences(one: Trial, other: Trial) -> list[str]:
+    """What differs, as `"step/quantity:name"` in the order in which it was computed."""
+    found = []
+    for number, (a, b) in enumerate(zip(one.steps, other.steps, strict=False)):
+        names = [*a.digests, *(name for name in b.digests if name not in a.digests)]
+        names = [name for name in names if _is_on_both(name, a, b)]
+        found += [f"{number}/{n}" for n in names if a.digests.get(n) != b.digests.get(n)]
+    if len(one.steps) != len(other.steps):
+        found.append(f"{min(len(one.steps), len(other.steps))}/step:count")
+    return found
+
+
+def _is_on_both(name: str, one: Step, other: Step) -> bool:
+    """Another program may name its own variables as it likes."""
+    if not name.startswith(("script state:", GENERATOR)) or (
+        name in one.digests and name in other.digests
+    ):
+        return True
+    return name.startswith(GENERATOR) and name in one.digests and _is_replaced(name, one, other)
+
+
+def _is_replaced(name: str, one: Step, other: Step) -> bool:
+    """Whether the other has this generator's state under no name, and a new one of its kind instead."""
+    mine, others = _states(one), _states(other)
+    state = mine[name]
+    if state in others.values():
+        return False
+    kind = state.partition(" ")[0]
+    new = (value for key, value in others.items() if key not in mine)
+    return any(value.startswith(f"{kind} ") and value not in mine.values() for value in new)
+
+
+def _states(step: Step) -> dict[str, str]:
+    return {name: value for name, value in step.digests.items() if name.startswith(GENERATOR)}
+
+
+def left_behind(one: Trial, other: Trial) -> list[str]:
+    """Where the other keeps more alive after each of the last two measured steps; empty for nowhere.
+
+    What is alive once, such as a buffer that is made in the first step, is none of that.
+    """
+    pairs = list(zip(one.steps, other.steps, strict=False))
+    last = [(a, b) for a, b in pairs if a.peak_bytes and b.peak_bytes][-2:]
+    later = min(len(pairs) - one.request.warmup - 1, len(last))
+    grows = later == 2 and all(b.left_bytes - a.left_bytes > _MOST_LEFT for a, b in last)
+    return [f"{len(pairs) - 1}/memory:left behind"] if grows else []
+
+
+def compared(one: Trial) -> tuple[str, ...]:
+    """What there was to compare, such as `"24 gradients x 4 steps"`."""
+    totals: Counter[str] = Counter()
+    steps: Counter[str] = Counter()
+    for step in one.steps:
+        kinds = Counter(name.partition(":")[0] for name in step.digests)
+        totals.update(kinds)
+        steps.update(kinds.keys())
+    return tuple(
+        f"{_counted(round(totals[kind] / steps[kind]), kind)} x {steps[kind]} steps"
+        for kind in QUANTITIES
+        if totals[kind]
+    )
+
+
+def _counted(count: int, kind: str) -> str:
+    if count == 1:
+        return f"1 {_SINGULAR.get(kind, kind)}"
+    return f"{count} {_PLURAL.get(kind, kind + 's')}"
+
+
+def load_kept(folder: Path, number: int) -> torch.Tensor | None:
+    """A kept value, in float64; None if it was not seen."""
+    path = folder / f"kept-{number}"
+    if not path.exists():
+        return None
+    header, _, data = path.read_bytes().partition(b"\n")
+    dtype = getattr(torch, header.split()[0].decode())
+    if not data:
+        return torch.empty(0, dtype=torch.float64, device="cpu")
+    flat = torch.frombuffer(bytearray(data), dtype=dtype)
+    return flat.to(torch.complex128 if dtype.is_complex else torch.float64)
+
+
+def largest_difference(one: Path, other: Path, names: Sequence[str]) -> float:
+    """The largest difference among kept values, relative to the largest magnitude of their group; inf
+    where shapes, NaNs or presence differ.
+
+    A group is one quantity in one step, so that a gradient which is zero but for rounding is measured
+    by the size of the others.
+    """
+    scales: dict[str, float] = {}
+    gaps: dict[str, float] = {}
+    for number, name in enumerate(names):
+        gap, scale = _gap(load_kept(one, number), load_kept(other, number))
+        group = _group(name)
+        scales[group] = max(scales.get(group, 0.0), scale)
+        gaps[group] = max(gaps.get(group, 0.0), gap)
+    return max((gap / scales[g] if gap else 0.0 for g, gap in gaps.items()), default=0.0)
+
+
+class Beyond(NamedTuple):
+    """A quantity that differs by more than rounding explains, relative to the largest of its group.
+
+    `own`: by how much one rounding of parameters and inputs changes the original.
+    """
+
+    name: str
+    difference: float
+    own: float
+
+
+def beyond_rounding(
+    one: Path, other: Path, nudged: Path, names: Sequence[str], wanted: Sequence[str]
+) -> Beyond | None:
+    """The first of the wanted values, kept in float64, that differs by more than rounding explains.
+
+    Ten times what one rounding does to the original is allowed, and ten roundings of the largest value in its
+    group: a gradient that is zero but for rounding is a sum of parts as large as others. Updates enlarge what
+    differs, so after one a value may differ by more.
+    """
+    found: dict[str, tuple[float, float]] = {}
+    scales: dict[str, float] = {}
+    for number, name in enumerate(names):
+        value = load_kept(one, number) if name in wanted else None
+        if value is not None:
+            gap, scale = _gap(value, load_kept(other, number))
+            found[name] = gap, _gap(value, load_kept(nudged, number))[0]
+            scales[_group(name)] = max(scales.get(_group(name), 0.0), scale)
+    for name, (gap, own) in found.items():
+        scale = scales[_group(name)]
+        factor = _WITHIN_UPDATED if is_updated(name) else _WITHIN
+        if gap > max(factor * own, _WITHIN * torch.finfo(torch.float64).eps * scale):
+            return Beyond(name, gap / scale, own / scale)
+    return None
+
+
+def is_updated(label: str) -> bool:
+    """Whether the quantity of a label is what an update leaves."""
+    return label.partition("/")[2].startswith(("parameter:", "optimizer state:"))
+
+
+def _group(name: str) -> str:
+    """`"1/optimizer state:0.net.weight.exp_avg.0"` is of the group `"1/optimizer state exp_avg.0"`."""
+    quantity, _, rest = name.partition(":")
+    if quantity.endswith("optimizer state"):
+        return f"{quantity} {'.'.join(rest.split('.')[-2:])}"
+    return f"{quantity} {rest}" if quantity.endswith(("buffer", "output", "loss")) else quantity
+
+
+def _gap(one: torch.Tensor | None, other: torch.Tensor | None) -> tuple[float, float]:
+    """`(largest difference, largest magnitude)`."""
+    if one is None or other is None or one.shape != other.shape:
+        return float("inf"), 1.0
+    if one.numel() == 0:
+        return 0.0, 0.0
+    scale = max(float(one.abs().max()), float(other.abs().max()))
+    if torch.equal(one, other):
+        return 0.0, scale
+    gap = float((one - other).abs().max())
+    return (gap, scale) if math.isfinite(gap) and scale else (float("inf"), 1.0)

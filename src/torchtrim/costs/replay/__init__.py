@@ -1,0 +1,1 @@
+"""Replays a recorded program without some of its syncs, and prices them."""

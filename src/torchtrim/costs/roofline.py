@@ -1,0 +1,184 @@
+"""How long each operator of a profile would take on a named device, from its work and its bytes.
+
+The roofline of Williams, Waterman and Patterson (CACM 52(4), 2009): an operator takes as long as its
+arithmetic at the device's peak rate or its memory traffic at the peak bandwidth, whichever is longer.
+Real kernels reach a part of either, so this is a lower bound; it is marked `modelled` wherever shown. No
+kernel is quicker than the smallest ones that the device's trace has, and no copy.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from math import prod
+from typing import Literal
+
+from msgspec import Struct
+
+from torchtrim.costs.devices import Device
+from torchtrim.records.profile import Operator, Profile, TensorUse
+from torchtrim.records.remembered import remembered
+
+HOST_SECONDS = 5e-6
+_KNOWN = 4096
+_COPY_SECONDS = 0.9e-6
+"""A tenth of the copies between host and device take no longer, in the B200 trace of `devices.py`; 1 us in
+the A100's."""
+_ITEM_BYTES = {"64": 8, "32": 4, "16": 2, "8": 1}
+_FREE = frozenset(
+    ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias")
+) | {"view", "_unsafe_view", "expand", "t", "transpose", "permute", "slice", "select", "as_strided"}
+_COPIES = frozenset(("_to_copy", "copy_", "_copy_from", "_local_scalar_dense", "_pin_memory"))
+
+
+class Estimate(Struct, frozen=True, kw_only=True):
+    """Seconds of each operator on the device, and of the host to give it out."""
+
+    device: str
+    source: Literal["modelled"] = "modelled"
+    device_seconds: Sequence[float]
+    host_seconds: Sequence[float]
+
+
+@remembered
+def estimate(profile: Profile, device: Device) -> Estimate:
+    """The seconds that each operator takes on the device and on the host.
+
+    The host takes 5 us for an operator's own work in Python and the dispatcher, and the time of the call
+    besides where it launches a kernel.
+    """
+    there = [not storage.device.startswith("cpu") for storage in profile.storages]
+    seconds = array("d", (_seconds(op, there, device) for op in profile.operators))
+    busy = HOST_SECONDS + device.call
+    host = array("d", (busy if one else HOST_SECONDS for one in seconds))
+    return Estimate(device=device.name, device_seconds=seconds, host_seconds=host)
+
+
+def _seconds(op: Operator, there: Sequence[bool], device: Device) -> float:
+    """`there` says of each storage whether it is on the device."""
+    name = base_name(op)
+    uses = (*op.inputs, *op.outputs)
+    on_device = [use for use in uses if there[use.storage]]
+    if not on_device or _is_view(op, name):
+        return 0.0
+    sizes = [bytes_of(use) for use in on_device]
+    largest = max(sizes)
+    if name in _COPIES and len(on_device) < len(uses):
+        return max(largest / device.link, _COPY_SECONDS)
+    dtype = on_device[sizes.index(largest)].dtype
+    work = max(sum(sizes) / device.bandwidth, flops(op) / device.peak(dtype))
+    return max(work, device.floor)
+
+
+def base_name(op: Operator) -> str:
+    """The operator's name without its namespace and overload."""
+    return _base(op.name)
+
+
+@lru_cache(_KNOWN)
+def _base(name: str) -> str:
+    return name.rpartition("::")[2].split(".")[0]
+
+
+def bytes_of(use: TensorUse) -> int:
+    """Bytes that the elements of a tensor take."""
+    return prod(use.shape) * _item_bytes(use.dtype)
+
+
+@lru_cache(_KNOWN)
+def _item_bytes(dtype: str) -> int:
+    if dtype.startswith("complex"):
+        return int(dtype.removeprefix("complex") or 64) // 8
+    return next((size for end, size in _ITEM_BYTES.items() if dtype.endswith(end)), 1)
+
+
+def _is_view(op: Operator, name: str) -> bool:
+    """Whether no kernel runs: what comes out is memory that went in, and nothing was written."""
+    if name in _FREE:
+        return True
+    came = {use.storage for use in op.inputs}
+    return bool(op.outputs) and not op.mutates and all(u.storage in came for u in op.outputs)
+
+
+def flops(op: Operator) -> float:
+    """Floating-point operations of an operator, a multiplication with an addition counted as two.
+
+    Matrix products, convolutions and attention by their shapes; for all others one for each element that
+    comes in or goes out, which memory traffic outweighs.
+    """
+    count = _COUNTS.get(base_name(op))
+    matrices = [use.shape for use in op.inputs if use.shape]
+    if count is not None:
+        found = count(matrices, [use.shape for use in op.outputs if use.shape])
+        if found > 0:
+            return found
+    return float(max((prod(use.shape) for use in (*op.inputs, *op.outputs)), default=0))
+
+
+Shapes = Sequence[tuple[int, ...]]
+
+
+def _product(inputs: Shapes, outputs: Shapes) -> float:
+    """Of two matrices, or batches of them: twice the first's elements times the columns of the second."""
+    pair = [shape for shape in inputs if len(shape) >= 2][-2:]
+    return 2.0 * prod(pair[0]) * pair[1][-1] if len(pair) == 2 else 0.0
+
+
+def _linear(inputs: Shapes, outputs: Shapes) -> float:
+    return 2.0 * prod(outputs[0]) * inputs[0][-1] if inputs and outputs else 0.0
+
+
+def _convolution(inputs: Shapes, outputs: Shapes) -> float:
+    if len(inputs) < 2 or not outputs:
+        return 0.0
+    return 2.0 * prod(outputs[0]) * prod(inputs[1][1:])
+
+
+def _convolution_backward(inputs: Shapes, outputs: Shapes) -> float:
+    """Twice the forward's, for the gradients of input and weight, of which either may not be wanted."""
+    if len(inputs) < 3:
+        return 0.0
+    each = 2.0 * prod(inputs[0]) * prod(inputs[2][1:])
+    wanted = sum(shape in (inputs[1], inputs[2]) for shape in outputs)
+    return each * max(1, min(2, wanted))
+
+
+def _attention(inputs: Shapes, outputs: Shapes) -> float:
+    four = [shape for shape in inputs if len(shape) >= 3]
+    if len(four) < 3:
+        return 0.0
+    query, key, value = four[:3]
+    return 2.0 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+
+
+def _attention_backward(inputs: Shapes, outputs: Shapes) -> float:
+    """Five products for the forward's two: scores again, and the gradients of all three and of scores."""
+    return 2.5 * _attention(inputs[1:], outputs)
+
+
+_COUNTS: dict[str, Callable[[Shapes, Shapes], float]] = {
+    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "matmul", "addbmm", "_scaled_mm"), _product),
+    "linear": _linear,
+    **dict.fromkeys(("convolution", "_convolution", "cudnn_convolution", "conv2d"), _convolution),
+    "convolution_backward": _convolution_backward,
+    **dict.fromkeys(
+        (
+            "scaled_dot_product_attention",
+            "_scaled_dot_product_flash_attention",
+            "_scaled_dot_product_efficient_attention",
+            "_scaled_dot_product_cudnn_attention",
+            "_scaled_dot_product_flash_attention_for_cpu",
+        ),
+        _attention,
+    ),
+    **dict.fromkeys(
+        (
+            "_scaled_dot_product_flash_attention_backward",
+            "_scaled_dot_product_efficient_attention_backward",
+            "_scaled_dot_product_cudnn_attention_backward",
+            "_scaled_dot_product_flash_attention_for_cpu_backward",
+        ),
+        _attention_backward,
+    ),
+}

@@ -1,0 +1,133 @@
+"""What the waits of an emulated step would cost on a named device: the roofline's times, replayed."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Literal
+
+from msgspec import Struct
+
+from torchtrim.costs.devices import Device
+from torchtrim.costs.replay.bound import bound
+from torchtrim.costs.replay.engine import replay
+from torchtrim.costs.replay.one_stream import OneStream
+from torchtrim.costs.replay.program import NO_SITE
+from torchtrim.costs.replay.sets import price
+from torchtrim.costs.roofline import Estimate, estimate
+from torchtrim.records.profile import Profile
+
+_RACES = "async-"
+_US = 1e6
+_BACK_US = 5.0
+_GAP_US = 1.5
+
+
+class ModelledWait(Struct, frozen=True, kw_only=True):
+    """A site that waits. `syncs` are the numbers of the profile's syncs there; times in milliseconds."""
+
+    syncs: tuple[int, ...]
+    wait_ms: float
+    saves_alone_ms: float | None
+
+
+class Modelled(Struct, frozen=True, kw_only=True):
+    """What the model gives for a step, in milliseconds. Sets are of numbers of `waits`."""
+
+    device: str
+    source: Literal["modelled"] = "modelled"
+    step_ms: float
+    device_busy_ms: float
+    waits: tuple[ModelledWait, ...]
+    sets: tuple[tuple[tuple[int, ...], float], ...]
+    all_saves_ms: float
+    bound: str
+
+
+def price_syncs(
+    profile: Profile, device: Device, sites: Sequence[Sequence[int]] | None = None
+) -> Modelled:
+    """Price every wait of the profile on the device, alone and in sets.
+
+    `sites` are the syncs that go together, by number; by default those of one line and row. One thread
+    launches the operators in their order on one stream. Copies that race are no waits.
+    """
+    times = estimate(profile, device)
+    groups = _groups(profile) if sites is None else sites
+    program = one_stream(profile, device, times, _sites(profile, groups))
+    base = replay(program)
+    order = sorted(range(len(groups)), key=lambda i: -base.waited.get(i, 0.0))
+    prices = price(program, order)
+    waits = tuple(
+        ModelledWait(
+            syncs=tuple(numbers),
+            wait_ms=base.waited.get(i, 0.0) / 1e3,
+            saves_alone_ms=prices.alone[i] / 1e3 if i in prices.alone else None,
+        )
+        for i, numbers in enumerate(groups)
+    )
+    return Modelled(
+        device=device.name,
+        step_ms=base.span / 1e3,
+        device_busy_ms=sum(times.device_seconds) * 1e3,
+        waits=waits,
+        sets=tuple((tuple(sorted(chosen)), gain / 1e3) for chosen, gain in prices.sets),
+        all_saves_ms=prices.together / 1e3,
+        bound=bound(program, gained=prices.together, span=base.span, loading=0.0),
+    )
+
+
+def _groups(profile: Profile) -> list[list[int]]:
+    """Syncs by the line that asked for them and the row that says why they wait."""
+    found: dict[tuple[int, str], list[int]] = {}
+    for number, sync in enumerate(profile.syncs):
+        if not sync.row.startswith(_RACES):
+            place = sync.caller if sync.caller >= 0 else sync.place
+            found.setdefault((place, sync.row), []).append(number)
+    return list(found.values())
+
+
+def one_stream(
+    profile: Profile, device: Device, times: Estimate, site_of: Sequence[int]
+) -> OneStream:
+    """The step as one thread gives it out to one stream. `site_of` has a site for each of its syncs."""
+    after, numbers = _after(profile)
+    return OneStream(
+        host=array("d", (seconds * _US for seconds in times.host_seconds)),
+        device=array("d", (seconds * _US for seconds in times.device_seconds)),
+        launch=device.launch * _US,
+        gap=_GAP_US,
+        back=_BACK_US,
+        after=after,
+        sites=array("q", (site_of[number] for number in numbers)),
+    )
+
+
+def _sites(profile: Profile, groups: Sequence[Sequence[int]]) -> list[int]:
+    found = [NO_SITE] * len(profile.syncs)
+    for site, numbers in enumerate(groups):
+        for number in numbers:
+            found[number] = site
+    return found
+
+
+def _after(profile: Profile) -> tuple[array[int], Sequence[int]]:
+    """Operators after which the host waits, and the numbers of the syncs that make it.
+
+    A sync of no operator comes after what waited before it.
+    """
+    first: dict[str, int] = {}
+    for number, op in enumerate(profile.operators):
+        first.setdefault(op.phase, number)
+    after, numbers, before = array("q"), array("q"), -1
+    for number, sync in enumerate(profile.syncs if profile.operators else ()):
+        if sync.row.startswith(_RACES):
+            continue
+        before = sync.operator if sync.operator >= 0 else max(before, first.get(sync.phase, 0))
+        after.append(before)
+        numbers.append(number)
+    if all(one <= next_ for one, next_ in pairwise(after)):
+        return after, numbers
+    order = sorted(range(len(after)), key=after.__getitem__)
+    return array("q", (after[i] for i in order)), array("q", (numbers[i] for i in order))

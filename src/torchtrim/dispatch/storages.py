@@ -1,0 +1,270 @@
+"""Births and deaths of storages, told by weak references to them."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass, _current_autograd_node
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from torchtrim.dispatch.kept import Kept, counts_tell
+from torchtrim.records.profile import DEVICE_POOL
+
+PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+"""The classes whose attributes are torch's own."""
+
+_SIMPLE = PLAIN | {FakeTensor}
+_CUDA_BLOCK = 512
+_NO_STORAGE = (NotImplementedError, RuntimeError)
+
+
+class _Watched(weakref.ref[Any]):
+    """A weak reference that knows which storage it watches."""
+
+    __slots__ = ("bytes", "key", "number")
+    key: int
+    number: int
+    bytes: int
+
+
+class Life:
+    """One storage: `bytes`, and alive during operators `birth <= i < death`.
+
+    `released`: it died in the hands of the autograd engine. `kept` and `pool` are as in
+    `records.profile.Storage`.
+    """
+
+    __slots__ = ("birth", "bytes", "death", "device", "kept", "kind", "name", "pool", "released")
+
+    def __init__(self, size: int, birth: int, device: str, kind: str) -> None:
+        self.bytes = size
+        self.birth = birth
+        self.death = -1
+        self.device = device
+        self.kind = kind
+        self.name = ""
+        self.pool = DEVICE_POOL
+        self.kept = -1
+        self.released = False
+
+
+FILE = "file"
+"""The pool of memory-mapped files, which are no device's and no process's memory."""
+
+
+class Storages:
+    """All storages seen; `lives` by number, the living by the address of their C++ storage.
+
+    `clock` is the number of the operator that runs next. `live_bytes` and `peak_bytes` count the bytes
+    on one device, or on all where none is given. `is_pinned` tells of a tensor of the host.
+    """
+
+    def __init__(
+        self, device: str = "", is_pinned: Callable[[Any], bool] = lambda _: False
+    ) -> None:
+        self.lives: list[Life] = []
+        self.clock = 0
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._counted = device
+        self._is_pinned = is_pinned
+        self._living: dict[int, _Watched] = {}
+        self._devices: dict[torch.device, str] = {}
+        self._kept = Kept(self._kept_no_longer) if counts_tell() else None
+        self._on_death = self._died
+
+    def see(self, tensor: torch.Tensor, birth: int, kind: str = "") -> int:
+        """Number of the tensor's storage, which is born at `birth` if it is new; -1 if it has none."""
+        try:
+            storage = tensor.untyped_storage()
+        except _NO_STORAGE:
+            return -1
+        key = storage._cdata
+        known = self._living.get(key)
+        if known is not None:
+            return known.number
+        number = self._begin(storage, key, birth, kind)
+        if not self.counts(life := self.lives[number]):
+            host = "pinned" if self._is_pinned(tensor) else "host"
+            life.pool = host if life.device == "cpu" else life.device
+        return number
+
+    def keep(self, made: Any) -> None:
+        """Watch until when Python keeps the tensors that an operator made."""
+        if self._kept is None:
+            return
+        for tensor in made if isinstance(made, tuple | list) else (made,):
+            if type(tensor) in _SIMPLE and (number := self.number(tensor)) >= 0:
+                self._kept.add(tensor, number)
+
+    def sweep(self) -> None:
+        """Look which of those Python keeps no longer, before the operator that runs next."""
+        if self._kept is not None:
+            self._kept.sweep(self.clock)
+
+    def resized(self, storage: Any) -> int:
+        """Number of a storage whose size may have changed: that of its old size ends. -1 if never seen."""
+        known = self._living.get(storage._cdata)
+        if known is None or known.number < 0 or known.bytes == storage.nbytes():
+            return known.number if known is not None else -1
+        self._end(known.number)
+        old = self.lives[known.number]
+        number = self._begin(storage, known.key, self.clock - 1, old.kind)
+        self.lives[number].name, self.lives[number].pool = old.name, old.pool
+        return number
+
+    def exclude(self, storage: Any) -> None:
+        """Count a storage nowhere, from now until it dies: torchtrim itself keeps it."""
+        known = self._living.get(storage._cdata)
+        if known is None:
+            watched = _Watched(storage, self._on_death)
+            watched.key, watched.number, watched.bytes = storage._cdata, -1, storage.nbytes()
+            self._living[watched.key] = watched
+
+    def settle(self, tensor: torch.Tensor) -> int:
+        """Number of the storage of a tensor that was written to and may have another size; or -1."""
+        try:
+            return self.resized(tensor.untyped_storage())
+        except _NO_STORAGE:
+            return -1
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """Number of a storage that was seen and lives, else -1."""
+        try:
+            known = self._living.get(tensor.untyped_storage()._cdata)
+        except _NO_STORAGE:
+            return -1
+        return known.number if known is not None else -1
+
+    def counts(self, life: Life) -> bool:
+        """Whether the storage is on a device whose bytes are counted: `"cuda"` is any of them."""
+        return life.device != FILE and life.device.startswith(self._counted)
+
+    def counted_bytes(self, life: Life) -> int:
+        """Bytes of a storage, none where its device is not counted."""
+        return life.bytes if self.counts(life) else 0
+
+    def end(self) -> None:
+        """The step is over: what is alive and kept is so to its end."""
+        self.note_peak()
+        if self._kept is not None:
+            self._kept.end()
+
+    def note_peak(self) -> None:
+        """Count what is alive now towards the peak."""
+        if self.live_bytes > self.peak_bytes:
+            self.peak_bytes = self.live_bytes
+
+    def forget(self) -> None:
+        """Stop watching; those alive stay without a death."""
+        self._living.clear()
+
+    def _begin(self, storage: Any, key: int, birth: int, kind: str) -> int:
+        number = len(self.lives)
+        device = FILE if storage.filename else self._device(storage.device)
+        watched = _Watched(storage, self._on_death)
+        watched.key, watched.number, watched.bytes = key, number, storage.nbytes()
+        life = Life(allocated_bytes(watched.bytes, device), birth, device, kind)
+        self.lives.append(life)
+        self._living[key] = watched
+        if self.counts(life):
+            self.live_bytes += life.bytes
+        return number
+
+    def _device(self, device: torch.device) -> str:
+        name = self._devices.get(device)
+        if name is None:
+            name = self._devices[device] = str(device)
+        return name
+
+    def _kept_no_longer(self, number: int) -> None:
+        self.lives[number].kept = self.clock
+
+    def _end(self, number: int) -> None:
+        life = self.lives[number]
+        life.death = max(self.clock, life.birth)
+        life.released = _current_autograd_node() is not None
+        if self.counts(life):
+            self.live_bytes -= life.bytes
+
+    def _died(self, watched: _Watched) -> None:
+        if self._living.get(watched.key) is watched:
+            del self._living[watched.key]
+            if watched.number >= 0:
+                self._end(watched.number)
+
+
+def allocated_bytes(size: int, device: str) -> int:
+    """What an allocator gives for a size: CUDA's gives whole blocks, a meta tensor has no memory."""
+    if device.startswith("cuda"):
+        return -(-size // _CUDA_BLOCK) * _CUDA_BLOCK
+    return 0 if device == "meta" else size
+
+
+def parts_of(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
+    """The plain tensors that hold a tensor's elements: itself, or the parts of a sparse one or wrapper."""
+    if type(tensor) in PLAIN and tensor.layout is torch.strided:
+        return (tensor,)
+    if is_lazy(tensor):
+        return ()
+    with DisableTorchFunctionSubclass(), torch.no_grad():
+        wrapper: Any = tensor
+        if is_traceable_wrapper_subclass(wrapper):
+            names, _ = wrapper.__tensor_flatten__()
+            inner = (getattr(wrapper, name) for name in names)
+            return [p for one in inner if isinstance(one, torch.Tensor) for p in parts_of(one)]
+        if tensor.layout is torch.sparse_coo:
+            return [tensor._indices(), tensor._values()]
+        if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+            return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+        if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+            return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor]
+
+
+def storages_in(tensors: Iterable[torch.Tensor]) -> dict[int, Any]:
+    """The storages of tensors, by the address of their C++ storage; what has none is passed over."""
+    found = {}
+    for tensor in tensors:
+        for part in parts_of(tensor):
+            with contextlib.suppress(*_NO_STORAGE):
+                storage = part.untyped_storage()
+                found[storage._cdata] = storage
+    return found
+
+
+def storage_bytes(storages: Iterable[Any], device: str = "") -> int:
+    """What an allocator gives for these storages, of those that lie on a device: `"cuda"` is any of them."""
+    return sum(
+        allocated_bytes(storage.nbytes(), str(storage.device))
+        for storage in storages
+        if str(storage.device).startswith(device)
+    )
+
+
+def reachable_tensors() -> Iterator[torch.Tensor]:
+    """Every tensor that Python can reach, found through the garbage collector."""
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor) and not is_lazy(thing):
+            yield thing
+            with DisableTorchFunctionSubclass():
+                gradient = thing.grad if thing.is_leaf else None
+            if gradient is not None:
+                yield gradient
+
+
+def reachable_bytes() -> int:
+    """Bytes of all storages that Python can reach."""
+    storages = {}
+    for tensor in reachable_tensors():
+        with contextlib.suppress(NotImplementedError, RuntimeError):
+            storage = tensor.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())

@@ -1,0 +1,265 @@
+"""Operators whose results depend on elements: computed where these are known, else bounded from above."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchtrim.dryrun.collectives import gathered_into, written_out
+from torchtrim.dryrun.oracle import Geometry, is_small
+from torchtrim.dryrun.recurrent import kept_bytes
+
+if TYPE_CHECKING:
+    from torchtrim.dryrun.mode import Dry
+
+Bound = Callable[["Dry", Any, Any, dict[str, Any], bool], Any]
+_aten = torch.ops.aten
+_LONG = torch.int64
+
+UNTOUCHED = frozenset(
+    (
+        "aten::_unsafe_view",
+        "aten::unsafe_split",
+        "aten::unsafe_split_with_sizes",
+        "aten::unsafe_chunk",
+        "aten::is_pinned",
+        "aten::_has_compatible_shallow_copy_type",
+        "aten::is_same_size",
+        "aten::set_data",
+        "aten::retain_grad",
+        "aten::_fused_sdp_choice",
+        "aten::_version",
+        "aten::is_set_to",
+    )
+)
+"""Operators that look at no element, though no schema says so."""
+
+
+def _scalar(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
+    """`item()`: the number where it is known. A branch gets no, a count 0, a measured value 1."""
+    if known:
+        return func(*args, **kwargs)
+    kind = args[0].dtype
+    if kind is torch.bool:
+        dry.guesses.add("a condition depends on computed values; taken as false")
+        return False
+    if kind.is_complex:
+        return complex(1.0)
+    if kind.is_floating_point:
+        return 1.0
+    dry.guesses.add("a number is read from computed values; taken as 0")
+    return 0
+
+
+def _false(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
+    if known:
+        return func(*args, **kwargs)
+    dry.guesses.add("a comparison depends on computed values; taken as false")
+    return False
+
+
+def _nothing(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
+    return None
+
+
+def _nonzero(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
+    tensor = args[0]
+    if known:
+        return dry.real(func, args, kwargs)
+    _bounded(dry, "nonzero", tensor.numel())
+    shape = (tensor.numel(), tensor.dim())
+    return dry.blank(Geometry(shape, (1, max(shape[0], 1)), _LONG))
+
+
+def _masked_select(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
+    tensor, mask = args[:2]
+    whole: Any = torch.functional.broadcast_shapes
+    shape = whole(tensor.shape, mask.shape)
+    if dry.knows(mask):
+        count = int(mask.expand(shape).sum())
+    else:
+        count = _bounded(dry, "masked_select", math.prod(shape))
+    return dry.blank(Geometry((count,), (1,), tensor.dtype))
+
+
+def _index(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
+    """Each boolean mask is as many whole-number indices as it has true elements, or at most all."""
+    tensor, indices, *rest = args
+    if not any(map(_is_mask, indices)):
+        return dry.general(func, args, kwargs, known)
+    if known and is_small([tensor, *(one for one in indices if one is not None)]):
+        return dry.real(func, args, kwargs)
+    plain = _plain(dry, indices)
+    return dry.general(func, (tensor, plain, *rest), kwargs, False)
+
+
+def _index_put(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
+    _plain(dry, args[1])
+    return dry.general(func, args, kwargs, known)
+
+
+def _plain(dry: Dry, indices: Any) -> list[Any]:
+    """The indices as whole numbers; the kernel makes a table of those that a mask selects."""
+    plain = [part for index in indices for part in _as_numbers(dry, index)]
+    masks = [index for index in indices if _is_mask(index)]
+    made = [part for part in plain if part is not None and all(part is not i for i in indices)]
+    dry.need(sum(part.nbytes for part in made) if masks else 0)
+    return plain
+
+
+def _is_mask(index: Any) -> bool:
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
+
+
+def _as_numbers(dry: Dry, index: Any) -> list[Any]:
+    if not _is_mask(index):
+        return [index]
+    if dry.knows(index):
+        count = int(index.count_nonzero())
+    else:
+        count = _bounded(dry, "a boolean index", index.numel())
+    return [dry.blank(Geometry((count,), (1,), _LONG)) for _ in range(max(index.dim(), 1))]
+
+
+def _unique(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
+    """`unique` in all its forms: as many different values as there are elements."""
+    tensor = args[0]
+    if known:
+        return dry.real(func, args, kwargs)
+    dim = _argument(func, args, kwargs, "dim")
+    dims = 1 if dim is None else tensor.shape[dim]
+    count = _bounded(dry, "unique", tensor.numel() if dim is None else dims)
+    whole = dim is None
+    shape = (count,) if whole else tuple(tensor.shape)
+    inverse = tuple(tensor.shape) if whole else (count,)
+    dense = torch.empty(shape, device="meta").stride()
+    values = dry.blank(Geometry(shape, dense, tensor.dtype))
+    wanted = [_argument(func, args, kwargs, name) for name in ("return_inverse", "return_counts")]
+    sizes = [inverse if wanted[0] is not False else (0,), (count,) if wanted[1] else (0,)]
+    others = [
+        dry.blank(Geometry(size, torch.empty(size, device="meta").stride(), _LONG))
+        for size in sizes
+    ]
+    return (values, *others)[: len(func._schema.returns)]
+
+
+def _repeat_interleave(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
+    size = _argument(func, args, kwargs, "output_size")
+    if size is None:
+        if dry.knows(args[0]):
+            size = int(args[0].sum())
+        else:
+            size = _bounded(dry, "repeat_interleave", args[0].numel(), "its input's length")
+    return dry.blank(Geometry((size,), (1,), args[0].dtype))
+
+
+def _bincount(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
+    least = _argument(func, args, kwargs, "minlength") or 0
+    if dry.knows(args[0]):
+        size = max(int(args[0].max()) + 1 if args[0].numel() else 0, least)
+    else:
+        most = "its minlength" if least else "its input's length"
+        size = _bounded(dry, "bincount", least or args[0].numel(), most)
+    weights = _argument(func, args, kwargs, "weights")
+    dtype = _LONG if weights is None else weights.dtype
+    return dry.blank(Geometry((size,), (1,), dtype))
+
+
+def _pack(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
+    """`pack_padded_sequence`: as many rows as the lengths add up to."""
+    padded, lengths, first = args
+    steps, batch = (padded.shape[1], padded.shape[0]) if first else tuple(padded.shape[:2])
+    if dry.knows(lengths):
+        every = lengths.tolist()
+        counts = [sum(one > step for one in every) for step in range(max(every))]
+        sizes = torch.tensor(counts, device="cpu")
+    else:
+        _bounded(dry, "pack_padded_sequence", steps * batch)
+        sizes = torch.full((steps,), batch, dtype=torch.int64, device="cpu")
+    shape = (int(sizes.sum()), *padded.shape[2:])
+    dense = torch.empty(shape, device="meta").stride()
+    return dry.blank(Geometry(shape, dense, padded.dtype)), sizes
+
+
+def _nms(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
+    count = _bounded(dry, "nms", args[0].shape[0])
+    return dry.blank(Geometry((count,), (1,), _LONG))
+
+
+def _recurrent(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
+    """An LSTM on the CPU also gives what backward needs, of which fake tensors know nothing."""
+    results = list(dry.general(func, args, kwargs, False))
+    results[3] = dry.blank(Geometry((kept_bytes(args),), (1,), torch.uint8))
+    return tuple(results)
+
+
+def _reduced_loss(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
+    """A loss that is reduced where its elements were: the single number keeps their memory."""
+    result, x = dry.general(func, args, kwargs, known), args[0]
+    if dry.knows(result) or result.dim() == x.dim():
+        return result
+    elements = dry.blank(Geometry((max(x.numel(), 1),), (1,), result.dtype))
+    return elements.as_strided((), ())
+
+
+def _resize(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
+    """A blank tensor cannot grow in place, so it gets another storage."""
+    tensor, size = args[0], tuple(args[1])
+    strides = torch.empty(size, device="meta").stride()
+    if math.prod(size) * tensor.itemsize <= tensor.untyped_storage().nbytes():
+        return tensor.as_strided_(size, strides) if tuple(tensor.shape) != size else tensor
+    fresh = dry.blank(Geometry(size, strides, tensor.dtype))
+    return tensor.set_(fresh.untyped_storage(), 0, size, strides)
+
+
+def _bounded(dry: Dry, what: str, count: int, most: str = "the most there can be") -> int:
+    dry.guesses.add(f"the size of {what} depends on computed values; counted as {most}, {count}")
+    return count
+
+
+def _argument(func: Any, args: Any, kwargs: dict[str, Any], name: str) -> Any:
+    """An argument by its name; its default where it was not given, None where there is none such."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == name:
+            if position < len(args):
+                return args[position]
+            return kwargs.get(name, argument.default_value)
+    return None
+
+
+BOUNDS: dict[str, Bound] = {
+    "aten::_local_scalar_dense": _scalar,
+    "aten::equal": _false,
+    "aten::_assert_async": _nothing,
+    "aten::_assert_scalar": _nothing,
+    "aten::_assert_tensor_metadata": _nothing,
+    "aten::nonzero": _nonzero,
+    "aten::argwhere": _nonzero,
+    "aten::masked_select": _masked_select,
+    "aten::index": _index,
+    "aten::_unsafe_index": _index,
+    "aten::index_put": _index_put,
+    "aten::index_put_": _index_put,
+    "aten::_index_put_impl_": _index_put,
+    "aten::_unique": _unique,
+    "aten::_unique2": _unique,
+    "aten::unique_dim": _unique,
+    "aten::unique_consecutive": _unique,
+    "aten::unique_dim_consecutive": _unique,
+    "aten::repeat_interleave": _repeat_interleave,
+    "aten::bincount": _bincount,
+    "aten::_pack_padded_sequence": _pack,
+    "aten::mkldnn_rnn_layer": _recurrent,
+    "aten::resize_": _resize,
+    "aten::mse_loss": _reduced_loss,
+    "aten::smooth_l1_loss": _reduced_loss,
+    "aten::soft_margin_loss": _reduced_loss,
+    "aten::binary_cross_entropy": _reduced_loss,
+    "torchvision::nms": _nms,
+    "fsdp::all_gather_copy_in": gathered_into,
+    "fsdp::split_with_sizes_copy": written_out,
+    "fsdp::chunk_cat": written_out,
+}

@@ -1,0 +1,161 @@
+"""What an operator gives, by its arguments' shapes: torch's own fake tensors are asked, once a case."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from torchtrim.dispatch.asking import asking
+
+_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+_CPU = torch.device("cpu")
+_NUMBERS = 2**22
+_FLOATS = 2**8
+_CASES = 2**16
+
+
+class Geometry(NamedTuple):
+    """A tensor to be made."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Oracle:
+    """Tells the results of operators: each a `Geometry`, a list of them, or what is no tensor.
+
+    What was told is kept for the next dry run, up to a number of cases.
+    """
+
+    def __init__(self) -> None:
+        self._mode = FakeTensorMode(allow_fallback_kernels=False)
+        self._told: dict[Any, Any] = {}
+
+    def results(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The results of a call. What the operator raises for such arguments is raised here too."""
+        try:
+            key = (func, _key(args), _key(tuple(kwargs.items())))
+            told = self._told.get(key)
+        except TypeError:
+            return self._ask(func, args, kwargs)
+        if told is None:
+            if len(self._told) >= _CASES:
+                self._told.clear()
+            told = self._told[key] = self._ask(func, args, kwargs)
+        return told
+
+    def _ask(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """One that goes along lists is asked once for places that are alike."""
+        alike = _alike(func, (*args, *kwargs.values()))
+        if alike is None:
+            return self._told_by_torch(func, args, kwargs)
+        first = [places[0] for places in alike]
+        few = self._told_by_torch(
+            func,
+            [_at(value, first) for value in args],
+            {name: _at(value, first) for name, value in kwargs.items()},
+        )
+        return _spread(few, alike)
+
+    def _told_by_torch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        fakes = {name: self._fake(value) for name, value in kwargs.items()}
+        with _silent(), self._mode:
+            return _geometry(func(*[self._fake(value) for value in args], **fakes))
+
+    def _fake(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            meta = torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device="meta"
+            )
+            return FakeTensor(self._mode, meta, _CPU)
+        if isinstance(value, (list, tuple)):
+            return [self._fake(item) for item in value]
+        return None if isinstance(value, torch.Generator) else value
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """A mistake of the script's is raised; torch would also log it as one of torch's."""
+    was, _LOG.disabled = _LOG.disabled, True
+    try:
+        with asking():
+            yield
+    finally:
+        _LOG.disabled = was
+
+
+@functools.cache
+def oracle() -> Oracle:
+    """That of this process."""
+    return Oracle()
+
+
+def _key(value: Any) -> Any:
+    """What distinguishes an argument; `1`, `1.0` and `True` are distinct."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.shape, value.stride()
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_key, value))
+    return type(value), value
+
+
+def _alike(func: Any, values: Sequence[Any]) -> list[list[int]] | None:
+    """For an operator that goes along lists of one length, the places that are alike; else None."""
+    lists = [value for value in values if isinstance(value, (list, tuple))]
+    if not func.name().startswith("aten::_foreach_") or len(set(map(len, lists))) != 1:
+        return None
+    found: dict[Any, list[int]] = {}
+    for place, row in enumerate(zip(*lists, strict=True)):
+        found.setdefault(_key(row), []).append(place)
+    return [*found.values()]
+
+
+def _at(value: Any, places: Sequence[int]) -> Any:
+    """The elements of a list at these places; what is no list as it is."""
+    return [value[place] for place in places] if isinstance(value, (list, tuple)) else value
+
+
+def _spread(few: Any, alike: Sequence[Sequence[int]]) -> Any:
+    """Results of one place of each kind -> those of all places, in order."""
+    if not isinstance(few, list):
+        return few
+    if len(few) != len(alike):
+        return [_spread(one, alike) for one in few]
+    spread = {place: one for one, places in zip(few, alike, strict=True) for place in places}
+    return [spread[place] for place in sorted(spread)]
+
+
+def _geometry(result: Any) -> Any:
+    if isinstance(result, torch.Tensor):
+        return Geometry(tuple(result.shape), tuple(result.stride()), result.dtype)
+    if isinstance(result, (list, tuple)):
+        return [_geometry(item) for item in result]
+    return result
+
+
+def made_by(geometry: Any) -> Sequence[Geometry]:
+    """The tensors among results, in order."""
+    if isinstance(geometry, Geometry):
+        return (geometry,)
+    if isinstance(geometry, list):
+        return [one for item in geometry for one in made_by(item)]
+    return ()
+
+
+def is_small(tensors: Iterable[Any]) -> bool:
+    """Whether it takes no time to compute them: numbers that programs decide by."""
+    for tensor in tensors:
+        size = 1
+        for length in tensor.shape:
+            size *= length
+        floats = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+        if size > (_FLOATS if floats else _NUMBERS):
+            return False
+    return True

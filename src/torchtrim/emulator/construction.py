@@ -1,0 +1,250 @@
+"""Tensors and generators that are made on the emulated device from data of the host."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext, _device_constructors
+
+from torchtrim.dispatch.patches import Patches
+from torchtrim.emulator.moves import Mover, is_cuda
+from torchtrim.emulator.tags import DEVICE, HOST, Tags
+
+_LIFT = torch.ops.aten.lift_fresh.default
+_READ = torch.ops.aten._local_scalar_dense.default
+_SPARSE = ("coo", "csr", "csc", "bsr", "bsc", "compressed")
+TYPES = {
+    "FloatTensor": torch.float32,
+    "DoubleTensor": torch.float64,
+    "HalfTensor": torch.float16,
+    "BFloat16Tensor": torch.bfloat16,
+    "LongTensor": torch.int64,
+    "IntTensor": torch.int32,
+    "ShortTensor": torch.int16,
+    "CharTensor": torch.int8,
+    "ByteTensor": torch.uint8,
+    "BoolTensor": torch.bool,
+}
+"""The types of tensors in `torch.cuda`, by name."""
+
+
+class Construction:
+    """`torch.tensor`, `as_tensor`, `asarray`, `Tensor.new_tensor`, `torch.cuda.FloatTensor`, `Generator`."""
+
+    def __init__(self, patches: Patches, mover: Mover) -> None:
+        self._patches = patches
+        self._mover = mover
+
+    def install(self) -> None:
+        """Replace them all."""
+        _device_constructors()  # torch keeps what it finds: its own functions, not these
+        self._patches.replace(torch, "tensor", self._from_data(torch.tensor))
+        for name in ("as_tensor", "asarray"):
+            self._patches.replace(torch, name, self._shared(getattr(torch, name)))
+        own_nested = torch.nested.nested_tensor
+        self._patches.replace(torch.nested, "nested_tensor", self._of_parts(own_nested))
+        for kind in _SPARSE:
+            name = f"sparse_{kind}_tensor"
+            self._patches.replace(torch, name, self._of_parts(getattr(torch, name)))
+        self._patches.replace(torch.Tensor, "new_tensor", self._new_tensor)
+        own_new = torch.Tensor.new
+        self._patches.replace(torch.Tensor, "new", self._new(own_new))
+        for name, dtype in TYPES.items():
+            self._patches.replace(torch.cuda, name, self._legacy(name, dtype))
+        self._patches.replace(torch, "Generator", Generator)
+        self._patches.replace(
+            torch, "set_default_tensor_type", _set_default_type(torch.set_default_tensor_type)
+        )
+
+    def _from_data(self, own: Any) -> Any:
+        tags = self._mover.tags
+
+        @functools.wraps(own)
+        def tensor(data: Any, **options: Any) -> torch.Tensor:
+            device = options.get("device")
+            if isinstance(data, torch.Tensor) and tags.on_device(data):
+                on = True if device is None else is_cuda(device)
+                copied = self._mover.moved(data.detach(), on, dtype=options.get("dtype"), copy=True)
+                return copied.requires_grad_(bool(options.get("requires_grad")))
+            _read_each(data, tags)
+            if _wants_device(device):
+                return self._uploaded(own, data, options)
+            pinned = options.pop("pin_memory", False)
+            made: torch.Tensor = own(data, **options)
+            if pinned:
+                tags.pin(made)
+            return made
+
+        return tensor
+
+    def _of_parts(self, own: Any) -> Any:
+        """Sparse and nested tensors, which are where their parts are if nothing else is said."""
+        mover = self._mover
+
+        @functools.wraps(own)
+        def of_parts(*parts: Any, **options: Any) -> torch.Tensor:
+            if not _wants_device(options.get("device")):
+                return own(*parts, **options)  # type: ignore[no-any-return]
+            graded = options.pop("requires_grad", False)
+            made = own(*parts, **{**options, "device": HOST})
+            return mover.moved(made, True).requires_grad_(graded)
+
+        return of_parts
+
+    def _shared(self, own: Any) -> Any:
+        """Functions that take a tensor as it is where they can."""
+
+        @functools.wraps(own)
+        def shared(data: Any, *args: Any, **options: Any) -> torch.Tensor:
+            if args:
+                names = ("dtype", "device")
+                options = {**dict(zip(names, args, strict=False)), **options}
+            device = options.get("device")
+            here = isinstance(data, torch.Tensor) and self._mover.tags.on_device(data)
+            if not (_wants_device(device) or here) or (
+                here and isinstance(device, str) and device == "meta"
+            ):
+                return own(data, **options)  # type: ignore[no-any-return]
+            if isinstance(data, torch.Tensor):
+                on = here if device is None else is_cuda(device)
+                dtype, copy = options.get("dtype"), bool(options.get("copy"))
+                return self._mover.moved(data, on, dtype=dtype, copy=copy)
+            return self._uploaded(own, data, options)
+
+        return shared
+
+    def _uploaded(self, own: Any, data: Any, options: dict[str, Any]) -> torch.Tensor:
+        """A tensor of the host's data on the device: to torch, one upload that is no operator."""
+        options = {**options, "device": "cpu"}
+        graded = options.pop("requires_grad", False)
+        options.pop("pin_memory", None)
+        with torch._C._DisableTorchDispatch():
+            made: torch.Tensor = own(data, **options).detach().clone()
+        self._mover.tags.put(made)
+        made = _LIFT(made)
+        return made.requires_grad_() if graded else made
+
+    @property
+    def _new_tensor(self) -> Any:
+        own = torch.Tensor.new_tensor
+        mover, uploaded = self._mover, self._uploaded
+
+        def new_tensor(self: Any, data: Any, **options: Any) -> torch.Tensor:
+            device = options.pop("device", None)
+            on = mover.tags.on_device(self) if device is None else is_cuda(device)
+            if not on:
+                return own(self, data, **options)
+            return uploaded(functools.partial(_without_device, own, self), data, options)
+
+        return new_tensor
+
+    def _new(self, own: Any) -> Any:
+        mover = self._mover
+
+        def new(self: Any, *args: Any, **options: Any) -> torch.Tensor:
+            made: torch.Tensor = own(self, *args, **options)
+            if mover.tags.on_device(self):
+                mover.tags.put(made)
+            return made
+
+        return new
+
+    def _legacy(self, name: str, dtype: torch.dtype) -> Any:
+        own = torch.tensor
+        uploaded = self._uploaded
+
+        tags = self._mover.tags
+
+        class Kind(type):
+            def __instancecheck__(cls, thing: object) -> bool:
+                return (
+                    isinstance(thing, torch.Tensor)
+                    and thing.dtype == dtype
+                    and tags.on_device(thing)
+                )
+
+        class Legacy(metaclass=Kind):
+            def __new__(cls, *data: Any) -> Any:
+                sized = all(isinstance(size, int) for size in data)
+                if sized or isinstance(data[0], torch.Size):
+                    return torch.empty(*(data or (0,)), dtype=dtype, device=DEVICE)
+                return uploaded(own, data[0], {"dtype": dtype})
+
+        Legacy.__name__, Legacy.__module__ = name, "torch.cuda"
+        Legacy.dtype = dtype  # type: ignore[attr-defined]
+        return Legacy
+
+
+def _without_device(own: Any, self: Any, data: Any, **options: Any) -> Any:
+    options.pop("device", None)
+    return own(self, data, **options)
+
+
+def _set_default_type(own: Any) -> Any:
+    def set_default_tensor_type(kind: Any) -> None:
+        name = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__name__}"
+        on = name.startswith("torch.cuda.")
+        own(name.replace("torch.cuda.", "torch.", 1) if on else kind)
+        torch.set_default_device(DEVICE if on else None)
+
+    return set_default_tensor_type
+
+
+def _wants_device(device: Any) -> bool:
+    return is_cuda(_default_device() if device is None else device)
+
+
+def _default_device() -> torch.device:
+    """As `torch.get_default_device`, which makes a tensor to find out."""
+    modes: Any = _get_current_function_mode_stack
+    for mode in reversed(modes()):
+        if isinstance(mode, DeviceContext):
+            return mode.device
+    return HOST
+
+
+def _read_each(data: Any, tags: Tags) -> None:
+    """A list of tensors is read one number at a time, where no mode sees it."""
+    for tensor in _tensors_among(data):
+        if tags.on_device(tensor):
+            for number in tensor.detach().reshape(-1).unbind():
+                _READ(number)
+
+
+def _tensors_among(data: Any) -> Iterator[torch.Tensor]:
+    if isinstance(data, (list, tuple)):
+        for value in data:
+            if isinstance(value, torch.Tensor):
+                yield value
+            elif isinstance(value, (list, tuple)):
+                yield from _tensors_among(value)
+
+
+_Meta: Any = type(torch._C.Generator)
+
+
+class _AnyGenerator(_Meta):  # type: ignore[misc]
+    def __instancecheck__(self, thing: object) -> bool:
+        return isinstance(thing, torch._C.Generator)
+
+
+class Generator(torch._C.Generator, metaclass=_AnyGenerator):
+    """A generator that says that it is the device's. It draws the CPU's numbers, which compute for it."""
+
+    _of_device = False
+
+    def __new__(cls, device: Any = None) -> Any:
+        made: Any = super().__new__(cls, device="cpu")  # type: ignore[call-arg]
+        made._of_device = is_cuda(device)
+        return made
+
+    def __init__(self, device: Any = None) -> None: ...
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Where it says that it is."""
+        return DEVICE if self._of_device else torch.device("cpu")

@@ -1,0 +1,386 @@
+"""In which order the emulated streams do their work: early, as late as they may, or at random.
+
+A GPU may do the work of a stream at any time after it was queued and after what it awaits, so a program
+that is right is right under every such order. With `late`, work on a side stream reads its sources only when
+something that awaits it needs it; until then its results are poisoned, and so is memory that is freed
+meanwhile. With `early`, work does not see what its stream has not waited for. `random` does either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from torchtrim.dispatch.calls import stream_number
+from torchtrim.dispatch.storages import PLAIN
+from torchtrim.emulator.clocks import WHOLE, Access, Clocks, Race, Span, Use
+from torchtrim.emulator.pending import Cell, Pending, places_among, tensors_at
+from torchtrim.emulator.poison import alias as alias_in
+from torchtrim.emulator.poison import copy_of, poison, shape_of, unowned
+from torchtrim.emulator.tags import Tags
+from torchtrim.errors import UsageError
+
+KINDS = ("early", "late", "random")
+_COPIES = ("aten::copy_", "aten::_to_copy")
+_EMPTY = ("aten::empty", "aten::new_empty")
+_WAITING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
+_MAIN = 0
+_CHANCE = 0.5
+Run = Callable[[Any, Any, dict[str, Any]], Any]
+
+
+class Order(NamedTuple):
+    """How streams are to work: one of `KINDS`, and the seed of a random order."""
+
+    kind: str
+    seed: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> Order:
+        """`early`, `late`, `random` or `random:7`. Raises `UsageError`."""
+        kind, colon, seed = text.partition(":")
+        if kind not in KINDS or (colon and (kind != "random" or not seed.isdecimal())):
+            raise UsageError(
+                f"--streams {text}: it is early, late, random, or random:SEED with a whole number."
+            )
+        return cls(kind, int(seed or 0))
+
+
+class _Traits(NamedTuple):
+    """What is known of an operator by its schema.
+
+    `written`: positions and names of arguments; `returned`: those of them that it returns. `mixed`: it
+    writes, and returns something new besides, or draws random numbers.
+    """
+
+    copies: bool
+    view: bool
+    waits: bool
+    empty: bool
+    random: bool
+    written: tuple[tuple[int, str], ...]
+    returned: tuple[tuple[int, str], ...]
+    mixed: bool
+
+
+class _Call(NamedTuple):
+    """An operator that is about to run on the device; `down`: its result is the host's."""
+
+    func: Any
+    args: Any
+    kwargs: dict[str, Any]
+    down: bool
+    traits: _Traits
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors among its arguments."""
+        return _tensors((self.args, self.kwargs))
+
+    def named(self, where: tuple[int, str]) -> Any:
+        """An argument by its position or name."""
+        position, name = where
+        return self.args[position] if position < len(self.args) else self.kwargs.get(name)
+
+    def written(self) -> list[torch.Tensor]:
+        """The tensors that it writes to."""
+        return _tensors([self.named(where) for where in self.traits.written])
+
+
+class Orders:
+    """Runs the operators of one emulated device in an order that its streams allow.
+
+    It hears of events and waits as `observe.calls.Hearer`. Its `clocks` know the races, whether or not a
+    value came out wrong.
+    """
+
+    def __init__(self, order: Order, tags: Tags) -> None:
+        self.kind = order.kind
+        self.clocks = Clocks(tags.holds)
+        self._tags = tags
+        self._random = random.Random(order.seed)
+        self._pending = Pending()
+        self._marks: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
+        self._traits: dict[Any, _Traits] = {}
+
+    def races(self) -> list[Race]:
+        """The races since this was asked last."""
+        found, self.clocks.races = self.clocks.races, []
+        return found
+
+    def run(self, run: Run, func: Any, args: Any, kwargs: dict[str, Any], *, down: bool) -> Any:
+        """Run an operator of the device, now or later; `down`: its result is the host's."""
+        traits = self._traits.get(func) or self._know(func)
+        if traits.copies and traits.written:
+            down = not self._tags.on_device(args[0])
+        call = _Call(func, args, kwargs, down, traits)
+        if call.traits.view:
+            return run(func, args, kwargs)
+        stream = stream_number()
+        self._pending.catch_up(stream)
+        self._pending.let_go(lambda cell: self._is_lost(cell, stream))
+        access = self.clocks.issue(stream)
+        if not all(map(_is_plain, call.tensors())) or self._host_waits(call):
+            self.synchronized("", stream)
+            result = self._now(run, call, access)
+            self.clocks.synchronized(stream)
+        elif self._is_deferred(call, stream):
+            result = self._later(run, call, access)
+        else:
+            result = self._now(run, call, access)
+        self._go_on()
+        return result
+
+    def keep(self, tensor: torch.Tensor, stream: Any) -> None:
+        """`record_stream`."""
+        self.clocks.keep(tensor.untyped_storage(), stream_number(stream))
+
+    def finish(self) -> None:
+        """All work is done."""
+        self.synchronized("", None)
+
+    def synchronized(self, row: str, subject: Any) -> None:
+        """The host has waited for a stream or its number, an event or all; or found it done."""
+        if subject is None:
+            for stream in list(self._pending.queues):
+                self._pending.complete(stream)
+        elif isinstance(subject, int) or hasattr(subject, "stream_id"):
+            subject = subject if isinstance(subject, int) else stream_number(subject)
+            self._pending.complete(subject)
+        elif subject in self._marks:
+            self._pending.complete(*self._marks[subject])
+        self.clocks.synchronized(subject)
+
+    def event_recorded(self, event: Any, stream: int) -> None:
+        """An event is behind all that a stream has queued."""
+        self._marks[event] = (stream, self.clocks.serial(stream))
+        self.clocks.recorded(event, stream)
+
+    def event_awaited(self, event: Any, stream: int) -> None:
+        """What a stream gets from now on is behind an event."""
+        if event in self._marks:
+            self._pending.behind(stream, *self._marks[event])
+            self.clocks.awaited(event, stream)
+
+    def host_read(self, tensor: torch.Tensor) -> None:
+        """The host reads its memory as it is."""
+
+    def _host_waits(self, call: _Call) -> bool:
+        """Whether the host waits until the operator is done."""
+        traits = call.traits
+        if not traits.copies:
+            return traits.waits or call.down or traits.mixed
+        new = not traits.written
+        straight = call.kwargs.get("non_blocking") or (
+            not new and len(call.args) > 2 and call.args[2]
+        )
+        source = call.args[0 if new else 1]
+        if call.down:
+            return not straight or not (new or self._tags.is_pinned(call.args[0]))
+        return not self._tags.on_device(source) and not straight
+
+    def _is_deferred(self, call: _Call, stream: int) -> bool:
+        """Whether work is queued: that of the main stream is only where it writes to the host."""
+        if stream == _MAIN and not call.down:
+            if self._pending.uses(stream, call.tensors()):
+                self._pending.complete(stream)
+            return False
+        if self.kind == "early" or self._pending.queues[stream]:
+            return self.kind != "early"
+        return self.kind == "late" or self._random.random() < _CHANCE
+
+    def _now(self, run: Run, call: _Call, access: Access) -> Any:
+        early = self._note_reads(call, access)
+        args, kwargs = call.args, call.kwargs
+        if early and self._sees_early():
+            written = {id(tensor) for tensor in call.written()}
+            args, kwargs = tree_map(lambda one: _unseen(one, early, written), (args, kwargs))
+        result = run(call.func, args, kwargs)
+        self._note_writes(call, result, access)
+        if call.traits.empty:
+            for tensor in filter(_is_plain, _tensors(result)):
+                poison(tensor)
+        return result
+
+    def _sees_early(self) -> bool:
+        if self.kind == "random":
+            return self._random.random() < _CHANCE
+        return self.kind == "early"
+
+    def _later(self, run: Run, call: _Call, access: Access) -> Any:
+        """Promise the results of an operator, and queue it."""
+        func, generator = call.func, _generator(call)
+        drawn = generator.get_state() if call.traits.random else None
+        args, kwargs = self._staged(call, access.stream)
+        try:
+            result, made = self._promised(run, call)
+        except (IndexError, RuntimeError):
+            self.synchronized("", access.stream)
+            return self._now(run, call, access)
+        self._note_reads(call, access)
+        self._note_writes(call, result, access)
+        places = self._pending.placed((args, kwargs))
+        targets = self._pending.placed(made)
+
+        def do() -> None:
+            own_args, own_kwargs = tensors_at(places)
+            with _drawing(generator, drawn):
+                results = _tensors(func(*own_args, **own_kwargs))
+            for target, value in zip(targets, results, strict=False):
+                target.tensor().copy_(value)
+
+        used = places_among((places, targets))
+        self._pending.add(access.stream, access.serial, do, used)
+        return result
+
+    def _staged(self, call: _Call, stream: int) -> tuple[Any, dict[str, Any]]:
+        """The arguments; of a copy, what is read at once is read: pageable memory of the host, and what the
+        main stream copies, since all that follows there is done at once."""
+        if not call.traits.copies:
+            return call.args, call.kwargs
+        at = 1 if call.traits.written else 0
+        source = call.args[at]
+        pageable = not self._tags.on_device(source) and not self._tags.is_pinned(source)
+        if not pageable and stream != _MAIN:
+            return call.args, call.kwargs
+        with unowned():
+            source = source.detach().clone()
+        return (*call.args[:at], source, *call.args[at + 1 :]), call.kwargs
+
+    def _promised(self, run: Run, call: _Call) -> tuple[Any, list[torch.Tensor]]:
+        """The result of an operator before it was done, and the tensors in it that are new."""
+        traits = call.traits
+        if traits.written:
+            values = tuple(call.named(where) for where in traits.returned)
+            return (values[0] if len(values) == 1 else values or None), []
+        result = run(call.func, call.args, call.kwargs)
+        made = _tensors(result)
+        for tensor in made:
+            poison(tensor)
+        return result, made
+
+    def _is_lost(self, cell: Cell, stream: int) -> bool | None:
+        """Whether memory that was freed belongs to another by now, now that `stream` goes on."""
+        if not self._tags.holds(cell.storage):
+            return False
+        home = self.clocks.home(cell.storage)
+        others = (one for one in +cell.pending if one != home)
+        users = [one for one in others if not self.clocks.has_seen(home, one, cell.last[one])]
+        if all(self.clocks.is_kept(cell.storage, one) for one in users):
+            return False
+        return True if home == stream else None
+
+    def _go_on(self) -> None:
+        """In a random order some stream may do some of its work at any time."""
+        waiting = [number for number, queue in self._pending.queues.items() if queue]
+        if self.kind == "random" and waiting and self._random.random() < _CHANCE:
+            stream = self._random.choice(waiting)
+            queue = self._pending.queues[stream]
+            self._pending.complete(stream, self._random.choice(queue).serial)
+
+    def _note_reads(self, call: _Call, access: Access) -> list[int]:
+        if call.traits.empty:
+            return []
+        skipped = {id(t) for t in call.written()} if call.traits.copies else set()
+        read = (tensor for tensor in call.tensors() if id(tensor) not in skipped)
+        return self.clocks.read(self._shared(read), access)
+
+    def _note_writes(self, call: _Call, result: Any, access: Access) -> None:
+        written = call.written()
+        self.clocks.write(self._shared(written), access)
+        if not written:
+            made = [one.untyped_storage() for one in _tensors(result) if _is_plain(one)]
+            self.clocks.make(made, access, on_device=not call.down)
+
+    def _shared(self, tensors: Iterable[torch.Tensor]) -> list[Use]:
+        """What tensors use that streams share: storages of the device, and parts of pinned ones of the host,
+        which may be one block for many."""
+        found: dict[tuple[int, Span], Use] = {}
+        for tensor in filter(_is_plain, tensors):
+            storage, on = tensor.untyped_storage(), self._tags.on_device(tensor)
+            if on or self._tags.is_pinned(tensor):
+                span = WHOLE if on else _span_of(tensor)
+                found[storage._cdata, span] = Use(storage, span)
+        return list(found.values())
+
+    def _know(self, func: Any) -> _Traits:
+        name = func.name().partition(".")[0]
+        arguments, returns = func._schema.arguments, func._schema.returns
+        written = tuple((at, one.name) for at, one in enumerate(arguments) if _writes(one))
+        sets = [one.alias_info.before_set if one.alias_info else set() for one in returns]
+        returned = tuple(
+            (at, name)
+            for own in sets
+            for at, name in written
+            if own & arguments[at].alias_info.before_set
+        )
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        traits = _Traits(
+            copies=name in _COPIES,
+            view=func.is_view or name == "aten::set_",
+            waits=any(tag in func.tags for tag in _WAITING),
+            empty=name.startswith(_EMPTY),
+            random=is_random,
+            written=written,
+            returned=returned,
+            mixed=bool(written) and (is_random or len(returned) != len(returns)),
+        )
+        self._traits[func] = traits
+        return traits
+
+
+def _writes(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [one for one in tree_leaves(values) if isinstance(one, torch.Tensor)]
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_nested:
+        return False
+    return not (tensor.is_meta or tensor.is_conj() or tensor.is_neg())
+
+
+def _span_of(tensor: torch.Tensor) -> Span:
+    """Its first byte and the one after its last in its storage."""
+    if not tensor.numel():
+        return 0, 0
+    first, size = tensor.storage_offset(), tensor.element_size()
+    reach = sum((n - 1) * by for n, by in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(first) * size, int(first + reach + 1) * size
+
+
+def _unseen(value: Any, early: list[int], written: set[int]) -> Any:
+    """What work sees of a tensor that is not there yet."""
+    if not isinstance(value, torch.Tensor) or id(value) in written:
+        return value
+    storage = value.untyped_storage()
+    if storage._cdata not in early:
+        return value
+    with unowned():
+        return alias_in(copy_of(storage, poisoned=True), shape_of(value))
+
+
+def _generator(call: _Call) -> torch.Generator:
+    return call.kwargs.get("generator") or torch.default_generator
+
+
+@contextlib.contextmanager
+def _drawing(generator: torch.Generator, state: Any) -> Iterator[None]:
+    """Draw the numbers that were next when the work was queued."""
+    if state is None:
+        yield
+        return
+    now = generator.get_state()
+    generator.set_state(state)
+    try:
+        yield
+    finally:
+        generator.set_state(now)

@@ -1,0 +1,340 @@
+"""What `torch.cuda` and `torch.accelerator` say where a device is emulated."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from torchtrim.dispatch.calls import tell_synchronized
+from torchtrim.dispatch.patches import Patches
+from torchtrim.emulator import streams
+from torchtrim.emulator.model import DeviceModel
+from torchtrim.emulator.moves import check_index, devices
+from torchtrim.emulator.tags import Tags
+from torchtrim.errors import Unsupported
+from torchtrim.memory.caching import CachingAllocator
+
+_SENSORS = (
+    *("utilization", "memory_usage", "temperature", "power_draw", "clock_rate"),
+    "device_memory_used",
+)
+
+
+class Counters:
+    """Bytes as the caching allocator of the emulated device counts them."""
+
+    def __init__(self, tags: Tags, model: DeviceModel) -> None:
+        self._tags = tags
+        self.allocator = CachingAllocator()
+        self._blocks: dict[int, int] = {}
+        self._total = model.memory_bytes
+
+    def settle(self) -> CachingAllocator:
+        """The allocator after all that happened until now."""
+        events = self._tags.events
+        for number, size in events:
+            if size >= 0:
+                self._blocks[number] = self.allocator.malloc(size)
+            else:
+                self.allocator.free(self._blocks.pop(number))
+        events.clear()
+        return self.allocator
+
+    def allocated(self, device: Any = None) -> int:
+        """Bytes of living tensors."""
+        return self.settle().allocated
+
+    def reserved(self, device: Any = None) -> int:
+        """Bytes that the allocator holds."""
+        return self.settle().reserved
+
+    def peak(self, device: Any = None) -> int:
+        """The highest that `allocated` was."""
+        return self.settle().peak_allocated
+
+    def peak_reserved(self, device: Any = None) -> int:
+        """The highest that `reserved` was."""
+        return self.settle().peak_reserved
+
+    def reset_peak(self, device: Any = None) -> None:
+        """Begin to look for peaks anew."""
+        self.settle().reset_peaks()
+
+    def empty(self) -> None:
+        """Give back memory that no tensor uses; synchronizes the device where there is any."""
+        allocator = self.settle()
+        before = allocator.reserved
+        allocator.empty_cache()
+        if allocator.reserved < before:
+            tell_synchronized("empty-cache")
+
+    def info(self, device: Any = None) -> tuple[int, int]:
+        """Free and total bytes of the device."""
+        return max(self._total - self.reserved(), 0), self._total
+
+    def stats(self, device: Any = None) -> OrderedDict[str, int]:
+        """The statistics that programs read most."""
+        allocator = self.settle()
+        pairs = {
+            "allocated_bytes": (allocator.allocated, allocator.peak_allocated),
+            "active_bytes": (allocator.allocated, allocator.peak_allocated),
+            "reserved_bytes": (allocator.reserved, allocator.peak_reserved),
+        }
+        found: OrderedDict[str, int] = OrderedDict()
+        for name, (current, peak) in pairs.items():
+            found[f"{name}.all.current"] = current
+            found[f"{name}.all.peak"] = peak
+        for name, made, ended in (
+            ("allocation", allocator.mallocs, allocator.frees),
+            ("active", allocator.mallocs, allocator.frees),
+            ("segment", allocator.segments, allocator.released),
+        ):
+            found[f"{name}.all.current"] = made - ended
+            found[f"{name}.all.allocated"] = made
+            found[f"{name}.all.freed"] = ended
+        found["inactive_split_bytes.all.current"] = allocator.split_bytes()
+        found["num_alloc_retries"] = found["num_ooms"] = 0
+        return found
+
+    def summary(self, device: Any = None, abbreviated: bool = False) -> str:
+        """The statistics as text."""
+        return "\n".join(f"{name}: {value}" for name, value in self.stats().items())
+
+
+class Runtime:
+    """Replaces the functions of `torch.cuda` that need a driver."""
+
+    def __init__(self, patches: Patches, tags: Tags, model: DeviceModel) -> None:
+        self._patches = patches
+        self._model = model
+        self.counters = Counters(tags, model)
+        self._debug_mode = 0
+
+    def install(self) -> None:
+        """Replace them all."""
+        for owner, functions in self._functions():
+            for name, function in functions.items():
+                if hasattr(owner, name):
+                    same = _with_names_of(getattr(owner, name), function)
+                    self._patches.replace(owner, name, same)
+        for name in ("CUDAGraph", "graph", "make_graphed_callables"):
+            self._patches.replace(torch.cuda, name, _refuses(f"torch.cuda.{name}"))
+        self._install_nvtx()
+
+    def _functions(self) -> Iterator[tuple[Any, dict[str, Any]]]:
+        cuda = {
+            **self._presence(),
+            **self._memory(),
+            **self._randomness(),
+            "Stream": streams.Stream,
+            "Event": streams.Event,
+            "ExternalStream": streams.Stream,
+            "stream": streams.stream,
+            "StreamContext": streams.stream,
+            "set_stream": streams.set_stream,
+            "current_stream": streams.current_stream,
+            "default_stream": streams.default_stream,
+            "synchronize": _synchronize,
+            "ipc_collect": _nothing,
+            "set_sync_debug_mode": self._set_debug_mode,
+            "get_sync_debug_mode": lambda: self._debug_mode,
+            "is_current_stream_capturing": _false,
+        }
+        yield torch, {"Stream": streams.Stream, "Event": streams.AnyEvent}
+        yield torch.cuda, cuda
+        yield torch.cuda.profiler, {"start": _nothing, "stop": _nothing}
+        yield torch.cuda.nccl, {"version": lambda: (2, 28, 9), "is_available": _false}
+        yield torch.autograd.profiler, {"emit_nvtx": contextlib.nullcontext}
+        yield torch.cuda.memory, self._memory()
+        yield torch.cuda.random, self._randomness()
+        yield torch.cuda.streams, {"Stream": streams.Stream, "Event": streams.Event}
+        yield torch.accelerator, self._accelerator()
+        yield torch.accelerator.memory, self._memory()
+        yield torch._C, {"_get_accelerator": lambda check=None: torch.device("cuda")}
+        yield torch.backends.cuda, {"is_built": _true}
+        yield (
+            torch.backends.cudnn,
+            {"is_available": _true, "is_acceptable": _false, "version": lambda: 91900},
+        )
+        yield torch.version, {"cuda": "13.0"}
+        yield torch.distributed, {"is_nccl_available": _false}
+
+    def _presence(self) -> dict[str, Any]:
+        properties = self._model.properties()
+        return {
+            "is_available": _true,
+            "is_initialized": _true,
+            "is_bf16_supported": _true,
+            "is_tf32_supported": _true,
+            "init": _nothing,
+            "_lazy_init": _nothing,
+            "device_count": devices,
+            "current_device": lambda: 0,
+            "set_device": _check_index,
+            "_exchange_device": lambda device: 0,
+            "_maybe_exchange_device": lambda device: 0,
+            "device": Device,
+            "device_of": Device,
+            "can_device_access_peer": _false,
+            "get_device_name": lambda device=None: properties.name,
+            "get_device_capability": lambda device=None: (properties.major, properties.minor),
+            "get_device_properties": lambda device=None: properties,
+            "get_arch_list": lambda: [f"sm_{properties.major}{properties.minor}"],
+            "get_gencode_flags": lambda: "",
+            "cudart": _driver,
+            "current_blas_handle": lambda: 0,
+            **dict.fromkeys(_SENSORS, lambda device=None: 0),
+        }
+
+    def _memory(self) -> dict[str, Any]:
+        counters = self.counters
+        return {
+            "memory_allocated": counters.allocated,
+            "max_memory_allocated": counters.peak,
+            "memory_reserved": counters.reserved,
+            "max_memory_reserved": counters.peak_reserved,
+            "memory_cached": counters.reserved,
+            "max_memory_cached": counters.peak_reserved,
+            "reset_peak_memory_stats": counters.reset_peak,
+            "reset_max_memory_allocated": counters.reset_peak,
+            "reset_max_memory_cached": counters.reset_peak,
+            "reset_accumulated_memory_stats": _nothing,
+            "empty_cache": counters.empty,
+            "mem_get_info": counters.info,
+            "get_memory_info": counters.info,
+            "memory_stats": counters.stats,
+            "memory_summary": counters.summary,
+            "memory_snapshot": lambda *args: [],
+            "host_memory_stats": OrderedDict,
+            "list_gpu_processes": lambda device=None: "no processes are running",
+            "_record_memory_history": _nothing,
+            "_dump_snapshot": _nothing,
+            "set_per_process_memory_fraction": _nothing,
+            "get_allocator_backend": lambda: "native",
+        }
+
+    def _randomness(self) -> dict[str, Any]:
+        """The emulated device draws from the generator of the CPU, which computes for it."""
+        return {
+            "manual_seed": _seed,
+            "manual_seed_all": _seed,
+            "seed": torch.seed,
+            "seed_all": torch.seed,
+            "initial_seed": torch.initial_seed,
+            "get_rng_state": lambda device=None: torch.get_rng_state(),
+            "get_rng_state_all": lambda: [torch.get_rng_state()],
+            "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+            "set_rng_state_all": lambda states: torch.set_rng_state(states[0]),
+            "default_generators": (torch.default_generator,),
+        }
+
+    def _accelerator(self) -> dict[str, Any]:
+        return {
+            **self._memory(),
+            "is_available": _true,
+            "current_accelerator": lambda check_available=False: torch.device("cuda"),
+            "device_count": devices,
+            "current_device_index": lambda: 0,
+            "current_device_idx": lambda: 0,
+            "set_device_index": _check_index,
+            "set_device_idx": _check_index,
+            "device_index": Device,
+            "current_stream": streams.current_stream,
+            "set_stream": streams.set_stream,
+            "synchronize": _synchronize,
+            "get_device_capability": lambda device=None: {},
+        }
+
+    def _install_nvtx(self) -> None:
+        for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
+            self._patches.replace(torch.cuda.nvtx, name, lambda *args, **kwargs: 0)
+
+    def _set_debug_mode(self, mode: Any) -> None:
+        names = {"default": 0, "warn": 1, "error": 2}
+        self._debug_mode = names[mode] if isinstance(mode, str) else int(mode)
+
+
+def _with_names_of(original: Any, function: Any) -> Any:
+    """The function, which takes its arguments by the original's names too."""
+    if isinstance(function, type) or not callable(function):
+        return function
+    try:
+        theirs, ours = inspect.signature(original), inspect.signature(function)
+    except (TypeError, ValueError):
+        return function
+    named = inspect.Parameter.VAR_KEYWORD in {one.kind for one in ours.parameters.values()}
+    if named or set(theirs.parameters) <= set(ours.parameters):
+        return function
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = theirs.bind(*args, **kwargs)
+        return function(*given.args, **given.kwargs)
+
+    return call
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None: ...
+
+
+def _synchronize(device: Any = None) -> None:
+    tell_synchronized("synchronize")
+
+
+def _true(*args: Any, **kwargs: Any) -> bool:
+    return True
+
+
+def _false(*args: Any, **kwargs: Any) -> bool:
+    return False
+
+
+def _check_index(device: Any) -> None:
+    index = device if isinstance(device, int) else torch.device(device).index
+    check_index(None if index == -1 else index)
+
+
+def _driver() -> SimpleNamespace:
+    """The replacement of the module of CUDA's runtime."""
+    done = dict.fromkeys(("cudaProfilerStart", "cudaProfilerStop", "cudaDeviceSynchronize"), _zero)
+    return SimpleNamespace(**done, cudaError=SimpleNamespace(success=0))
+
+
+def _zero(*args: Any) -> int:
+    return 0
+
+
+class Device:
+    """Stands for `torch.cuda.device`, which chooses a device for a while."""
+
+    def __init__(self, device: Any) -> None:
+        if device is not None and not isinstance(device, torch.Tensor):
+            _check_index(device)
+        self.idx = 0
+        self.prev_idx = -1
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def _seed(seed: int) -> None:
+    torch.default_generator.manual_seed(int(seed))
+
+
+def _refuses(name: str) -> Callable[..., Any]:
+    class Refused:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            raise Unsupported(
+                f"{name} captures work of a device, and here one is emulated, which runs nothing later. "
+                "Run the script without graphs, or where there is a GPU."
+            )
+
+    return Refused

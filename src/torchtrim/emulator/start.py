@@ -1,0 +1,127 @@
+"""Begins the emulation when a script asks for a device that is not there."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torchtrim.dispatch.asking import is_asking
+from torchtrim.dispatch.patches import Patches
+from torchtrim.dispatch.places import Places
+from torchtrim.emulator.construction import TYPES, Generator
+from torchtrim.emulator.device import Emulation
+from torchtrim.emulator.moves import is_cuda
+
+_NEED_A_DEVICE = (
+    *("_lazy_init", "init", "current_device", "set_device", "get_device_name"),
+    "get_device_properties",
+)
+
+_MAKE_TENSORS = ("tensor", "as_tensor", "asarray", "load")
+_SET_DEFAULTS = ("set_default_device", "set_default_tensor_type")
+
+
+class OnDemand:
+    """Waits until the user's own source tests for CUDA, or anybody asks for a CUDA device.
+
+    A library that tests for CUDA finds none, until then.
+    """
+
+    def __init__(self, emulation: Emulation, project: str) -> None:
+        self._emulation = emulation
+        self._places = Places(project)
+        self._patches = Patches()
+
+    def arm(self) -> None:
+        """Listen for questions."""
+        cuda: Any = torch.cuda
+        for owner in (cuda, torch.accelerator):
+            for name in ("is_available", "device_count"):
+                self._ask(owner, name, self._tests)
+        self._ask(torch.accelerator, "current_accelerator", self._tests)
+        for name in _NEED_A_DEVICE:
+            self._ask(cuda, name, _always)
+        self._ask(torch.Tensor, "cuda", _always)
+        for name in (*_MAKE_TENSORS, *_SET_DEFAULTS):
+            self._ask(torch, name, _names_cuda)
+        for name in ("to", "type", "new_tensor"):
+            self._ask(torch.Tensor, name, _names_cuda)
+        self._ask_generator()
+        for name, dtype in TYPES.items():
+            self._patches.replace(cuda, name, _asking_type(name, dtype, self._begin))
+
+    def _ask_generator(self) -> None:
+        """A class, so that what is said of its type still can be."""
+
+        class Asking(Generator):
+            def __new__(cls, device: Any = None) -> Any:
+                if not is_cuda(device):
+                    return super().__new__(cls, device)
+                begin()
+                return Generator(device)
+
+        begin = self._begin
+        self._patches.replace(torch, "Generator", Asking)
+
+    def _begin(self) -> None:
+        self.disarm()
+        self._emulation.begin()
+
+    def disarm(self) -> None:
+        """Listen no longer."""
+        self._patches.undo()
+
+    def _tests(self, *args: Any, **kwargs: Any) -> bool:
+        """Whether the question comes from the user's own source, directly."""
+        frame = sys._getframe(2)
+        spot, _ = self._places.find(frame)
+        return spot is not None and self._places.is_users(spot)
+
+    def _ask(self, owner: Any, name: str, concerns: Any) -> None:
+        own = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if is_asking() or not concerns(*args, **kwargs):
+                return own(*args, **kwargs)
+            self._begin()
+            return getattr(owner, name)(*args, **kwargs)
+
+        self._patches.replace(owner, name, call)
+
+
+def _always(*args: Any, **kwargs: Any) -> bool:
+    return True
+
+
+def _names_cuda(*args: Any, **kwargs: Any) -> bool:
+    """Whether an argument is a CUDA device, or a type of tensors of such a device."""
+    values = (*args, *kwargs.values())
+    return any(isinstance(value, (str, type, torch.device)) and _is_cuda(value) for value in values)
+
+
+def _is_cuda(value: str | type | torch.device) -> bool:
+    name = f"{value.__module__}.{value.__name__}" if isinstance(value, type) else str(value)
+    try:
+        return name.startswith("torch.cuda.") or is_cuda(name)
+    except RuntimeError:
+        return False
+
+
+def _asking_type(name: str, dtype: torch.dtype, begin: Callable[[], None]) -> type:
+    """A stand-in for a type such as `torch.cuda.FloatTensor`: to make a tensor of it begins the emulation."""
+    own = getattr(torch.cuda, name)
+
+    class Kind(type):
+        def __instancecheck__(cls, thing: object) -> bool:
+            now = getattr(torch.cuda, name)
+            return isinstance(thing, own if now is cls else now)
+
+    def make(cls: type, *data: Any) -> Any:
+        if getattr(torch.cuda, name) is cls:
+            begin()
+        return getattr(torch.cuda, name)(*data)
+
+    return Kind(name, (), {"__module__": "torch.cuda", "__new__": make, "dtype": dtype})

@@ -1,0 +1,155 @@
+"""Which storages lie on the emulated device, and which in pinned memory of the host.
+
+Tensors are plain CPU tensors; where they would lie is a tag on their storage, so that views, `.data`
+and in-place operators need no care of their own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from torchtrim.dispatch.storages import PLAIN, parts_of
+
+DEVICE = torch.device("cuda", 0)
+HOST = torch.device("cpu")
+_NO_STORAGE = (NotImplementedError, RuntimeError)
+
+
+class _Tag(weakref.ref[Any]):
+    """A weak reference to a tagged storage."""
+
+    __slots__ = ("bytes", "key", "number")
+    key: int
+    number: int
+    bytes: int
+
+
+class Tags:
+    """Tags by the address of the C++ storage. `events` are allocations on the device and their ends:
+    the number of an allocation and its bytes, and -1 where it ends; whoever reads them may clear them.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[tuple[int, int]] = []
+        self._device: dict[int, _Tag] = {}
+        self._pinned: dict[int, _Tag] = {}
+        self._undecided: dict[int, _Tag] = {}
+        self._made = 0
+        self._on_free = self._freed
+
+    def on_device(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is on the emulated device; for a placeholder, whether its source is."""
+        made_from = getattr(type(tensor), "made_from", None)
+        if made_from is not None:
+            return self.on_device(made_from(tensor))
+        try:
+            on = tensor.untyped_storage()._cdata in self._device
+            return on or (type(tensor) not in PLAIN and self._has_part_on_device(tensor))
+        except _NO_STORAGE:
+            return self._has_part_on_device(tensor)
+        except ValueError:  # of a lazy module's parameter, which lets itself not be asked
+            with torch._C.DisableTorchFunctionSubclass():
+                return tensor.untyped_storage()._cdata in self._device
+
+    def _has_part_on_device(self, tensor: torch.Tensor) -> bool:
+        """Of a wrapper, whose own storage, where it has one, is empty."""
+        return any(part is not tensor and self.on_device(part) for part in parts_of(tensor))
+
+    def holds(self, storage: Any) -> bool:
+        """Whether an untyped storage is on the emulated device."""
+        return storage._cdata in self._device
+
+    def storage_at(self, address: int) -> Any:
+        """The storage on the device that begins at an address, or None."""
+        living = (tag() for tag in list(self._device.values()))
+        return next((one for one in living if one is not None and one.data_ptr() == address), None)
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """Say that the tensor's storage is on the device."""
+        try:
+            storage = tensor.untyped_storage()
+        except _NO_STORAGE:
+            for part in parts_of(tensor):
+                if part is not tensor:
+                    self.put(part)
+            return
+        self.put_storage(storage)
+
+    def put_storage(self, storage: Any) -> None:
+        """Say that a storage is on the device."""
+        key = storage._cdata
+        if key in self._device:
+            return
+        self._undecided.pop(key, None)
+        tag = self._device[key] = _Tag(storage, self._on_free)
+        tag.key = key
+        self._allocated(tag, storage.nbytes())
+
+    def resized(self, storage: Any) -> None:
+        """Say that a storage may have another size: that of its old size ends."""
+        tag = self._device.get(storage._cdata)
+        if tag is not None and tag.bytes != storage.nbytes():
+            self.events.append((tag.number, -1))
+            self._allocated(tag, storage.nbytes())
+
+    def _allocated(self, tag: _Tag, size: int) -> None:
+        tag.number, tag.bytes = self._made, size
+        self._made += 1
+        self.events.append((tag.number, size))
+
+    def take(self, tensor: torch.Tensor) -> None:
+        """Say that the tensor's storage is on the host after all."""
+        tag = self._device.get(tensor.untyped_storage()._cdata)
+        if tag is not None:
+            self._freed(tag)
+
+    def pin(self, tensor: torch.Tensor) -> None:
+        """Say that the tensor's storage is pinned."""
+        _mark(self._pinned, tensor)
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is in pinned memory of the host."""
+        return _marked(self._pinned, tensor)
+
+    def leave_open(self, tensor: torch.Tensor) -> None:
+        """Say that it shows later where the tensor is: on the device if it meets a tensor of it."""
+        _mark(self._undecided, tensor)
+
+    def any_open(self) -> bool:
+        """Whether it is not decided of some tensor where it is."""
+        return bool(self._undecided)
+
+    def is_open(self, tensor: torch.Tensor) -> bool:
+        """Whether it is not decided yet where the tensor is."""
+        return _marked(self._undecided, tensor)
+
+    def _freed(self, tag: _Tag) -> None:
+        if self._device.get(tag.key) is tag:
+            del self._device[tag.key]
+            self.events.append((tag.number, -1))
+
+
+def _mark(marks: dict[int, _Tag], tensor: torch.Tensor) -> None:
+    try:
+        storage = tensor.untyped_storage()
+    except _NO_STORAGE:
+        return
+
+    def freed(tag: _Tag) -> None:
+        if marks.get(tag.key) is tag:
+            del marks[tag.key]
+
+    tag = marks[storage._cdata] = _Tag(storage, freed)
+    tag.key = storage._cdata
+
+
+def _marked(marks: dict[int, _Tag], tensor: torch.Tensor) -> bool:
+    if not marks:
+        return False
+    try:
+        return tensor.untyped_storage()._cdata in marks
+    except _NO_STORAGE:
+        return False

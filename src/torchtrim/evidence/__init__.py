@@ -1,0 +1,1 @@
+"""Digests of what a step computed: losses, outputs, gradients, parameters, state, generators."""

@@ -1,0 +1,337 @@
+"""Evidence of what a step computed: a digest of every loss, output, gradient, parameter, state, buffer,
+attribute and random generator, by name; how often modules and their hooks were called, what they raised."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import hashlib
+import math
+import random
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from torchtrim.capture.allocator import own
+from torchtrim.capture.modules import Modules
+from torchtrim.capture.optimizers import parameters_of
+from torchtrim.capture.recording import tensors_in
+from torchtrim.capture.spent import Spent
+from torchtrim.capture.watch import Listener
+from torchtrim.dispatch.storages import parts_of
+from torchtrim.evidence.attributes import attributes
+from torchtrim.evidence.generators import text_of
+from torchtrim.evidence.script_state import ScriptState
+from torchtrim.records.files import write_atomically
+from torchtrim.records.trial import Call, Step
+
+QUANTITIES = (
+    "initial state",
+    "checkpoint",
+    "loss",
+    "output",
+    "gradient",
+    "parameter",
+    "optimizer state",
+    "hyperparameter",
+    "buffer",
+    "input gradient",
+    "attribute",
+    "script state",
+    "script generator",
+    "random state",
+    "call",
+    "exception",
+)
+
+_PLAIN = "plain "
+_DIGITS = 24
+_HOW = frozenset(("foreach", "fused", "capturable", "differentiable"))
+
+
+class Evidence(Listener):
+    """Collects the evidence of a step. `keep` is called with the name and value of each tensor.
+
+    `graded`: outputs count only where gradients are on, since a step that trains may look at others.
+    `looks`: inputs of roots are wanted too. `script`: what the script keeps elsewhere is compared too.
+    `gathers`: a plan shards what the original has whole, so all ranks make it whole to compare.
+    """
+
+    def __init__(
+        self,
+        modules: Modules,
+        keep: Callable[[str, torch.Tensor], None] | None = None,
+        *,
+        graded: bool = True,
+        looks: bool = False,
+        script: ScriptState | None = None,
+    ) -> None:
+        self.step = Step()
+        self.gathers = False
+        self._modules = modules
+        self._keep = keep
+        self._graded = graded
+        self._looks = looks
+        self._script = script
+        self._counts: dict[str, int] = {}
+        self._known_names: dict[int, str] | None = None
+        self._inputs: dict[str, weakref.ref[torch.Tensor]] = {}
+        self._called: dict[int, list[int]] = {}
+
+    def next_step(self) -> Step:
+        """The step so far; the next one begins."""
+        step, self.step = self.step, Step()
+        self._counts.clear()
+        self._known_names = None
+        self._inputs.clear()
+        self._called.clear()
+        return step
+
+    def is_called(self, module: nn.Module, depth: int) -> None:
+        """Count a call of a module and of its hooks, unless it runs again in backward."""
+        if depth < 0 or (self._graded and not torch.is_grad_enabled()):
+            return
+        number = self._modules.number(module)
+        if number >= 0:
+            counts = self._called.setdefault(number, [0, 0, 0])
+            counts[0] += 1
+            counts[1] += _own_hooks(module._forward_pre_hooks)
+            counts[2] += _own_hooks(module._forward_hooks)
+
+    def module_starts(self, module: nn.Module, args: Any, kwargs: Any, depth: int) -> None:
+        if depth != 0 or (self._graded and not torch.is_grad_enabled()):
+            return
+        tensors = list(tensors_in((args, kwargs)))
+        for number, tensor in enumerate(tensors):
+            if tensor.is_leaf and tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+                self._inputs[f"{self._root_name(module)}.{number}"] = weakref.ref(tensor)
+            if has_bits(tensor) and self._looks:
+                count = len(self.step.inputs)
+                self.step.inputs[f"{self._root_name(module)}.{number} ({count})"] = digest_of(
+                    tensor
+                )
+        inputs = tuple(map(kind_of, tensors))
+        call = Call(root=self._root_name(module), training=module.training, inputs=inputs)
+        if call not in self.step.calls:
+            self.step.calls.append(call)
+
+    def module_ends(self, module: nn.Module, output: Any, depth: int) -> None:
+        if depth != 0 or (self._graded and not torch.is_grad_enabled()):
+            return
+        if output is None and (raised := sys.exc_info()[0]) is not None:
+            name = self._count(f"exception:{self._root_name(module)}")
+            self.step.digests[name] = raised.__qualname__
+            return
+        name = self._count(f"output:{self._root_name(module)}")
+        for number, tensor in enumerate(tensors_in(output)):
+            self._see(f"{name}.{number}", tensor)
+
+    def backward_starts(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        for tensor in tensors:
+            if tensor.dim() == 0:
+                loss = math.nan if tensor.is_complex() else float(tensor.detach())
+                self.step.losses.append(loss if math.isfinite(loss) else None)
+                self._see(self._count("loss:loss"), tensor)
+
+    def optimizer_ends(self, optimizer: torch.optim.Optimizer) -> None:
+        names = self._names()
+        for number, parameter in enumerate(parameters_of(optimizer)):
+            if parameter.grad is not None and not isinstance(parameter.grad, Spent):
+                name = names.get(id(parameter), f"{type(optimizer).__name__}.{number}")
+                self._see(self._count(f"gradient:{name}"), parameter.grad)
+
+    def update_starts(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+        if self._known_names is None:
+            self._known_names = self._names()
+        name = self._known_names.get(id(parameter), "")
+        if not name:
+            numbers = {id(p): number for number, p in enumerate(parameters_of(optimizer))}
+            name = f"{type(optimizer).__name__}.{numbers.get(id(parameter), -1)}"
+        if parameter.grad is not None:
+            self._see(self._count(f"gradient:{name}"), parameter.grad)
+
+    def begins(self, name: str, root: nn.Module) -> None:
+        """Add what a root holds before it runs for the first time."""
+        for path, tensor in (*root.named_parameters(), *root.named_buffers()):
+            if not is_lazy(tensor):
+                self._see(f"initial state:{name}.{path}", tensor)
+
+    def state(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Add what the step left behind: parameters, buffers, optimizer states, random generators."""
+        for kind, name, tensor in self._modules.named_tensors():
+            if kind != "gathered":
+                self._see(f"{kind}:{name}", tensor)
+        names = self._names()
+        for number, optimizer in enumerate(optimizers):
+            for index, parameter in enumerate(parameters_of(optimizer)):
+                owner = names.get(id(parameter), str(index))
+                if id(parameter) not in names:
+                    self._see(f"parameter:optimizer{number}.{owner}", parameter)
+                self._state_of(optimizer.state.get(parameter, {}), f"{number}.{owner}")
+            self._settings_of(optimizer, number)
+        self._gradients_of_inputs()
+        for name, value in attributes(self._modules.live()):
+            if isinstance(value, torch.Tensor):
+                self._see(f"attribute:{name}", value)
+            else:
+                self.step.digests[f"attribute:{name}"] = f"{_PLAIN}{value}"
+        if self._script is not None:
+            self._state_of_script(self._script)
+        for name, value in random_states():
+            self.step.digests[f"random state:{name}"] = value
+        for number, counts in self._called.items():
+            self.step.digests[f"call:{self._modules.records[number].path}"] = repr(counts)
+
+    def _state_of_script(self, script: ScriptState) -> None:
+        for name, value in script.changes(sys._getframe(1)):
+            if isinstance(value, torch.Tensor):
+                self._see(f"script state:{name}", value)
+            else:
+                self.step.digests[f"script state:{name}"] = f"{_PLAIN}{value}"
+        for name, state in script.generators.states(sys._getframe(1)):
+            self.step.digests[f"script generator:{name}"] = state
+
+    def round_trip(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Load what models and optimizers would save into them again, and add it."""
+        holders: dict[str, Any] = {**self._modules.roots}
+        holders |= {f"optimizer{number}": one for number, one in enumerate(optimizers)}
+        for name, holder in holders.items():
+            try:
+                saved = copy.deepcopy(holder.state_dict())
+                holder.load_state_dict(saved)
+            except Exception as error:
+                self.step.digests[f"checkpoint:{name}"] = f"raises {type(error).__name__}"
+                continue
+            for key, tensor in _saved_tensors(saved):
+                self._see(f"checkpoint:{name}.{key}", tensor)
+
+    def _state_of(self, state: Mapping[Any, Any], owner: str) -> None:
+        for key, value in state.items():
+            if isinstance(value, (int, float)):
+                self.step.digests[f"optimizer state:{owner}.{key}"] = repr(value)
+            for number, tensor in enumerate(tensors_in(value)):
+                self._see(f"optimizer state:{owner}.{key}.{number}", tensor)
+
+    def _settings_of(self, optimizer: torch.optim.Optimizer, number: int) -> None:
+        """Learning rates and the like, of each group."""
+        for group, settings in enumerate(optimizer.param_groups):
+            for key, value in settings.items():
+                if key not in _HOW and isinstance(value, (int, float, tuple, bool)):
+                    self.step.digests[f"hyperparameter:{number}.group{group}.{key}"] = repr(value)
+
+    def _gradients_of_inputs(self) -> None:
+        for name, known in self._inputs.items():
+            tensor = known()
+            if tensor is not None and tensor.grad is not None:
+                self._see(f"input gradient:{name}", tensor.grad)
+
+    def _names(self) -> dict[int, str]:
+        return {
+            id(tensor): name
+            for kind, name, tensor in self._modules.named_tensors()
+            if kind == "parameter"
+        }
+
+    def _root_name(self, module: nn.Module) -> str:
+        number = self._modules.number(module)
+        return self._modules.records[number].path if number >= 0 else type(module).__name__
+
+    def _count(self, name: str) -> str:
+        count = self._counts[name] = self._counts.get(name, 0) + 1
+        return name if count == 1 else f"{name} ({count})"
+
+    def _see(self, name: str, tensor: torch.Tensor) -> None:
+        if not has_bits(tensor):
+            return
+        with torch.no_grad(), own():
+            if self.gathers and isinstance(tensor, _distributed_tensor()):
+                tensor = tensor.full_tensor()
+            self.step.digests[name] = digest_of(tensor)
+            if self._keep is not None:
+                self._keep(name, tensor)
+
+
+def _distributed_tensor() -> Any:
+    """`DTensor`, where it is loaded; else nothing is one."""
+    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+
+
+def _own_hooks(hooks: Mapping[int, Any]) -> int:
+    """How many hooks are the script's."""
+    named = (getattr(hook, "__module__", None) or type(hook).__module__ for hook in hooks.values())
+    return sum(not str(name).startswith("torchtrim.") for name in named)
+
+
+def _saved_tensors(saved: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a nested state, by the names on the way there."""
+    if isinstance(saved, torch.Tensor):
+        yield name, saved
+    elif isinstance(saved, Mapping):
+        for key, value in saved.items():
+            yield from _saved_tensors(value, f"{name}.{key}" if name else str(key))
+
+
+def kind_of(tensor: torch.Tensor) -> str:
+    """`"float32[8, 3]"`."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def has_bits(tensor: torch.Tensor) -> bool:
+    """Whether it is dense and has values: not freed in the meantime, as FSDP2 does with what it gathers."""
+    if tensor.layout is not torch.strided or tensor.device.type == "meta":
+        return False
+    return all(one.untyped_storage().nbytes() or not one.numel() for one in parts_of(tensor))
+
+
+def digest_of(tensor: torch.Tensor) -> str:
+    """Hash of shape, type and every bit. A dense tensor on CPU is read in place.
+
+    SHA-256 is the quickest of Python's where the processor has instructions for it, as most have.
+    """
+    digest = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), usedforsecurity=False)
+    digest.update(bytes_of(tensor))
+    return digest.hexdigest()[:_DIGITS]
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes | memoryview:
+    """The elements in order, as bytes; shared with the tensor where it is contiguous and on CPU.
+
+    Of a tensor of several ranks those of what is here.
+    """
+    wrapper: Any = tensor
+    if type(wrapper).__module__.startswith("torch.distributed."):
+        return b"".join(bytes(bytes_of(part)) for part in parts_of(tensor))
+    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    size = flat.numel() * flat.element_size()
+    if not size:
+        return b""
+    view = memoryview((ctypes.c_ubyte * size).from_address(flat.data_ptr()))
+    shared = flat.data_ptr() == tensor.data_ptr() if tensor.device.type == "cpu" else False
+    return view if shared else bytes(view)
+
+
+def keep_value(file: Path, tensor: torch.Tensor) -> None:
+    """Write a value as `verifier.compare.load_kept` reads it."""
+    header = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}\n".encode()
+    write_atomically(file, header + bytes(bytes_of(tensor)))
+
+
+def random_states() -> Iterator[tuple[str, str]]:
+    """Digests of the random generators of Python, torch and, where it is loaded, numpy."""
+    yield "python", _hash(repr(random.getstate()).encode())
+    yield "torch", digest_of(torch.get_rng_state())
+    if "numpy" in sys.modules:
+        yield "numpy", _hash(text_of(sys.modules["numpy"].random.get_state(legacy=False)).encode())
+    if torch.cuda.is_available():
+        for number, state in enumerate(torch.cuda.get_rng_state_all()):
+            yield f"cuda:{number}", digest_of(state)
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data, usedforsecurity=False).hexdigest()[:_DIGITS]

@@ -1,0 +1,235 @@
+"""The random generators of a script's own: torch's, numpy's and Python's, in what its variables hold."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import hashlib
+import inspect
+import itertools
+import random
+import sys
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from types import (
+    FrameType,
+    FunctionType,
+    GeneratorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from torchtrim.dispatch.places import Places
+from torchtrim.evidence.variables import locals_of, scopes
+
+_NUMBERS = frozenset(
+    (bool, int, float, complex, str, bytes, type(None), torch.Tensor, nn.Parameter)
+)
+_OF_MODULES = frozenset(vars(nn.Module()))
+_OPEN = {"argparse", "collections", "types"}
+_CLOSED = (sys.stdlib_module_names - _OPEN) | {"torchtrim", "numpy"}
+_MOST = 256
+_MOST_PARTS = 20_000
+_MOST_OF_A_KIND = 16
+Part = tuple[str, Any]
+
+
+def state_of(value: Any) -> str | None:
+    """The state of a random generator as a text; None for anything else."""
+    kind = type(value)
+    if issubclass(kind, torch.Generator):
+        return str(value.get_state().tolist())
+    if issubclass(kind, random.Random):
+        return str(value.getstate())
+    own = sys.modules.get("numpy.random")
+    if own is None:
+        return None
+    if issubclass(kind, own.RandomState):
+        return text_of(value.get_state(legacy=False))
+    if issubclass(kind, own.Generator):
+        value = value.bit_generator
+    return text_of(value.state) if issubclass(type(value), own.BitGenerator) else None
+
+
+def text_of(state: Any) -> str:
+    """A state of numpy's, with its arrays in full whatever the script has set for printing."""
+    if isinstance(state, dict):
+        return f"{{{', '.join(f'{key}: {text_of(one)}' for key, one in state.items())}}}"
+    return str(state.tolist() if hasattr(state, "tolist") else state)
+
+
+class Generators:
+    """Finds the script's random generators once a step.
+
+    A generator counts from the second step on in which it is there, so one made anew in each step does not.
+    Objects that no variable leads to, such as what a `for` loop goes through, are looked up once, and again
+    when such a loop is over.
+    """
+
+    def __init__(self, places: Places) -> None:
+        self._places = places
+        self._known: dict[int, Any] = {}
+        self._elsewhere: list[tuple[type, weakref.ref[Any]]] | None = None
+        self._users: dict[type, bool] = {}
+
+    def states(self, frame: FrameType | None) -> Iterator[tuple[str, str]]:
+        """`(name, kind and digest of the state)` of each, such as `("main.loader.generator", ...)`."""
+        known, self._known = self._known, {}
+        found = []
+        for name, value, state in self._found(frame):
+            self._known[id(value)] = value
+            if known.get(id(value)) is value:
+                digest = hashlib.blake2b(state.encode(), digest_size=12).hexdigest()
+                found.append((name, f"{type(value).__qualname__} {digest}"))
+        seen: Counter[str] = Counter()
+        for name, digest in sorted(found):
+            seen[name] += 1
+            yield (name if seen[name] == 1 else f"{name} ({seen[name]})"), digest
+
+    def _found(self, frame: FrameType | None) -> Iterator[tuple[str, Any, str]]:
+        """Walk all that the variables hold, then all else that was looked up, each object once."""
+        held: dict[int, Any] = {}
+        yield from self._walk(deque(scopes(self._places, frame)), held)
+        yield from self._walk(deque(self._others()), held)
+
+    def _walk(self, waiting: deque[Part], held: dict[int, Any]) -> Iterator[tuple[str, Any, str]]:
+        """The generators in what waits, the nearest first."""
+        while waiting and len(held) < _MOST_PARTS:
+            name, value = waiting.popleft()
+            if type(value) in _NUMBERS or id(value) in held:
+                continue
+            held[id(value)] = value
+            with contextlib.suppress(Exception):
+                if (state := state_of(value)) is not None:
+                    yield name, value, state
+                else:
+                    waiting.extend((f"{name}.{key}", one) for key, one in self._parts(value))
+
+    def _others(self) -> Iterator[Part]:
+        known = self._elsewhere
+        if known is None or any(kind is GeneratorType and ref() is None for kind, ref in known):
+            known = self._elsewhere = list(self._unreached())
+        for kind, ref in known:
+            if (value := ref()) is not None:
+                yield value.__name__ if kind is GeneratorType else kind.__qualname__, value
+
+    def _unreached(self) -> Iterator[tuple[type, weakref.ref[Any]]]:
+        """Functions of the script that wait at a `yield`, objects of each of its classes, and loaders."""
+        counts: Counter[type] = Counter()
+        for value in gc.get_objects():
+            kind = type(value)
+            if kind is GeneratorType:
+                wanted = self._is_code_of_user(value.gi_code)
+            else:
+                wanted = self._is_users(kind) and not issubclass(kind, nn.Module)
+            if wanted and counts[kind] < _MOST_OF_A_KIND:
+                counts[kind] += 1
+                with contextlib.suppress(TypeError):
+                    yield kind, weakref.ref(value)
+
+    def _parts(self, value: Any) -> Iterable[Part]:
+        """What an object holds, by name."""
+        kind = type(value)
+        if issubclass(kind, dict):
+            return [(_key(key), one) for key, one in _some(value.items())]
+        if issubclass(kind, (list, tuple, deque)):
+            return [(str(number), one) for number, one in enumerate(_some(value))]
+        if issubclass(kind, (set, frozenset)):
+            return [("", one) for one in _some(value)]
+        opened = _OPENED.get(kind)
+        return opened(self, value) if opened is not None else self._of_object(value)
+
+    def _of_function(self, value: FunctionType) -> Iterable[Part]:
+        if not self._is_code_of_user(value.__code__):
+            return ()
+        names = value.__code__.co_freevars
+        cells = [
+            (name, cell.cell_contents)
+            for name, cell in zip(names, value.__closure__ or (), strict=False)
+        ]
+        return [*cells, ("defaults", value.__defaults__), ("globals", value.__globals__)]
+
+    def _of_method(self, value: MethodType) -> Iterable[Part]:
+        return ("self", value.__self__), ("function", value.__func__)
+
+    def _of_partial(self, value: functools.partial[Any]) -> Iterable[Part]:
+        return ("function", value.func), ("args", value.args), ("keywords", value.keywords)
+
+    def _of_suspended(self, value: GeneratorType[Any, Any, Any]) -> Iterable[Part]:
+        frame = value.gi_frame
+        if frame is None or value.gi_running or not self._is_code_of_user(value.gi_code):
+            return ()
+        return locals_of(frame).items()
+
+    def _of_module(self, value: ModuleType) -> Iterable[Part]:
+        return vars(value).items() if self._is_file_of_user(value) else ()
+
+    def _of_object(self, value: Any) -> Iterable[Part]:
+        """The attributes of an object, but no property; of classes and imports the script's alone."""
+        kind = type(value)
+        if issubclass(kind, ModuleType):
+            return self._of_module(value)
+        if issubclass(kind, type):
+            return vars(value).items() if self._is_users(value) else ()
+        if issubclass(kind, nn.Module):
+            own = [(name, one) for name, one in vars(value).items() if name not in _OF_MODULES]
+            return [*value._modules.items(), *own]
+        top = kind.__module__.partition(".")[0]
+        if top in _CLOSED or (top == "torch" and not _is_of_data(kind)):
+            return ()
+        return [*_slots(value), *getattr(value, "__dict__", {}).items()]
+
+    def _is_users(self, kind: type) -> bool:
+        """Whether a class is the script's, or a kind of loader."""
+        if kind not in self._users:
+            methods = (one for one in vars(kind).values() if inspect.isfunction(one))
+            self._users[kind] = (
+                issubclass(kind, DataLoader)
+                or self._is_file_of_user(sys.modules.get(kind.__module__))
+                or any(self._is_code_of_user(one.__code__) for one in methods)
+            )
+        return self._users[kind]
+
+    def _is_file_of_user(self, module: ModuleType | None) -> bool:
+        file = getattr(module, "__file__", None)
+        return file is not None and self._places.is_users_file(file)
+
+    def _is_code_of_user(self, code: Any) -> bool:
+        return self._places.is_users((code, 0))
+
+
+_OPENED: dict[type, Callable[[Generators, Any], Iterable[Part]]] = {
+    FunctionType: Generators._of_function,
+    MethodType: Generators._of_method,
+    functools.partial: Generators._of_partial,
+    GeneratorType: Generators._of_suspended,
+}
+
+
+def _is_of_data(kind: type) -> bool:
+    return kind.__module__.startswith("torch.utils.data")
+
+
+def _slots(value: Any) -> Iterator[Part]:
+    for kind in type(value).__mro__:
+        if "__slots__" in vars(kind):
+            for name, one in vars(kind).items():
+                if type(one) is MemberDescriptorType:
+                    with contextlib.suppress(AttributeError):
+                        yield name, one.__get__(value)
+
+
+def _some(values: Iterable[Any]) -> list[Any]:
+    return list(itertools.islice(values, _MOST))
+
+
+def _key(key: Any) -> str:
+    return f"{key:.80}" if isinstance(key, str) else f"[{key!r:.80}]"

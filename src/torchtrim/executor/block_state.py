@@ -1,0 +1,432 @@
+"""What a block reads and writes beside its arguments, so that it can run a second time as it ran first.
+
+Buffers, tensors and plain attributes of its modules, and the generators of random numbers that its code
+reaches, are put back for the second run and left alone by it. What it writes is looked at in each first run,
+not only in the one: statistics may begin after a warm-up. A copy-on-write clone of each buffer costs under a
+microsecond and sees writes that no version counter does, such as those of BatchNorm's kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import random
+import sys
+import types
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+
+from torchtrim.capture.code.side_effects import SideEffects, changed, hooks_of
+from torchtrim.errors import ApplyFailed
+from torchtrim.executor.ordinals import unnumbered
+
+_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
+"""The attributes that `nn.Module` itself keeps: tables of parameters, hooks and the like."""
+_TENSORLESS = frozenset(
+    (bool, int, float, str, tuple, list, dict, set, OrderedDict, type(None), types.FunctionType)
+)
+"""The types of most modules' attributes: comparing with all of them at once is faster than `isinstance`."""
+_WARNED: set[tuple[str, str]] = set()
+
+
+class Key(NamedTuple):
+    """Where a tensor is held: which of the block's modules, in its `_buffers` or attributes, and its name."""
+
+    module: int
+    table: str
+    name: str
+
+
+def say_once(where: str, said: str) -> None:
+    """Tell on stderr what happens at a place of the plan, once."""
+    if (where, said) not in _WARNED:
+        _WARNED.add((where, said))
+        print(f"torchtrim: `{where}`: {said}", file=sys.stderr, flush=True)
+
+
+class BlockState:
+    """The state of a block made of some modules and of all within them.
+
+    Raises `ApplyFailed` where its code writes what cannot be put back, such as a list.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], where: str) -> None:
+        self.where = where
+        self._outer = tuple(modules)
+        self.written: dict[tuple[bool, ...], set[Key]] = {}
+        self._look()
+        if self._effects.writes:
+            raise ApplyFailed(
+                f"`{where}` cannot run a second time: {self._effects.writes[0]}, and that would be done "
+                "twice. Take it out of the plan; `replay` runs single operators again, and none of this code."
+            )
+
+    @property
+    def mode(self) -> tuple[bool, ...]:
+        """Which of its modules train: what a block writes depends on it."""
+        return tuple(module.training for module in self.modules)
+
+    def why_once(self) -> str:
+        """Return why the block may run only once as it is now, empty if it may run again.
+
+        Its code may have changed since the last call: modules, hooks, methods. Then it is read anew.
+        """
+        if self._shape() != self._known or changed(self._effects.references):
+            self._look()
+        everywhere = (*_global_forward_hooks.values(), *_global_forward_pre_hooks.values())
+        if not all(map(_is_ours, everywhere)):
+            return "all modules have hooks, which would be called twice"
+        if any(not _is_ours(hook) for module in self._hooked for hook in hooks_of(module)):
+            return "it has hooks, which would be called twice"
+        return str(self._effects.writes[0]) if self._effects.writes else ""
+
+    def begin(self, *, tensors: bool = True) -> Before:
+        """Return the state before a first run; without `tensors` that of attributes and generators alone."""
+        return Before(self, tensors=tensors)
+
+    def says_once(self, why: str) -> None:
+        """Tell, once, that the block runs as without the plan from now on, and why."""
+        say_once(
+            self.where,
+            f"{why}, so from now on it runs as without the plan, and the plan's saving there is lost.",
+        )
+
+    def _look(self) -> None:
+        inner = dict.fromkeys(one for module in self._outer for one in module.modules())
+        self._effects = SideEffects(inner)
+        self.modules: Sequence[nn.Module] = self._effects.modules
+        self.generators = _drawn_from(self._effects)
+        self.reads, self.reads_all = self._effects.reads, self._effects.is_unread
+        self._known = self._shape()
+        self._hooked = [module for module in self.modules if any(hooks_of(module))]
+
+    def _shape(self) -> list[Any]:
+        """What tells that a module's code may have changed: types, children, own methods, hooks."""
+        return [
+            (
+                type(module),
+                module.__dict__.get("forward"),
+                len(module._forward_hooks) + len(module._forward_pre_hooks),
+                len(module._backward_hooks) + len(module._backward_pre_hooks),
+                *module._modules.values(),
+            )
+            for module in self.modules
+        ]
+
+    def tensors(self) -> Iterator[tuple[Key, torch.Tensor]]:
+        """Yield the buffers of the modules and the tensors among their attributes."""
+        for number, module in enumerate(self.modules):
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    yield Key(number, "_buffers", name), buffer
+            attributes = vars(module)
+            if _TENSORLESS.issuperset(map(type, attributes.values())):
+                continue
+            for name, value in attributes.items():
+                if isinstance(value, torch.Tensor):
+                    yield Key(number, "__dict__", name), value
+
+    def parameters(self) -> Iterator[Held]:
+        """Yield the parameters, each with the version that it has. An embedding with `max_norm` writes to
+        its own, to no effect the second time: its version says nothing."""
+        for module in self.modules:
+            if not (table := module._parameters):
+                continue
+            own = getattr(type(module), "max_norm", None)
+            counts = vars(module).get("max_norm", own) is None
+            for name, one in table.items():
+                if one is not None:
+                    yield Held(table, name, one, _version_of(one) if counts else None)
+
+
+class Held(NamedTuple):
+    """A tensor in a table of a module; `version` as it was, None where that does not matter."""
+
+    table: dict[str, Any]
+    name: str
+    tensor: torch.Tensor
+    version: int | None
+
+
+def _written_among(held: Iterable[Held]) -> str:
+    """Return the name of the first tensor that was written to since, empty if none was."""
+    for _, name, tensor, version in held:
+        if version is not None and _version_of(tensor) != version:
+            return name
+    return ""
+
+
+class Before:
+    """A block's state before a first run: what `again` puts back."""
+
+    def __init__(self, state: BlockState, *, tensors: bool) -> None:
+        self._state = state
+        self._modules = state.modules
+        self._mode = state.mode
+        now = dict(state.tensors())
+        self.tensors = self._copies(now) if now and tensors else {}
+        self._held = list(state.parameters())
+        self._new: list[Key] = []
+        self._objects = _all_attributes(self._modules)
+        self._versions = {key: (tensor, _version_of(tensor)) for key, tensor in now.items()}
+        self._generators = [(one, _state_of(one)) for one in state.generators]
+
+    def _copies(self, now: dict[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
+        """Return copies of tensors, which cost no memory until the block writes to one."""
+        written = self._state.written.get(self._mode, ())
+        with _not_counted():
+            return {
+                key: tensor.clone() if key in written else _copy_on_write(tensor)
+                for key, tensor in now.items()
+            }
+
+    def _table(self, key: Key) -> dict[str, Any]:
+        """The table that holds a tensor, of the modules that ran: the block may have others by now."""
+        found: dict[str, Any] = getattr(self._modules[key.module], key.table)
+        return found
+
+    def has_run(self) -> Left:
+        """The first run is over: forget what it has not changed, and say what it has.
+
+        Raises `ApplyFailed` if it wrote to a parameter, whose values before are gone.
+        """
+        if written := _written_among(self._held):
+            raise self._stop(f"it writes to its parameter `{written}` while it runs")
+        state, now = self._state, dict(self._state.tensors())
+        wrote, drawn = self._changes(now) if self.tensors or self._generators else (set(), [])
+        state.written.setdefault(self._mode, set()).update(wrote)
+        self._held += [
+            Held(self._table(key), key.name, now[key], _version_of(now[key]))
+            for key in self.tensors.keys() - wrote
+        ]
+        self._new = [key for key in now.keys() - self.tensors.keys() if key.table == "_buffers"]
+        self.tensors = {key: self._copied(key) for key in wrote}
+        self._generators, self._versions = drawn, {}
+        self._forget_attributes()
+        return Left(sorted({key.name for key in wrote}), [one for one, _ in drawn])
+
+    def _changes(self, now: dict[Key, torch.Tensor]) -> tuple[set[Key], list[Any]]:
+        """Return which tensors were written to, and which generators were drawn from, with their states."""
+        with _not_counted():
+            wrote = {key for key in self.tensors if self._is_written(key, now.get(key))}
+            generators = self._generators
+            return wrote, [one for one in generators if not _same_state(one[1], _state_of(one[0]))]
+
+    def restore(self) -> None:
+        """Put everything back as it was before the first run."""
+        with _not_counted():
+            for key, value in self.tensors.items():
+                self._table(key)[key.name] = self._put_back(key, value)
+        _put_attributes(self._modules, self._objects)
+        for one, was in self._generators:
+            _set_state(one, was)
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """For another run: everything is as before the first, and afterwards as it is now.
+
+        Raises `ApplyFailed` if a tensor that the block reads was written in between.
+        """
+        if written := _written_among(self._held):
+            raise self._stop(f"its `{written}` was written to between its forward and its backward")
+        attributes = _all_attributes(self._modules)
+        tensors = {key: self._table(key).get(key.name) for key in (*self.tensors, *self._new)}
+        swapped = [one for one in self._held if one.table.get(one.name) is not one.tensor]
+        others = [one.table.get(one.name) for one in swapped]
+        generators = [(one, _state_of(one)) for one, _ in self._generators]
+        _put_attributes(self._modules, self._objects)
+        self._stand_in()
+        for key in self._new:
+            del self._table(key)[key.name]
+        for held in swapped:
+            held.table[held.name] = held.tensor
+        for one, was in self._generators:
+            _set_state(one, was)
+        try:
+            yield
+        finally:
+            for one, now in generators:
+                _set_state(one, now)
+            for held, other in zip(swapped, others, strict=True):
+                held.table[held.name] = other
+            for key, tensor in tensors.items():
+                self._table(key)[key.name] = tensor
+            _put_attributes(self._modules, attributes)
+
+    def _stand_in(self) -> None:
+        """Put copies of the values of before in the place of what the first run wrote."""
+        with _not_counted() if self.tensors else contextlib.nullcontext():
+            for key, value in self.tensors.items():
+                self._table(key)[key.name] = value.clone()
+
+    def _is_written(self, key: Key, now: torch.Tensor | None) -> bool:
+        then, version = self._versions[key]
+        if (
+            now is not then
+            or _version_of(then) != version
+            or key in self._state.written.get(self._mode, ())
+        ):
+            return True
+        if _shares(then):
+            return False
+        return not _are_equal(then, self.tensors[key])
+
+    def _copied(self, key: Key) -> torch.Tensor:
+        """The values of before in a tensor of its own, on the device that the program sees."""
+        before, then = self.tensors[key], self._versions[key][0]
+        if not _shares(before) or then.shape != before.shape:
+            return before
+        with _not_counted():
+            made = then.clone()
+        with _raw():
+            return made.copy_(before)
+
+    def _put_back(self, key: Key, value: torch.Tensor) -> torch.Tensor:
+        """The tensor of before with its values of before."""
+        there = self._objects[key.module].get(key.name) if key.table == "__dict__" else None
+        there = self._table(key).get(key.name) if there is None else there
+        if isinstance(there, torch.Tensor) and there.shape == value.shape:
+            return there.copy_(value)
+        return value.clone()
+
+    def _stop(self, reason: str) -> ApplyFailed:
+        return ApplyFailed(
+            f"`{self._state.where}`: {reason}, so what it computes when it runs again would differ. The run "
+            "stops before that. Take this place out of the plan, or plan again."
+        )
+
+    def _forget_attributes(self) -> None:
+        """Tensors that the first run has put others in the place of are kept only if the block reads them."""
+        if self._state.reads_all:
+            return
+        for module, before in zip(self._modules, self._objects, strict=True):
+            if not _same_objects(before, now := vars(module)):
+                for name in [name for name in before if before[name] is not now.get(name)]:
+                    if isinstance(before[name], torch.Tensor) and name not in self._state.reads:
+                        before[name] = now.get(name)
+
+
+class Left(NamedTuple):
+    """What a run has left behind: the names of tensors that it wrote, and generators that it drew from."""
+
+    written: list[str]
+    drawn: list[Any]
+
+
+def _all_attributes(modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
+    return [vars(module).copy() for module in modules]
+
+
+def _same_objects(before: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Whether two tables hold the same objects."""
+    return len(before) == len(now) and all(map(operator.is_, before.values(), now.values()))
+
+
+def _put_attributes(modules: Iterable[nn.Module], attributes: Iterable[dict[str, Any]]) -> None:
+    """Give modules the attributes of their own that they had."""
+    for module, before in zip(modules, attributes, strict=True):
+        if not _same_objects(before, now := vars(module)):
+            for name in [name for name in now if name not in before and name not in _OF_MODULES]:
+                del now[name]
+            now.update((name, one) for name, one in before.items() if name not in _OF_MODULES)
+
+
+@contextlib.contextmanager
+def _not_counted() -> Iterator[None]:
+    """Copies of ours are no operators of the program, and are not recorded by autograd."""
+    with unnumbered(), torch.no_grad():
+        yield
+
+
+@contextlib.contextmanager
+def _raw() -> Iterator[None]:
+    """Operators run as they are: no emulated device and no recorder sees them."""
+    with torch.no_grad(), torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        yield
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have the same values; False where that cannot be told, as of sparse ones."""
+    with contextlib.suppress(RuntimeError), _raw():
+        return torch.equal(one, other)
+    return False
+
+
+def _shares(tensor: torch.Tensor) -> bool:
+    """Whether its memory is shared until one writes to it: nobody has yet."""
+    return tensor.layout is torch.strided and torch._C._is_cow_tensor(tensor)  # type: ignore[attr-defined]
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    """How often the tensor was written to, as autograd counts; it does not for those of inference mode."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _copy_on_write(tensor: torch.Tensor) -> torch.Tensor:
+    """A clone that shares the tensor's memory until one of the two is written to; a plain one where the
+    memory is not the allocator's own, as with shared memory."""
+    if type(tensor) in (torch.Tensor, nn.Buffer):
+        with contextlib.suppress(RuntimeError), _raw():
+            return torch._lazy_clone(tensor.detach())
+    return tensor.clone()
+
+
+def _is_ours(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torchtrim.")
+
+
+def _drawn_from(effects: SideEffects) -> list[Any]:
+    """The generators that a block may draw from, but for torch's default ones, which are the checkpoint's.
+
+    Code that cannot be read may draw from those of `random` and numpy.
+    """
+    found = list(effects.generators)
+    if effects.is_unread:
+        found.append(random.getstate.__self__)  # type: ignore[attr-defined]
+        numpy = sys.modules.get("numpy.random")
+        found += [] if numpy is None else [numpy.get_state.__self__]
+    default = torch.default_generator
+    return [one for one in found if one is not default]
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.get_state(legacy=False) if _is_old(generator) else _bits(generator).state
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif _is_old(generator):
+        generator.set_state(state)
+    else:
+        _bits(generator).state = state
+
+
+def _bits(generator: Any) -> Any:
+    """numpy's bit generator, which has the state of a `Generator`."""
+    return getattr(generator, "bit_generator", generator)
+
+
+def _is_old(generator: Any) -> bool:
+    """Whether it is a `numpy.random.RandomState`, which keeps more than its bits."""
+    return hasattr(generator, "get_state")
+
+
+def _same_state(one: Any, other: Any) -> bool:
+    """Whether two states of one generator are the same."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same_state(one[key], other[key]) for key in one)
+    return bool((one == other).all()) if hasattr(one, "all") else bool(one == other)

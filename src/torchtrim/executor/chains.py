@@ -1,0 +1,102 @@
+"""Ranges of a Sequential that run each in its own way; several techniques may have ranges of one chain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from torchtrim.errors import ApplyFailed
+from torchtrim.executor.swap import Swapped, is_of_another
+
+_TABLE = "_torchtrim_ranges"
+Run = Callable[..., Any]
+
+
+class Range(NamedTuple):
+    """Children `first <= i < last`; `run` is called with what runs them in turn, and the value."""
+
+    first: int
+    last: int
+    run: Run
+
+
+class Ranges:
+    """The ranges that one technique has of a chain. Raises `ApplyFailed` where they overlap others."""
+
+    def __init__(self, chain: nn.Sequential, ranges: Sequence[Range]) -> None:
+        self._table = _table_of(chain)
+        self._own = tuple(ranges)
+        self._table.add(self._own)
+
+    def revert(self) -> None:
+        """Have them run as they did."""
+        self._table.remove(self._own)
+
+
+class _Table:
+    """All ranges of a chain, and its forward."""
+
+    def __init__(self, chain: nn.Sequential) -> None:
+        self._chain = chain
+        self._ranges: list[Range] = []
+        self._swapped: Swapped | None = None
+
+    @property
+    def is_used(self) -> bool:
+        """Whether it has any."""
+        return bool(self._ranges)
+
+    def add(self, ranges: Sequence[Range]) -> None:
+        """Join the ranges of one technique."""
+        found = sorted([*self._ranges, *ranges], key=lambda one: one.first)
+        position = 0
+        for first, last, _ in found:
+            if not position <= first < last <= len(self._chain):
+                raise ApplyFailed(
+                    f"the range [{first}:{last}] overlaps another or leaves a Sequential of "
+                    f"{len(self._chain)}."
+                )
+            position = last
+        if self._swapped is None:
+            self._swapped = Swapped(self._chain, self._wrapped)
+            setattr(_owner(self._chain), _TABLE, self)
+        self._ranges = found
+
+    def remove(self, ranges: Sequence[Range]) -> None:
+        """Take them out again; with the last of them the chain is what it was."""
+        self._ranges = [one for one in self._ranges if not any(one is own for own in ranges)]
+        if not self._ranges and self._swapped is not None:
+            self._swapped.revert()
+
+    def _wrapped(self, forward: Run) -> Run:
+        return forward if is_of_another(forward, self._chain) else self.forward
+
+    def forward(self, value: Any) -> Any:
+        """The children in turn, those of a range together."""
+        children = list(self._chain)
+        position = 0
+        for first, last, run in self._ranges:
+            value = one_by_one(children[position:first], value)
+            inner = children[first:last]
+            value = run(lambda value, inner=inner: one_by_one(inner, value), value)
+            position = last
+        return one_by_one(children[position:], value)
+
+
+def one_by_one(modules: Sequence[nn.Module], value: Any) -> Any:
+    """What a Sequential does."""
+    for module in modules:
+        value = module(value)
+    return value
+
+
+def _table_of(chain: nn.Sequential) -> _Table:
+    known = getattr(_owner(chain), _TABLE, None)
+    return known if isinstance(known, _Table) and known.is_used else _Table(chain)
+
+
+def _owner(chain: nn.Sequential) -> Any:
+    """What holds the forward: the instance's own one, or its class."""
+    return chain.__dict__.get("forward", type(chain))

@@ -1,0 +1,207 @@
+"""Writes a plan as a module of plain PyTorch, which needs torch and nothing of torchtrim.
+
+Each technique says which function of ours does its work. What that function uses of the files of this folder
+goes along, piece by piece, so the exported code is what torchtrim itself runs.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from torchtrim.errors import ExportFailed
+from torchtrim.executor.registry import Exportable, Plain, technique
+from torchtrim.records.plan import Plan, Technique
+
+_ALWAYS = (
+    Plain("torchtrim.executor.handles", "Handles"),
+    Plain("torchtrim.executor.fingerprint", "fingerprint_of"),
+)
+_ERRORS = "torchtrim.errors"
+_HEAD = '''class ApplyFailed(RuntimeError):
+    """The plan could not be applied. The model is as it was."""'''
+_TAIL = '''def apply(model: nn.Module, name: str = "", *, check: bool = True) -> Handles:
+    """Apply the plan to a live model. `revert()` of the handles makes the model what it was.
+
+    `name`: what the plan calls the model, by default its class. Without `check` it is not looked at whether
+    the plan was made for this model. Raises `ApplyFailed`, the model as it was.
+    """
+    name = name or type(model).__name__
+    if name not in FINGERPRINTS:
+        raise ApplyFailed(f"the plan is for {', '.join(FINGERPRINTS)}, and this is a {name}.")
+    if check and fingerprint_of(model) != FINGERPRINTS[name]:
+        raise ApplyFailed(f"the plan was made for another {name}. Plan again for this one.")
+    applied = Handles()
+    try:
+        for function, places, options in PLAN:
+            own = tuple(at for at in places if at.split(".")[0].split("[")[0] == name)
+            if own:
+                applied.add(function({name: model}, own, **options))
+    except BaseException:
+        applied.revert()
+        raise
+    return applied'''
+
+
+def exported(plan: Plan, said: str) -> str:
+    """The module's text; `said` is what it says of itself. Raises `ExportFailed`."""
+    plains = [(one, _plain(one)) for one in plan.techniques]
+    bundle = _Bundle()
+    for plain in (*_ALWAYS, *(plain for _, plain in plains)):
+        bundle.add(plain)
+    calls = [_call(one, plain) for one, plain in plains]
+    parts = [
+        f'"""{said}"""',
+        "from __future__ import annotations",
+        "\n".join(bundle.imports()),
+        _HEAD,
+        *bundle.pieces(),
+        f"FINGERPRINTS = {plan.fingerprint!r}\nPLAN = (\n{''.join(calls)})",
+        _TAIL,
+    ]
+    return "\n\n\n".join(parts) + "\n"
+
+
+def _call(one: Technique, plain: Plain) -> str:
+    places = "".join(f"            {where!r},\n" for where in one.where)
+    lines = ("    (", f"        {plain.function},", f"        (\n{places}        ),")
+    return "\n".join((*lines, f"        {one.options!r},", "    ),", ""))
+
+
+def _plain(one: Technique) -> Plain:
+    unit = technique(one.name)
+    if not isinstance(unit, Exportable):
+        raise ExportFailed(
+            f"{one.name} cannot be exported, and the plan has it at {', '.join(one.where)}. Nothing was "
+            "written. Run the plan itself: torchtrim run SCRIPT --plan."
+        )
+    return unit.export()
+
+
+class _Piece(NamedTuple):
+    """A statement of a file with the comments before it, the names that it makes and those that it uses."""
+
+    text: str
+    makes: frozenset[str]
+    uses: frozenset[str]
+
+
+class _File:
+    """A file of this folder: its pieces, and its imports by the name that they give."""
+
+    def __init__(self, module: str) -> None:
+        self.module = module
+        self.pieces: list[_Piece] = []
+        self.outside: dict[str, tuple[str, str]] = {}
+        self.inside: dict[str, str] = {}
+        spec = importlib.util.find_spec(module)
+        assert spec is not None
+        assert spec.origin is not None
+        text = Path(spec.origin).read_text(encoding="utf-8")
+        self._lines = text.splitlines()
+        self._done = 0
+        for number, node in enumerate(ast.parse(text).body):
+            self._read(node, is_title=number == 0)
+            self._done = node.end_lineno or 0
+
+    def _read(self, node: ast.stmt, *, is_title: bool) -> None:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            self._import(node)
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            for inner in node.body:
+                assert isinstance(inner, (ast.Import, ast.ImportFrom))
+                self._import(inner)
+        elif isinstance(node, ast.Expr):
+            if not is_title:
+                last = self.pieces.pop()
+                self.pieces.append(last._replace(text=f"{last.text}\n{self._text(node)}"))
+        else:
+            uses = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+            makes = frozenset(_made(node))
+            self.pieces.append(_Piece(self._text(node), makes, frozenset(uses - makes)))
+
+    def _text(self, node: ast.stmt) -> str:
+        return "\n".join(self._lines[self._done : node.end_lineno]).strip("\n")
+
+    def _import(self, node: ast.Import | ast.ImportFrom) -> None:
+        home = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+        for alias in node.names:
+            name = alias.asname or alias.name.partition(".")[0]
+            if home.startswith("torchtrim"):
+                self.inside[name] = home
+            elif home != "__future__":
+                named = ast.unparse(ast.alias(alias.name, alias.asname))
+                self.outside[name] = home, named
+
+
+class _Bundle:
+    """The pieces that some functions need, and no others."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, _File] = {}
+        self._order: list[str] = []
+        self._wanted: dict[str, set[str]] = {}
+
+    def add(self, plain: Plain) -> None:
+        """What a function needs."""
+        self._want(plain.module, plain.function)
+
+    def _want(self, module: str, name: str) -> None:
+        if name in self._wanted.setdefault(module, set()):
+            return
+        self._wanted[module].add(name)
+        if module not in self._files:
+            self._files[module] = _File(module)
+        file = self._files[module]
+        for piece in file.pieces:
+            if name in piece.makes:
+                for used in piece.uses:
+                    self._use(file, used)
+        if module not in self._order:
+            self._order.append(module)
+
+    def _use(self, file: _File, name: str) -> None:
+        home = file.inside.get(name)
+        if home == _ERRORS:
+            assert name == "ApplyFailed", f"{file.module} raises {name}, which is not exported"
+        elif home is not None:
+            self._want(home, name)
+        elif any(name in piece.makes for piece in file.pieces) or name in file.outside:
+            self._want(file.module, name)
+
+    def imports(self) -> Iterator[str]:
+        """The imports, from Python and torch."""
+        found: defaultdict[str, set[str]] = defaultdict(set)
+        for module, names in self._wanted.items():
+            outside = self._files[module].outside
+            for name in names & outside.keys():
+                home, named = outside[name]
+                found[home].add(named)
+        found["torch"].add("nn")
+        yield from (f"import {named}" for named in sorted(found.pop("", ())))
+        yield from (
+            f"from {home} import {', '.join(sorted(found[home]))}" for home in sorted(found)
+        )
+
+    def pieces(self) -> Iterator[str]:
+        """The texts, each after those that it uses."""
+        known: dict[str, str] = {}
+        for module in self._order:
+            for piece in self._files[module].pieces:
+                if not piece.makes & self._wanted[module]:
+                    continue
+                for name in piece.makes:
+                    assert name not in known, f"{name} is in {module} and in {known[name]}"
+                    known[name] = module
+                yield piece.text
+
+
+def _made(node: ast.stmt) -> Iterable[str]:
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return (node.name,)
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", node)]
+    return tuple(target.id for target in targets if isinstance(target, ast.Name))

@@ -1,0 +1,135 @@
+"""Convolutions on CPU, written to a given place with every bit as torch gives it.
+
+torch chooses a kernel by, among others, the number of samples and of threads
+(`torch._C._select_conv_backend`), and kernels differ in their last bits. So the choice is made for the
+whole batch, as torch makes it, and that kernel runs for a few samples at a time: oneDNN's has no `out=`
+and reorders its input and its result in memory of its own; the one by matrix product has one, and unfolds
+its input in memory of its own. Samples do not change each other's bits in either (measured on one and two
+threads, for kernels of 1 to 11, strides, groups and odd channels).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchtrim.executor.network.captured import Op, Ref, Value
+
+aten = torch.ops.aten
+_NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+_DIMENSIONS = {aten.conv2d.default: 2, aten.conv3d.default: 3}
+
+
+class Convolution(NamedTuple):
+    """How a convolution is called."""
+
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
+    groups: int
+
+    def kernel(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
+        """The name of the kernel that torch takes."""
+        none = [0] * len(self.stride)
+        chosen = torch._C._select_conv_backend(
+            *(x, weight, bias, self.stride, self.padding, self.dilation),
+            *(False, none, self.groups, None),
+        )
+        return str(chosen).rpartition(".")[2]
+
+
+def convolution_of(op: Op, values: tuple[Value, ...]) -> Convolution | None:
+    """Of an operator with a batch on CPU, None for others."""
+    dimensions = _DIMENSIONS.get(op.target)
+    x = op.args[0] if op.args else None
+    if dimensions is None or op.kwargs or not isinstance(x, Ref):
+        return None
+    value = values[x.value]
+    if value.device.type != "cpu" or len(value.shape) != dimensions + 2 or not value.shape[0]:
+        return None
+    given = dict(zip(_NAMES, op.args, strict=False))
+    return Convolution(
+        _each(given.get("stride", 1), dimensions),
+        _each(given.get("padding", 0), dimensions),
+        _each(given.get("dilation", 1), dimensions),
+        int(given.get("groups", 1)),
+    )
+
+
+def _each(given: Any, dimensions: int) -> list[int]:
+    numbers = list(given) if isinstance(given, (list, tuple)) else [given]
+    return numbers * dimensions if len(numbers) == 1 else numbers
+
+
+def workspace_of(op: Op, values: tuple[Value, ...], samples: int, kernel: str) -> int:
+    """What a convolution of some samples allocates besides its result, by the allocator's events.
+
+    oneDNN: the larger of the result's reordered twin and the reordered input and weight. By matrix
+    product: the unfolded input, unless the kernel is of one element.
+    """
+    first, second = op.inputs[:2]
+    x, weight = values[first], values[second]
+    out = values[op.outputs[0]]
+    inside, result = (-(-v.bytes * samples // v.shape[0]) for v in (x, out))
+    if kernel.startswith("Slow"):
+        area, columns = math.prod(weight.shape[2:]), math.prod(out.shape[2:])
+        return 0 if area == 1 else inside * area * columns // max(math.prod(x.shape[2:]), 1)
+    return max(inside + weight.bytes, result)
+
+
+def planned_kernel(found: Convolution, op: Op, values: tuple[Value, ...], batch: int) -> str:
+    """The kernel for such a batch, found on tensors of one element, expanded."""
+    x, weight, *rest = (
+        torch.zeros((), dtype=values[a.value].dtype, device="cpu").expand(values[a.value].shape)
+        for a in op.args[:3]
+        if isinstance(a, Ref)
+    )
+    return found.kernel(_of_batch(x, batch), weight, rest[0] if rest else None)
+
+
+def convolve(
+    found: Convolution, args: tuple[Any, ...], place: Tensor, step: int, batch: int
+) -> None:
+    """Write the convolution to a place, some samples at a time, by the kernel for such a batch."""
+    x, weight = args[:2]
+    bias = args[2] if len(args) > 2 else None
+    kernel = found.kernel(_of_batch(x, batch), weight, bias)
+    write = {"Mkldnn": _by_onednn, "Slow2d": _by_product}.get(kernel, _as_torch_does)
+    step = len(x) if write is _as_torch_does else step
+    for first in range(0, len(x), step):
+        part = slice(first, first + step)
+        write(found, x[part], weight, bias, place[part])
+
+
+def _of_batch(x: Tensor, batch: int) -> Tensor:
+    """Its first sample, as often as a batch has samples; torch looks at sizes only."""
+    return x[:1].expand(batch, *x.shape[1:])
+
+
+def _by_onednn(
+    found: Convolution, x: Tensor, weight: Tensor, bias: Tensor | None, place: Tensor
+) -> None:
+    rest = (found.padding, found.stride, found.dilation, found.groups)
+    place.copy_(aten.mkldnn_convolution(x, weight, bias, *rest))
+
+
+def _by_product(
+    found: Convolution, x: Tensor, weight: Tensor, bias: Tensor | None, place: Tensor
+) -> None:
+    size = list(weight.shape[2:])
+    arguments = (x, weight, size, bias, found.stride, found.padding)
+    if place.is_contiguous():
+        aten._slow_conv2d_forward.output(*arguments, output=place)
+    else:
+        place.copy_(aten._slow_conv2d_forward(*arguments))
+
+
+def _as_torch_does(
+    found: Convolution, x: Tensor, weight: Tensor, bias: Tensor | None, place: Tensor
+) -> None:
+    none = [0] * len(found.stride)
+    rest = (found.stride, found.padding, found.dilation, False, none, found.groups)
+    place.copy_(aten.convolution(x, weight, bias, *rest))

@@ -1,0 +1,387 @@
+"""How an operator can be made to write to a given place, so that its result is what it always is.
+
+Most have a kernel for `out=`. One that is only generated (it computes, then copies) saves nothing and
+does not count; that of an operator made of others may compute otherwise and does not either. What is
+left has a way of its own here, or runs in slices of its samples, each of which is copied to its place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from torchtrim.dispatch.modes import is_composite
+from torchtrim.executor.network.captured import Op, Ref, Value
+from torchtrim.executor.network.convolution import (
+    Convolution,
+    convolution_of,
+    convolve,
+    planned_kernel,
+    workspace_of,
+)
+
+aten = torch.ops.aten
+Write = Callable[[tuple[Any, ...], dict[str, Any], Tensor], Any]
+_KEYS = {"cpu": "CPU", "cuda": "CUDA"}
+_INDEX_BYTES = 8
+
+
+class Way(NamedTuple):
+    """A way to write to a place. `over`: the place may be that of an argument of the same geometry.
+
+    `workspace`: bytes that it allocates besides; `own`: those besides its result where the operator
+    allocates that itself. `always`: to be taken in any case, since by itself it allocates more.
+    """
+
+    write: Write
+    over: bool = False
+    workspace: int = 0
+    own: int = 0
+    always: bool = False
+
+
+def way_of(op: Op, values: tuple[Value, ...], most: int, whole: float = 1.0) -> Way | None:
+    """How the operator writes to a given place; None if it cannot.
+
+    `most`: bytes that a slice may have, if one sample has no more. `whole`: by how much the batch of
+    which these samples are a part is larger.
+    """
+    rest = [values[v].bytes for v in op.outputs[1:] if v >= 0]
+    if op.outputs[0] < 0 or any(rest) or (not op.single and op.target not in _SPECIAL):
+        return None
+    convolution = convolution_of(op, values)
+    if convolution is not None:
+        return _convolution(convolution, op, values, most, whole)
+    special = _SPECIAL.get(op.target)
+    if special is not None:
+        found = special(op, values, most)
+        if found is not None:
+            return found
+    composite = is_composite(op.target)
+    overload = None if composite else out_of(op.target, values[op.outputs[0]].device.type)
+    if overload is not None:
+        return Way(_to_out(overload), over=torch.Tag.pointwise in op.target.tags)
+    return _sliced(op, values, most)
+
+
+def out_of(target: OpOverload, device: str) -> OpOverload | None:
+    """The overload with `out=` of the same arguments that has a kernel of its own on the device."""
+    key = _KEYS.get(device)
+    wanted = [(a.name, str(a.type)) for a in target._schema.arguments]
+    packet = target._overloadpacket
+    for name in packet.overloads():  # type: ignore[no-untyped-call]
+        candidate = getattr(packet, name)
+        arguments = candidate._schema.arguments
+        outs = [a for a in arguments if a.is_out]
+        if len(outs) == 1 and [(a.name, str(a.type)) for a in arguments if not a.is_out] == wanted:
+            has = torch._C._dispatch_has_kernel_for_dispatch_key
+            if key is not None and has(candidate.name(), key):
+                return candidate  # type: ignore[no-any-return]
+    return None
+
+
+def _to_out(overload: OpOverload) -> Write:
+    (name,) = (a.name for a in overload._schema.arguments if a.is_out)
+
+    def write(args: tuple[Any, ...], kwargs: dict[str, Any], place: Tensor) -> None:
+        overload(*args, **kwargs, **{name: place})
+
+    return write
+
+
+def _argument(op: Op, values: tuple[Value, ...], number: int) -> Value | None:
+    """An argument of the operator, if it is a tensor."""
+    if number >= len(op.args) or not isinstance(op.args[number], Ref):
+        return None
+    found: Ref = op.args[number]
+    return values[found.value]
+
+
+def _contiguous(value: Value) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(value.shape), reversed(value.strides), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _copy(op: Op, values: tuple[Value, ...], _most: int) -> Way | None:
+    """`clone`, a change of type: into its own argument's place there is nothing to do."""
+
+    def write(args: tuple[Any, ...], _kwargs: dict[str, Any], place: Tensor) -> None:
+        if place is not args[0]:
+            place.copy_(args[0])
+
+    return Way(write, over=True) if _argument(op, values, 0) is not None else None
+
+
+def _relu(op: Op, values: tuple[Value, ...], _most: int) -> Way | None:
+    """`relu` is `clamp_min` with zero, in torch's own source too; that has an `out=`."""
+
+    def write(args: tuple[Any, ...], _kwargs: dict[str, Any], place: Tensor) -> None:
+        aten.clamp_min.out(args[0], 0, out=place)
+
+    return Way(write, over=True)
+
+
+def _linear(op: Op, values: tuple[Value, ...], _most: int) -> Way | None:
+    """As torch computes it: one product with the bias in it, or a product of rows and then the bias.
+
+    The rows of an input that does not lie in order are copied first. By itself torch makes such a result
+    twice where a mode looks on, a recorder's for one.
+    """
+    x, weight, out = _argument(op, values, 0), _argument(op, values, 1), values[op.outputs[0]]
+    if x is None or weight is None or len(x.shape) < 2 or len(weight.shape) != 2:
+        return None
+    if not _contiguous(out) or not math.prod(out.shape) or not x.shape[-1]:
+        return None
+    at_once = len(x.shape) == 2 or _contiguous(x)
+
+    def write(args: tuple[Any, ...], _kwargs: dict[str, Any], place: Tensor) -> None:
+        given, turned = args[0], args[1].t()
+        bias = args[2] if len(args) > 2 else None
+        to = place.view(-1, place.shape[-1])
+        if not at_once and not _by_rows(given, args[1]):
+            torch.matmul(given, turned, out=place)
+        elif bias is None or not at_once:
+            torch.mm(given.reshape(-1, given.shape[-1]), turned, out=to)
+        else:
+            torch.addmm(bias, given.reshape(-1, given.shape[-1]), turned, out=to)
+            return
+        if bias is not None:
+            place.add_(bias)
+
+    if at_once:
+        return Way(write)
+    return Way(write, workspace=x.bytes, own=x.bytes + out.bytes, always=True)
+
+
+def _by_rows(x: Tensor, weight: Tensor) -> bool:
+    """Whether torch's `matmul` makes one product of all rows; else it makes one of each matrix of the batch.
+
+    Source: `should_fold` in ATen/native/LinearAlgebra.cpp.
+    """
+    sizes, strides = x.shape, x.stride()
+    whole = all(strides[d] == strides[d + 1] * sizes[d + 1] for d in range(x.dim() - 2))
+    return weight.requires_grad or whole
+
+
+def _norm(op: Op, values: tuple[Value, ...], _most: int) -> Way | None:
+    """BatchNorm by kept statistics is one multiplication and addition an element."""
+
+    def write(args: tuple[Any, ...], _kwargs: dict[str, Any], place: Tensor) -> None:
+        none = place.new_empty(0)
+        aten.native_batch_norm.out(
+            *args[:5], False, *args[5:], out=place, save_mean=none, save_invstd=none.clone()
+        )
+
+    x, mean = _argument(op, values, 0), _argument(op, values, 3)
+    if x is None or mean is None or x.dtype != mean.dtype:
+        return None
+    return Way(write, over=x.device.type == "cpu" and _contiguous(x))
+
+
+def _softmax(kernel: OpOverload) -> Callable[[Op, tuple[Value, ...], int], Way | None]:
+    def found(op: Op, values: tuple[Value, ...], _most: int) -> Way | None:
+        def write(args: tuple[Any, ...], _kwargs: dict[str, Any], place: Tensor) -> None:
+            kernel(args[0], args[1], False, out=place)
+
+        x = _argument(op, values, 0)
+        same = x is not None and x.dtype == values[op.outputs[0]].dtype
+        return Way(write) if same and len(op.args) == 2 and not op.kwargs else None
+
+    return found
+
+
+def _pool(op: Op, values: tuple[Value, ...], most: int) -> Way | None:
+    """Max pooling row by row of samples and channels, which share the memory for indices.
+
+    By itself it allocates indices of eight bytes an element, and throws them away.
+    """
+    x, out = _argument(op, values, 0), values[op.outputs[0]]
+    if x is None or len(x.shape) != 4 or not (_contiguous(x) and _contiguous(out)):
+        return None
+    one = math.prod(out.shape[2:]) * _INDEX_BYTES
+    rows = out.shape[0] * out.shape[1]
+    step = max(min(most // max(one, 1), rows), 1)
+
+    def write(args: tuple[Any, ...], kwargs: dict[str, Any], place: Tensor) -> None:
+        source, to = args[0].flatten(0, 1), place.flatten(0, 1)
+        indices = to.new_empty((step, *to.shape[1:]), dtype=torch.long)
+        for first in range(0, len(to), step):
+            part = to[first : first + step]
+            aten.max_pool2d_with_indices.out(
+                source[first : first + step],
+                *args[1:],
+                **kwargs,
+                out=part,
+                indices=indices[: len(part)],
+            )
+
+    own = rows * one
+    return Way(write, workspace=step * one, own=own, always=step < rows)
+
+
+def _convolution(
+    found: Convolution, op: Op, values: tuple[Value, ...], most: int, whole: float
+) -> Way:
+    """Some samples at a time; the result of those besides, unless the kernel writes to a place."""
+    samples = values[op.inputs[0]].shape[0]
+    batch = round(samples * whole)
+    kernel = planned_kernel(found, op, values, batch)
+    one = -(-values[op.outputs[0]].bytes // samples) * (kernel != "Slow2d")
+
+    def needs(step: int) -> int:
+        return workspace_of(op, values, step, kernel) + one * step
+
+    fitting = [2**power for power in range(samples.bit_length()) if needs(2**power) <= most]
+    step = max(fitting, default=1)
+
+    def write(args: tuple[Any, ...], _kwargs: dict[str, Any], place: Tensor) -> None:
+        convolve(found, args, place, step, batch)
+
+    own = workspace_of(op, values, samples, kernel)
+    return Way(write, workspace=needs(step), own=own, always=needs(step) < own or whole != 1)
+
+
+def _scatter(view: Callable[..., Tensor]) -> Callable[[Op, tuple[Value, ...], int], Way | None]:
+    """What assignments such as `x[:, ::2] = y` become: a copy of `x` with a part of it replaced."""
+
+    def found(op: Op, values: tuple[Value, ...], _most: int) -> Way | None:
+        def write(args: tuple[Any, ...], kwargs: dict[str, Any], place: Tensor) -> None:
+            whole, part, *where = args
+            if place is not whole:
+                place.copy_(whole)
+            view(place, *where, **kwargs).copy_(part)
+
+        return Way(write, over=True)
+
+    return found
+
+
+def _pad(op: Op, values: tuple[Value, ...], _most: int) -> Way | None:
+    """Padding with a number: the whole is filled with it, then the inside is copied."""
+    names = ("mode", "value") if op.target is aten.pad.default else ("value",)
+    options = dict(zip(names, op.args[2:], strict=False)) | op.kwargs
+    x, sides = _argument(op, values, 0), op.args[1]
+    if x is None or options.get("mode", "constant") != "constant" or min(sides, default=0) < 0:
+        return None
+    number = options.get("value") or 0
+    padded = range(len(x.shape) - 1, len(x.shape) - 1 - len(sides) // 2, -1)
+    where = [(d, sides[2 * i], x.shape[d]) for i, d in enumerate(padded)]
+
+    def write(args: tuple[Any, ...], _kwargs: dict[str, Any], place: Tensor) -> None:
+        inside = place.fill_(number)
+        for dimension, first, length in where:
+            inside = inside.narrow(dimension, first, length)
+        inside.copy_(args[0])
+
+    return Way(write)
+
+
+_SPECIAL: dict[OpOverload, Callable[[Op, tuple[Value, ...], int], Way | None]] = {
+    aten.clone.default: _copy,
+    aten._to_copy.default: _copy,
+    aten.to.dtype: _copy,
+    aten.contiguous.default: _copy,
+    aten.relu.default: _relu,
+    aten.linear.default: _linear,
+    aten._native_batch_norm_legit_no_training.default: _norm,
+    aten.softmax.int: _softmax(aten._softmax.out),
+    aten.log_softmax.int: _softmax(aten._log_softmax.out),
+    aten.max_pool2d.default: _pool,
+    aten.pad.default: _pad,
+    aten.constant_pad_nd.default: _pad,
+    aten.slice_scatter.default: _scatter(aten.slice.Tensor),
+    aten.select_scatter.default: _scatter(aten.select.int),
+}
+
+SAMPLEWISE: dict[OpOverload, tuple[int, ...]] = {
+    aten.conv1d.default: (0,),
+    aten.conv2d.default: (0,),
+    aten.conv3d.default: (0,),
+    aten.conv1d.padding: (0,),
+    aten.conv2d.padding: (0,),
+    aten.conv3d.padding: (0,),
+    aten.conv_transpose1d.default: (0,),
+    aten.conv_transpose2d.input: (0,),
+    aten.conv_transpose3d.input: (0,),
+    aten.max_pool3d.default: (0,),
+    aten.avg_pool1d.default: (0,),
+    aten.adaptive_avg_pool1d.default: (0,),
+    aten.adaptive_avg_pool2d.default: (0,),
+    aten.adaptive_avg_pool3d.default: (0,),
+    aten.group_norm.default: (0,),
+    aten.scaled_dot_product_attention.default: (0, 1, 2),
+}
+"""Operators whose samples, in the first dimension of these arguments, do not see each other."""
+
+_CONVOLUTIONS = frozenset(target for target in SAMPLEWISE if "conv" in target._schema.name)
+_SAME_KERNEL = 16
+
+_DIMENSIONS = {
+    aten.conv1d: 3,
+    aten.conv2d: 4,
+    aten.conv3d: 5,
+    aten.conv_transpose1d: 3,
+    aten.conv_transpose2d: 4,
+    aten.conv_transpose3d: 5,
+    aten.max_pool3d: 5,
+    aten.avg_pool1d: 3,
+    aten.adaptive_avg_pool1d: 3,
+    aten.adaptive_avg_pool2d: 4,
+    aten.adaptive_avg_pool3d: 5,
+    aten.scaled_dot_product_attention: 4,
+}
+
+
+def samples_apart(op: Op, values: tuple[Value, ...]) -> tuple[int, ...]:
+    """The arguments that can be cut along their first dimension; none if the operator couples samples.
+
+    A convolution of an input without samples has channels there.
+    """
+    which = SAMPLEWISE.get(op.target, ())
+    dimensions = _DIMENSIONS.get(op.target._overloadpacket)
+    given = [_argument(op, values, number) for number in which]
+    if any(x is None or (dimensions and len(x.shape) != dimensions) for x in given):
+        return ()
+    if op.target is aten.scaled_dot_product_attention.default and not _plain_attention(op, given):
+        return ()
+    return which
+
+
+def _plain_attention(op: Op, given: list[Value | None]) -> bool:
+    """Without a mask, without dropout, of as many samples everywhere."""
+    options = dict(zip(("attn_mask", "dropout_p"), op.args[3:5], strict=False)) | op.kwargs
+    lengths = {x.shape[0] for x in given if x is not None}
+    return options.get("attn_mask") is None and not options.get("dropout_p") and len(lengths) == 1
+
+
+def _sliced(op: Op, values: tuple[Value, ...], most: int) -> Way | None:
+    """Some samples at a time, each slice copied to its place.
+
+    A convolution only if its slices have so many that torch takes the same kernel as for all.
+    """
+    which, out = samples_apart(op, values), values[op.outputs[0]]
+    least = _SAME_KERNEL if op.target in _CONVOLUTIONS else 1
+    if not which or not out.shape or out.shape[0] < 2 * least or not out.bytes:
+        return None
+    if op.target in _CONVOLUTIONS and out.device.type != "cpu":
+        return None
+    one = -(-out.bytes // out.shape[0])
+    step = max(min(most // one, out.shape[0] // 2), least)
+
+    def write(args: tuple[Any, ...], kwargs: dict[str, Any], place: Tensor) -> None:
+        for first in range(0, len(place), step):
+            part = list(args)
+            for number in which:
+                part[number] = args[number][first : first + step]
+            place[first : first + step].copy_(op.target(*part, **kwargs))
+
+    return Way(write, workspace=step * one)

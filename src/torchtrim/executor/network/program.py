@@ -1,0 +1,325 @@
+"""A network that runs by a plan of its memory: operators in the plan's order, each in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from torchtrim.errors import Unsupported
+from torchtrim.executor.network.captured import Captured, Op, Ref, Source, Value
+from torchtrim.executor.network.out_variants import Way, way_of
+from torchtrim.memory.network import Graph, Layout, Node, lay_out
+from torchtrim.memory.network.graph import bytes_alive, homes_of
+
+_SHARE_OF_A_SLICE = 256
+_LEAST_SLICE = 64 * 2**10
+Env = list[Any]
+Step = Callable[[Env, Tensor | None], None]
+
+
+class Switches(NamedTuple):
+    """Which techniques are on."""
+
+    release: bool = True
+    in_place: bool = True
+    arena: bool = True
+
+
+class Program:
+    """A planned network. Calls share nothing, so any number of threads may run it.
+
+    Each call has an arena of its own, gone when it ends; what it returns is outside.
+    """
+
+    def __init__(self, captured: Captured, switches: Switches, *, whole: float = 1.0) -> None:
+        self.captured = captured
+        self.graph, self.buffers, ways = graph_of(captured, whole)
+        self.layout = lay_out(self.graph, in_place=switches.in_place, arena=switches.arena)
+        ways = _with_room(captured, self.graph, self.layout, ways, whole)
+        self._steps = _steps(captured, self, ways, switches.release)
+        some = next((value for value in captured.values if value.ours), None)
+        self._device = some.device if some is not None else torch.device("cpu")
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes at any moment of a call."""
+        return self.layout.peak
+
+    @property
+    def output_bytes(self) -> int:
+        """The most bytes of results, and of the arena, at any moment of a call."""
+        return self.layout.outputs
+
+    @property
+    def made_bytes(self) -> int:
+        """Bytes of the arena and of all that has memory of its own."""
+        apart = set(self.layout.homes) - self.layout.offsets.keys()
+        return self.layout.height + sum(self.graph.sizes[home] for home in apart)
+
+    def run(self, inputs: Sequence[Any], tensors: Mapping[str, Tensor]) -> list[Any]:
+        """The results, flat, of the leaves of the inputs. `tensors`: parameters and buffers by name."""
+        env: Env = [None] * len(self.captured.values)
+        for source in self.captured.sources:
+            env[source.value] = _value_of(source, inputs, tensors)
+        height = self.layout.height
+        arena = torch.empty(height, dtype=torch.uint8, device=self._device) if height else None
+        for step in self._steps:
+            step(env, arena)
+        for source, value in self.captured.updates:
+            _value_of(source, inputs, tensors).copy_(env[value])
+        return [env[r.value] if isinstance(r, Ref) else r for r in self.captured.results]
+
+
+def _value_of(source: Source, inputs: Sequence[Any], tensors: Mapping[str, Tensor]) -> Any:
+    return inputs[source.key] if isinstance(source.key, int) else tensors[source.key]
+
+
+def graph_of(
+    captured: Captured, whole: float = 1.0
+) -> tuple[Graph, dict[int, int], list[Way | None]]:
+    """What the planner sees, the number of each memory there, and how each operator writes.
+
+    `whole`: by how much the batch of which it is a part is larger.
+    """
+    values = captured.values
+    kept = {v.memory for v in values if v.ours}
+    buffers = {memory: number for number, memory in enumerate(sorted(kept))}
+    sizes = tuple(captured.memories[memory] for memory in buffers)
+    last = [r.value for r in captured.results if isinstance(r, Ref)]
+    last += [value for _, value in captured.updates]
+    results = frozenset(buffers[values[v].memory] for v in last if values[v].ours)
+    bare = Graph(_nodes(captured, buffers, [None] * len(captured.ops)), sizes, results)
+    order = range(len(bare.nodes))
+    bound = max(bytes_alive(bare, order, homes_of(bare, order)), default=0)
+    most = max(bound // _SHARE_OF_A_SLICE, _LEAST_SLICE)
+    ways = [way_of(op, values, most, whole) for op in captured.ops]
+    return bare._replace(nodes=_nodes(captured, buffers, ways)), buffers, ways
+
+
+def _with_room(
+    captured: Captured, graph: Graph, layout: Layout, ways: Sequence[Way | None], whole: float
+) -> list[Way | None]:
+    """How each operator writes where it takes all the memory that the plan's peak leaves it.
+
+    Slices are as large as that allows, since each has costs of its own; an operator that needs none then, and
+    has no place given, allocates by itself.
+    """
+    found: list[Way | None] = []
+    for op, way, node, room in zip(captured.ops, ways, graph.nodes, layout.room, strict=True):
+        if way is None or room <= way.workspace or not node.makes:
+            found.append(way)
+            continue
+        home = layout.homes[node.makes[0]]
+        apart = home == node.makes[0] and home not in layout.offsets
+        if apart and whole == 1 and way.own <= room:
+            found.append(way._replace(always=False))
+            continue
+        wide = way_of(op, captured.values, room, whole)
+        found.append(wide if wide is not None and wide.workspace <= room else way)
+    return found
+
+
+def _nodes(
+    captured: Captured, buffers: dict[int, int], ways: Sequence[Way | None]
+) -> tuple[Node, ...]:
+    values, nodes, random = captured.values, [], -1
+    made_by: dict[int, int] = {}
+    born: set[int] = set()
+    for number, (op, way) in enumerate(zip(captured.ops, ways, strict=True)):
+        needs = [made_by[value] for value in op.inputs if value in made_by]
+        if torch.Tag.nondeterministic_seeded in op.target.tags:
+            needs += [random] * (random >= 0)
+            random = number
+        made_by.update({value: number for value in op.outputs if value >= 0})
+        seen = dict.fromkeys(values[v].memory for v in op.outputs if v >= 0 and values[v].ours)
+        makes = [memory for memory in seen if memory not in born]
+        born.update(makes)
+        workspace = way.workspace if way is not None else 0
+        nodes.append(
+            Node(
+                name=op.target.name(),
+                needs=tuple(needs),
+                reads=tuple(buffers[values[v].memory] for v in op.inputs if values[v].ours),
+                makes=tuple(buffers[memory] for memory in makes),
+                over=_overwritable(op, values, buffers) if way is not None and way.over else (),
+                writes=way is not None,
+                workspace=workspace,
+                own=0 if way is None else workspace if way.always else way.own,
+            )
+        )
+    return tuple(nodes)
+
+
+def _overwritable(op: Op, values: tuple[Value, ...], buffers: dict[int, int]) -> tuple[int, ...]:
+    """Buffers of arguments that have the result's geometry and are seen in no other way."""
+    out = values[op.outputs[0]]
+    found = []
+    for value in op.inputs:
+        same = [values[v] for v in op.inputs if values[v].memory == values[value].memory]
+        if values[value].ours and all(_geometry(one) == _geometry(out) for one in same):
+            found.append(buffers[values[value].memory])
+    return tuple(dict.fromkeys(found))
+
+
+def _geometry(value: Value) -> tuple[object, ...]:
+    return value.shape, value.strides, value.offset, value.dtype, value.device
+
+
+def _steps(
+    captured: Captured, program: Program, ways: Sequence[Way | None], release: bool
+) -> list[Step]:
+    """What to do for each operator, in the order of the plan."""
+    layout, steps = program.layout, []
+    dead = _dead_values(captured, layout) if release else [()] * len(layout.order)
+    for position, number in enumerate(layout.order):
+        op, way, node = captured.ops[number], ways[number], program.graph.nodes[number]
+        steps.append(_step(captured, program, op, node, way))
+        if dead[position]:
+            steps.append(_forget(dead[position]))
+    return steps
+
+
+def _dead_values(captured: Captured, layout: Layout) -> list[tuple[int, ...]]:
+    """Values no operator looks at after each position."""
+    last: dict[int, int] = {}
+    for position, number in enumerate(layout.order):
+        op = captured.ops[number]
+        last.update(dict.fromkeys((*op.inputs, *(v for v in op.outputs if v >= 0)), position))
+    kept = {r.value for r in captured.results if isinstance(r, Ref)}
+    kept |= {value for _, value in captured.updates}
+    dead: list[list[int]] = [[] for _ in layout.order]
+    for value, position in last.items():
+        if value not in kept:
+            dead[position].append(value)
+    return [tuple(values) for values in dead]
+
+
+def _forget(values: tuple[int, ...]) -> Step:
+    def step(env: Env, _arena: Tensor | None) -> None:
+        for value in values:
+            env[value] = None
+
+    return step
+
+
+def _step(captured: Captured, program: Program, op: Op, node: Node, way: Way | None) -> Step:
+    layout = program.layout
+    args, kwargs = _filler(op.args), _filler(op.kwargs)
+    if way is None or not node.makes:
+        return _allocating(op, args, kwargs)
+    home, out = layout.homes[node.makes[0]], op.outputs[0]
+    value = captured.values[out]
+    if home != node.makes[0]:
+        taken = _taken_over(captured, program, op, home)
+        return _writing(way, args, kwargs, out, lambda env, _: env[taken])
+    if home in layout.offsets:
+        at = layout.offsets[home] // value.dtype.itemsize
+        return _writing(way, args, kwargs, out, _view_into(value, at))
+    if way.always:
+        return _writing(way, args, kwargs, out, lambda _env, _arena: _fresh(value))
+    return _allocating(op, args, kwargs)
+
+
+def _taken_over(captured: Captured, program: Program, op: Op, home: int) -> int:
+    """The argument whose place the result takes."""
+    values, homes = captured.values, program.layout.homes
+    for value in op.inputs:
+        if values[value].ours and homes[program.buffers[values[value].memory]] == home:
+            return value
+    raise AssertionError("an operator takes over what it does not read")
+
+
+def _view_into(value: Value, at: int) -> Callable[[Env, Tensor | None], Tensor]:
+    def place(_env: Env, arena: Tensor | None) -> Tensor:
+        assert arena is not None
+        empty = torch.empty(0, dtype=value.dtype, device=value.device)
+        return empty.set_(arena.untyped_storage(), at, value.shape, value.strides)
+
+    return place
+
+
+def _fresh(value: Value) -> Tensor:
+    return torch.empty_strided(value.shape, value.strides, dtype=value.dtype, device=value.device)
+
+
+def _writing(
+    way: Way,
+    args: Callable[[Env], Any],
+    kwargs: Callable[[Env], Any],
+    out: int,
+    place: Callable[[Env, Tensor | None], Tensor],
+) -> Step:
+    def step(env: Env, arena: Tensor | None) -> None:
+        there = place(env, arena)
+        way.write(args(env), kwargs(env), there)
+        env[out] = there
+
+    return step
+
+
+def _allocating(op: Op, args: Callable[[Env], Any], kwargs: Callable[[Env], Any]) -> Step:
+    target, outputs = op.target, op.outputs
+    if op.single:
+        (out,) = outputs
+
+        def step(env: Env, _arena: Tensor | None) -> None:
+            env[out] = target(*args(env), **kwargs(env))
+
+        return step
+
+    def several(env: Env, _arena: Tensor | None) -> None:
+        for out, result in zip(outputs, target(*args(env), **kwargs(env)), strict=True):
+            if out >= 0:
+                env[out] = result
+
+    return several
+
+
+def _filler(arguments: Any) -> Callable[[Env], Any]:
+    """Gives the arguments with their values put in."""
+    leaves, spec = pytree.tree_flatten(arguments, is_leaf=lambda x: isinstance(x, Ref))
+    if not any(isinstance(leaf, Ref) for leaf in leaves):
+        return lambda _: arguments
+    if isinstance(arguments, tuple) and not any(map(_nested, arguments)):
+        return lambda env: tuple(env[x.value] if isinstance(x, Ref) else x for x in leaves)
+    return lambda env: pytree.tree_unflatten(
+        [env[x.value] if isinstance(x, Ref) else x for x in leaves], spec
+    )
+
+
+def _nested(argument: Any) -> bool:
+    return isinstance(argument, (list, tuple, dict)) and not isinstance(argument, Ref)
+
+
+def tensors_of(module: nn.Module, captured: Captured) -> dict[str, Tensor]:
+    """The module's parameters and buffers that the network takes, and its constants.
+
+    Raises `Unsupported` where one is not what it was when the network was captured.
+    """
+    found: dict[str, Tensor] = {}
+    for source in captured.sources:
+        if source.kind == "input":
+            continue
+        name = str(source.key)
+        tensor = captured.constants.get(name) if source.kind == "constant" else _named(module, name)
+        value = captured.values[source.value]
+        same = tensor is not None and tuple(tensor.shape) == value.shape
+        if (
+            tensor is None
+            or not same
+            or (tensor.dtype, tensor.device) != (value.dtype, value.device)
+        ):
+            raise Unsupported(f"`{name}` is not what it was when the network was captured")
+        found[name] = tensor
+    return found
+
+
+def _named(module: nn.Module, name: str) -> Tensor | None:
+    path, _, last = name.rpartition(".")
+    owner = module.get_submodule(path)
+    found = owner._parameters.get(last)
+    return found if found is not None else owner._buffers.get(last)

@@ -1,0 +1,263 @@
+"""Gives one optimizer another `step`, and takes it back."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from torchtrim.capture.optimizers import parameters_of
+from torchtrim.errors import ApplyFailed
+from torchtrim.step.optimizers import ONE_BY_ONE
+
+Around = Callable[[torch.optim.Optimizer], contextlib.AbstractContextManager[None]]
+Group = dict[str, Any]
+
+
+class Stepping:
+    """An optimizer each of whose steps runs inside a context, those with a closure apart. `revert` makes it
+    what it was.
+
+    A scheduler may wrap `step` before or after: what it has wrapped stays, and once reverted only calls on.
+    """
+
+    def __init__(self, where: str, optimizer: torch.optim.Optimizer, around: Around) -> None:
+        refuse(where, optimizer)
+        self._optimizer = optimizer
+        self._around: Around | None = around
+        inner = optimizer.step
+        function: Any = getattr(inner, "__func__", inner)
+        bound = inner if function is inner else None
+
+        @functools.wraps(function)
+        def step(self_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            run = bound if bound is not None else functools.partial(function, self_)
+            if self._around is None or _has_closure(args, kwargs):
+                return run(*args, **kwargs)
+            with self._around(self_):
+                return run(*args, **kwargs)
+
+        put_on(optimizer, types.MethodType(step, optimizer), lambda: self._around is not None)
+
+    def revert(self) -> None:
+        """Make the optimizer what it was."""
+        self._around = None
+        take_off(self._optimizer)
+
+
+class OwnStep:
+    """An optimizer whose step is another's, which is given the step that it takes the place of, without a
+    closure: that has run before. `revert` makes the optimizer what it was.
+
+    What has wrapped it meanwhile stays, and then only calls on.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, run: Callable[[Callable[[], Any]], None]
+    ) -> None:
+        self._optimizer = optimizer
+        self._run: Callable[[Callable[[], Any]], None] | None = run
+        inner: Any = optimizer.step
+
+        @functools.wraps(getattr(inner, "__func__", inner))
+        def step(_: torch.optim.Optimizer, closure: Any = None) -> Any:
+            if self._run is None:
+                return inner(closure) if closure is not None else inner()
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self._run(inner)
+            return loss
+
+        put_on(optimizer, types.MethodType(step, optimizer), lambda: self._run is not None)
+
+    def revert(self) -> None:
+        """Make the optimizer what it was."""
+        self._run = None
+        take_off(self._optimizer)
+
+
+def put_on(optimizer: torch.optim.Optimizer, step: Any, is_on: Callable[[], bool]) -> None:
+    """Give the optimizer that method for its `step`, for as long as it is on."""
+    step.__func__.put = step, optimizer.__dict__.get("step"), is_on
+    optimizer.__dict__["step"] = step
+
+
+def take_off(optimizer: torch.optim.Optimizer) -> None:
+    """Take off what was put on and is no longer on, the uppermost first. What others have wrapped stays."""
+    while (top := optimizer.__dict__.get("step")) is not None:
+        step, before, is_on = getattr(top, "put", (None, None, None))
+        if step is not top or is_on is None or is_on():
+            return
+        if before is None:
+            del optimizer.__dict__["step"]
+        else:
+            optimizer.__dict__["step"] = before
+
+
+def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether gradients are yet to be made, inside the step."""
+    return any(callable(value) for value in (*args, *kwargs.values()))
+
+
+def run_in_chunks(most: int) -> Around:
+    """While `step` runs, each parameter group is cut into groups of at most so many bytes, or of one.
+
+    Parameters without a gradient are in none: they are not updated.
+    """
+
+    @contextlib.contextmanager
+    def around(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        whole = optimizer.param_groups
+        optimizer.param_groups = [part for group in whole for part in cut(group, most)]
+        try:
+            yield
+        finally:
+            optimizer.param_groups = whole
+
+    return around
+
+
+def run_fused(where: str, optimizer: torch.optim.Optimizer) -> Around:
+    """While `step` runs, the groups say `fused`. Raises `ApplyFailed` where torch has no such kernel."""
+    if not all("fused" in group for group in optimizer.param_groups):
+        raise ApplyFailed(
+            f"`{where}` is a {type(optimizer).__name__}, and this torch has no fused kernel of it. Plan "
+            "again without --allow rounding."
+        )
+    if not all(p.is_floating_point() for p in parameters_of(optimizer)):
+        raise ApplyFailed(
+            f"`{where}` has parameters that are no floating-point numbers, which the fused kernel cannot "
+            "update. Plan again without --allow rounding."
+        )
+
+    @contextlib.contextmanager
+    def around(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        groups = optimizer.param_groups
+        before = [(group["fused"], group["foreach"]) for group in groups]
+        _counts_to_devices(optimizer)
+        for group in groups:
+            group["fused"], group["foreach"] = True, False
+        try:
+            yield
+        finally:
+            for group, (fused, foreach) in zip(groups, before, strict=True):
+                group["fused"], group["foreach"] = fused, foreach
+
+    return around
+
+
+def cut(group: Group, most: int) -> list[Group]:
+    """A group as groups of at most so many bytes, or of one parameter; those without a gradient go."""
+    parts: list[list[torch.Tensor]] = []
+    total = 0
+    for parameter in group["params"]:
+        if parameter.grad is None:
+            continue
+        size = parameter.untyped_storage().nbytes()
+        if not parts or total + size > most:
+            parts.append([])
+            total = 0
+        parts[-1].append(parameter)
+        total += size
+    return [{**group, "params": part} for part in parts]
+
+
+def _counts_to_devices(optimizer: torch.optim.Optimizer) -> None:
+    """A fused kernel reads its count of steps where the parameter is."""
+    for parameter in parameters_of(optimizer):
+        count = optimizer.state.get(parameter, {}).get("step")
+        if isinstance(count, torch.Tensor) and count.device != parameter.device:
+            optimizer.state[parameter]["step"] = count.to(parameter.device)
+
+
+def refuse(where: str, optimizer: torch.optim.Optimizer) -> None:
+    """Raises `ApplyFailed` for an optimizer that cannot be taken apart, or has step hooks."""
+    kind = type(optimizer)
+    if f"{kind.__module__}.{kind.__qualname__}" not in ONE_BY_ONE:
+        raise ApplyFailed(
+            f"`{where}` is a {kind.__module__}.{kind.__qualname__}, and only torch's own optimizers that "
+            "update each element by itself can be planned. Plan again for this script."
+        )
+    if has_step_hooks(optimizer):
+        raise ApplyFailed(
+            f"`{where}` carries step hooks of its own, which would see it in another state. Take them off, "
+            "or leave this optimizer out of the plan."
+        )
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the program's own hooks hang on the steps of this optimizer, or on those of all."""
+    everywhere = (
+        *_global_optimizer_pre_hooks.values(),
+        *_global_optimizer_post_hooks.values(),
+    )
+    if any(
+        not str(getattr(hook, "__module__", "")).startswith("torchtrim.") for hook in everywhere
+    ):
+        return True
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def run_scaled(factor: float, warmup: int) -> Around:
+    """While `step` runs the rates are so many times what the groups say, after a warm-up."""
+    steps = 0
+
+    @contextlib.contextmanager
+    def around(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        nonlocal steps
+        steps += 1
+        times = factor_at(steps, factor, warmup)
+        groups = list(optimizer.param_groups)
+        rates = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = group["lr"] * times
+        try:
+            yield
+        finally:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+
+    return around
+
+
+def factor_at(step: int, factor: float, warmup: int) -> float:
+    """The factor in a step, the first of which is 1: a straight line from 1 over the warm-up."""
+    return factor if step > warmup else 1 + (factor - 1) * step / (warmup + 1)
+
+
+class Hooked:
+    """Hooks of an optimizer. `revert` takes them off."""
+
+    def __init__(self, *hooks: Any) -> None:
+        self._hooks = hooks
+
+    def revert(self) -> None:
+        """Make the optimizer what it was."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def scaled_by_hand(optimizer: torch.optim.Optimizer, factor: float, warmup: int) -> Hooked:
+    """Step hooks that set the rates and put them back, as a person writes them."""
+    seen: list[list[Any]] = []
+
+    def before(one: torch.optim.Optimizer, *_: Any) -> None:
+        seen.append([group["lr"] for group in one.param_groups])
+        now = factor_at(len(seen), factor, warmup)
+        for group in one.param_groups:
+            group["lr"] = now * group["lr"]
+
+    def after(one: torch.optim.Optimizer, *_: Any) -> None:
+        for group, rate in zip(one.param_groups, seen[-1], strict=True):
+            group["lr"] = rate
+
+    return Hooked(
+        optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
+    )

@@ -1,0 +1,284 @@
+"""Checks steps of a run that goes on: a copy of the process runs the next step without the plan, another with
+it, and the run waits meanwhile. Its own step comes afterwards, as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, NoReturn
+
+import msgspec
+import torch
+from torch import nn
+
+from torchtrim.capture.watch import Listener
+from torchtrim.errors import Unsupported
+from torchtrim.evidence.evidence import Evidence, keep_value
+from torchtrim.records.plan import Plan
+from torchtrim.records.trial import Step
+from torchtrim.runner.planned_script import Applier, Ends
+from torchtrim.runner.sandbox import Copy, can_copy, copy_process, own_bytes
+
+Found = Literal["equal", "different", "unchecked"]
+_SECONDS, _TIMES = 60.0, 20.0
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_EFFECTS_NAMES = """
+    os.remove os.rename os.rmdir os.mkdir os.link os.symlink os.truncate os.chmod os.chown os.kill os.killpg
+    os.system os.exec os.posix_spawn os.fork os.forkpty subprocess.Popen shutil.rmtree shutil.move
+    shutil.copyfile socket.connect socket.bind socket.sendto sqlite3.connect tempfile.mkstemp tempfile.mkdtemp
+"""
+_EFFECTS = frozenset(_EFFECTS_NAMES.split())
+
+
+class Shadow(msgspec.Struct, kw_only=True):
+    """What a copy found. `failed`: the error that the step raised; `effect`: what it would have done outside
+    of the process in the middle of the step. `bytes`: at most so many were the copy's own."""
+
+    step: Step = msgspec.field(default_factory=Step)
+    failed: str = ""
+    effect: str = ""
+    bytes: int = 0
+
+
+class Verdict(NamedTuple):
+    """On one step: what was found, and why; `largest` is what a copy took at most."""
+
+    found: Found
+    reason: str
+    bytes: int = 0
+
+
+class Ask(NamedTuple):
+    """What a copy is to do: the step with the plan or without, and which values to keep in a folder."""
+
+    planned: bool
+    keep: tuple[str, ...] = ()
+    folder: Path = Path()
+
+
+Asked = Callable[[Ask], Shadow | None]
+
+
+class Live(Applier, Listener):
+    """Applies the plan, and has each step whose number is a multiple of `every` judged before it runs.
+
+    `judge` gets a way to ask for a copy's step, None for one that died. `differs` is called with the number
+    of the step and the verdict: the plan may be reverted there, or the run stopped.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        every: int,
+        judge: Callable[[Asked], Verdict],
+        differs: Callable[[Live, int, Verdict], None],
+    ) -> None:
+        super().__init__(plan, stays=True)
+        self.checked: list[tuple[int, Verdict]] = []
+        self.seconds: list[float] = []
+        self._every = every
+        self._judge = judge
+        self._differs = differs
+        self._steps = 0
+        self._began = self._step_began = time.perf_counter()
+        self._step_seconds: list[float] = []
+        self._copy: Copy | None = None
+        self._plain = self._ours = False
+        self._evidence: Evidence | None = None
+
+    @property
+    def alone(self) -> bool:
+        """Whether this is the run itself, no copy of it."""
+        return self._copy is None
+
+    # -- in the run ------------------------------------------------------------------------------
+
+    def root_appears(self, root: nn.Module) -> None:
+        _check_copies(root)
+        super().root_appears(root)
+
+    def training_begins(self) -> None:
+        self._began = self._step_began = time.perf_counter()
+        self._next()
+
+    def step_ends(self) -> None:
+        if self._copy is not None:
+            self._finish()
+        self._step_seconds = [*self._step_seconds[-15:], time.perf_counter() - self._step_began]
+        self._steps += 1
+        self._next()
+
+    def _next(self) -> None:
+        if (self._steps + 1) % self._every == 0 and self._applied:
+            begin = time.perf_counter()
+            try:
+                verdict = self._judge(self._ask)
+            except _InCopy:
+                return
+            self.seconds.append(time.perf_counter() - begin)
+            self.checked.append((self._steps + 1, verdict))
+            self._say(verdict)
+            if verdict.found == "different":
+                self._differs(self, self._steps + 1, verdict)
+        self._step_began = time.perf_counter()
+
+    def _ask(self, ask: Ask) -> Shadow | None:
+        usual = statistics.median(self._step_seconds or [1.0]) * torch.get_num_threads()
+        answer = copy_process(_SECONDS + _TIMES * usual)
+        if isinstance(answer, Copy):
+            self._become(answer, ask)
+            raise _InCopy
+        return None if answer is None else msgspec.json.decode(answer, type=Shadow)
+
+    def _say(self, verdict: Verdict) -> None:
+        share = sum(self.seconds) / max(time.perf_counter() - self._began, 1e-9)
+        tell(
+            f"step {self._steps + 1}: {verdict.reason} (checked in {self.seconds[-1]:.2f} s, {share:.1%} of "
+            f"the run so far, and at most {verdict.bytes / 2**20:.0f} MiB besides)"
+        )
+
+    def _apply(self, name: str, root: nn.Module | torch.optim.Optimizer) -> None:
+        if not self._plain:
+            super()._apply(name, root)
+
+    def take_back(self) -> None:
+        """Revert the plan; there is nothing more to check."""
+        self.revert()
+        self.watcher.remove()
+
+    # -- in a copy -------------------------------------------------------------------------------
+
+    def _become(self, copy: Copy, ask: Ask) -> None:
+        """Be the copy from here to the end of the step."""
+        self._copy, self._plain = copy, not ask.planned
+        self.watcher.follow()
+        sys.dont_write_bytecode = True
+        torch.set_num_threads(1)
+        if self._plain:
+            self.revert()
+
+        def keep(name: str, tensor: torch.Tensor) -> None:
+            if name in ask.keep:
+                self._ours = True
+                keep_value(ask.folder / f"kept-{ask.keep.index(name)}", tensor)
+                self._ours = False
+
+        self._evidence = Evidence(self.modules, keep if ask.keep else None)
+        sys.addaudithook(self._sees)
+        writer = torch.serialization._open_zipfile_writer
+
+        def opened(target: Any) -> Any:
+            if isinstance(target, str | os.PathLike):
+                self._outside(f"saves {target}")
+            return writer(target)
+
+        torch.serialization._open_zipfile_writer = opened  # type: ignore[assignment]
+
+    def _sees(self, event: str, args: tuple[Any, ...]) -> None:
+        """An audit event of Python: what would change something outside."""
+        if self._ours:
+            return
+        if event == "open":
+            path, _, flags = args
+            writes = isinstance(flags, int) and flags & _WRITES
+            if writes and not isinstance(path, int) and str(path) != os.devnull:
+                self._outside(f"writes {path}")
+        elif event in _EFFECTS:
+            self._outside(f"calls {event}{args[:1]}")
+
+    def _outside(self, what: str) -> NoReturn:
+        """The step is over where it would touch what is outside, unless it is in the middle."""
+        if self.watcher.would_end:
+            self._finish()
+        self._answer(Shadow(effect=what))
+
+    def _finish(self) -> NoReturn:
+        assert self._evidence is not None
+        evidence, self._evidence = self._evidence, None
+        with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes():
+            evidence.state(self.watcher.optimizers)
+        self._answer(Shadow(step=evidence.step))
+
+    def _answer(self, shadow: Shadow) -> NoReturn:
+        assert self._copy is not None
+        self._ours = True
+        shadow.bytes = own_bytes()
+        self._copy.answer(msgspec.json.encode(shadow))
+
+    def ended(self, error: BaseException | None) -> None:
+        """The script has ended, so or with an error; in a copy that is the end of the step."""
+        if self._copy is None:
+            super().ended(error)
+            return
+        if error is None or self.watcher.would_end:
+            self._finish()
+        said = "".join(traceback.format_exception_only(error)).strip()
+        self._answer(Shadow(failed=said))
+
+    def loader_asked(self, workers: int) -> None:
+        if self._copy is None:
+            return
+        if self.watcher.would_end:
+            self._finish()
+        if workers:
+            self._answer(
+                Shadow(effect=f"takes a batch from {workers} processes in the middle of a step")
+            )
+
+    def module_starts(self, module: nn.Module, args: Any, kwargs: Any, depth: int) -> None:
+        if self._evidence is not None:
+            self._evidence.is_called(module, depth)
+        if depth == 0:
+            self._look("module_starts", module, args, kwargs, depth)
+
+    def module_ends(self, module: nn.Module, output: Any, depth: int) -> None:
+        if depth == 0:
+            self._look("module_ends", module, output, depth)
+
+    def backward_starts(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        self._look("backward_starts", tensors)
+
+    def optimizer_ends(self, optimizer: torch.optim.Optimizer) -> None:
+        self._look("optimizer_ends", optimizer)
+
+    def update_starts(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+        self._look("update_starts", optimizer, parameter)
+
+    def _look(self, told: str, *args: Any) -> None:
+        if self._evidence is not None:
+            with torch.utils._python_dispatch._disable_current_modes():
+                getattr(self._evidence, told)(*args)
+
+
+class _InCopy(Exception):
+    """Raised in a copy to get out of what judges."""
+
+
+_INSTEAD = "Leave it out, and compare some steps before: torchtrim verify SCRIPT --plan PLAN."
+
+
+def _check_copies(root: nn.Module) -> None:
+    """Raises `Ends` where a step of this root cannot be run in a copy."""
+    tensors = [*root.parameters(), *root.buffers()]
+    elsewhere = [str(one.device) for one in tensors if one.device.type not in ("cpu", "meta")]
+    why = ""
+    if not can_copy():
+        why = "which Linux alone can make"
+    elif elsewhere:
+        why = f"and what is on {elsewhere[0]} cannot be copied so"
+    elif torch.distributed.is_available() and torch.distributed.is_initialized():
+        why = "and one that talks with other ranks cannot be copied"
+    if why:
+        raise Ends(
+            Unsupported(f"--verify-every runs a step in a copy of the process, {why}. {_INSTEAD}")
+        )
+
+
+def tell(text: str) -> None:
+    """Say something of the run's checks on stderr."""
+    print(f"torchtrim: {text}", file=sys.stderr, flush=True)

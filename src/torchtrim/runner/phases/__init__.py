@@ -1,0 +1,1 @@
+"""What a session measures beside the recorded step: loaders, inputs, growth."""

@@ -1,0 +1,1 @@
+"""Processes of runs: started, forked from a warm one, watched, ended."""

@@ -1,0 +1,1 @@
+"""Ranks of a job on this machine, real or in a fake process group."""

@@ -1,0 +1,239 @@
+"""Starts the ranks of a job on this machine, and sees to it that all of them end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
+
+import msgspec
+import torch
+
+from torchtrim.errors import Unsupported
+from torchtrim.records.trial import Crash
+from torchtrim.runner.process.processes import Process
+from torchtrim.runner.process.stacks import STACK, asked_where
+from torchtrim.runner.process.warm import start
+from torchtrim.runner.script import (
+    OUTCOME,
+    STATUS,
+    TASK,
+    Ended,
+    Script,
+    environment_of,
+    text_of,
+    what_ended,
+)
+
+SURVIVORS_SECONDS = 15.0
+"""How long the other ranks may go on once one has failed."""
+PATIENCE_SECONDS = 60.0
+"""How much longer than the first rank that is done the others may take, besides as long again."""
+_HOST = "127.0.0.1"
+_POLL_SECONDS = 0.05
+_WORKER = "torchtrim.runner.worker"
+State = Literal["runs", "done", "failed"]
+
+
+class RankEnded(NamedTuple):
+    """How a rank ended. `failed_ns`: when it failed, None where it did not or was stopped by us.
+
+    `stopped`: it still ran when it was, after so many `seconds`. `stack`: where its main thread was then,
+    innermost line first.
+    """
+
+    number: int
+    ended: Ended
+    failed_ns: int | None
+    stopped: bool
+    seconds: float
+    stack: tuple[str, ...]
+
+
+class Watched(Protocol):
+    """A rank that is watched; `look` sees what has become of it."""
+
+    state: State
+
+    def look(self) -> None:
+        """Bring `state` up to date."""
+        ...
+
+
+class _Glance(msgspec.Struct):
+    """What of an outcome tells how a rank ended."""
+
+    crash: Crash | None = None
+
+
+def crash_in(outcome: bytes | None) -> Crash | None:
+    """The crash that a rank left in its outcome, None where it left none."""
+    return None if outcome is None else msgspec.json.decode(outcome, type=_Glance).crash
+
+
+class _Rank:
+    """One rank that runs."""
+
+    def __init__(self, number: int, folder: Path, process: Process) -> None:
+        self.number = number
+        self.folder = folder
+        self.process = process
+        self.state: State = "runs"
+        self.failed_ns: int | None = None
+        self.stack: tuple[str, ...] = ()
+
+    def look(self) -> None:
+        """See whether it is done or has failed: it has where it left a crash, or ended and left nothing."""
+        if self.state != "runs":
+            return
+        gone = self.process.ended()
+        outcome = self.folder / OUTCOME
+        if outcome.exists():
+            crash = crash_in(outcome.read_bytes())
+            self.state = "done" if crash is None else "failed"
+            self.failed_ns = outcome.stat().st_mtime_ns if crash is not None else None
+        elif gone:
+            self.state, self.failed_ns = "failed", time.time_ns()
+
+    def status(self) -> str:
+        """What it said last."""
+        return text_of(self.folder / STATUS)
+
+
+def folder_of(folder: Path, number: int, only: int = -1) -> Path:
+    """Where a rank's files are; those of the rank that alone is wanted lie in the folder itself."""
+    return folder if number == only else folder / f"rank-{number}"
+
+
+def run_ranks(
+    script: Script,
+    tasks: Sequence[bytes],
+    *,
+    folder: Path,
+    progress: Callable[[str], None],
+    entry: str = _WORKER,
+    hide_gpu: bool = False,
+) -> list[RankEnded]:
+    """Run a task for each rank. All are gone, with what they started, when this returns or raises.
+
+    Where one fails, the others have `SURVIVORS_SECONDS` left. `entry` is what runs a task and leaves its
+    outcome; `hide_gpu`: it sees none.
+    """
+    store = meeting_place()
+    ranks: list[_Rank] = []
+    began = time.monotonic()
+    try:
+        for number, task in enumerate(tasks):
+            own = folder_of(folder, number, script.only)
+            own.mkdir(exist_ok=True)
+            (own / TASK).write_bytes(task)
+            environment = environment_of(script, hide_gpu)
+            environment |= rank_environment(number, len(tasks), store.port)
+            process = start(entry, own, own / "output", environment, script.path)
+            ranks.append(_Rank(number, own, process))
+        timed_out = await_all(ranks, script.timeout, _Tells(ranks, progress).tell)
+        seconds = min(time.monotonic() - began, script.timeout)
+        running = [rank for rank in ranks if rank.state == "runs"]
+        for rank, stack in zip(running, asked_where([_of(r) for r in running]), strict=True):
+            rank.stack = stack
+    finally:
+        for rank in ranks:
+            rank.process.end()
+    return [
+        RankEnded(
+            rank.number,
+            what_ended(rank.folder, rank.process, timed_out and rank.state == "runs"),
+            rank.failed_ns,
+            rank.state == "runs",
+            seconds,
+            rank.stack,
+        )
+        for rank in ranks
+    ]
+
+
+def _of(rank: _Rank) -> tuple[int, Path]:
+    return rank.process.pid, rank.folder / STACK
+
+
+def meeting_place() -> Any:
+    """Where the ranks meet: at a free port, which is ours from the beginning."""
+    distributed: Any = torch.distributed
+    if not distributed.is_available():
+        raise Unsupported("this build of torch has no torch.distributed, so there are no ranks.")
+    return distributed.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+
+
+def rank_environment(number: int, world: int, port: int) -> dict[str, str]:
+    """What a rank finds in its environment, as torchrun would set it."""
+    return {
+        "RANK": str(number),
+        "LOCAL_RANK": str(number),
+        "ROLE_RANK": str(number),
+        "ROLE_WORLD_SIZE": str(world),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": _HOST,
+        "MASTER_PORT": str(port),
+        "TORCHTRIM_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": "torchtrim",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+    }
+
+
+def await_all(
+    ranks: Sequence[Watched],
+    timeout: float,
+    tell: Callable[[], None] = lambda: None,
+    *,
+    patient: bool = False,
+) -> bool:
+    """Wait until every rank is done, or may not go on. True if one ran too long, and none failed.
+
+    `patient`: when the first is done, the others may take as long as they want.
+    """
+    began = time.monotonic()
+    deadline = began + timeout
+    states: tuple[State, ...] = ()
+    while time.monotonic() < deadline:
+        for rank in ranks:
+            rank.look()
+        now = tuple(rank.state for rank in ranks)
+        if "runs" not in now:
+            return False
+        if now != states:
+            states, deadline = now, min(deadline, _limit(now, began, patient))
+        tell()
+        time.sleep(_POLL_SECONDS)
+    return "failed" not in states
+
+
+def _limit(states: tuple[State, ...], began: float, patient: bool) -> float:
+    """Until when those that run may go on."""
+    now = time.monotonic()
+    if "failed" in states:
+        return now + SURVIVORS_SECONDS
+    if patient or "done" not in states:
+        return float("inf")
+    return now + (now - began) + PATIENCE_SECONDS
+
+
+class _Tells:
+    """Says what the first of the ranks that run is at, if that is news."""
+
+    def __init__(self, ranks: Sequence[_Rank], progress: Callable[[str], None]) -> None:
+        self._ranks = ranks
+        self._progress = progress
+        self._said = ""
+
+    def tell(self) -> None:
+        """Look, and say it."""
+        status = next((rank.status() for rank in self._ranks if rank.state == "runs"), "")
+        if status and status != self._said:
+            self._said = status
+            self._progress(f"{status}, {len(self._ranks)} ranks")

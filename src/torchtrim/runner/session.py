@@ -1,0 +1,491 @@
+"""Leads one run through its steps: warm-up, the recorded step, then steps that are timed and compared."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+from torch import nn
+from torch.utils.data import DataLoader
+
+from torchtrim.capture.allocator import NOTHING, Allocator, Watched, allocator_for, own, rss_bytes
+from torchtrim.capture.build import Setting
+from torchtrim.capture.growth.stream_frames import StreamFrames
+from torchtrim.capture.modules import Modules
+from torchtrim.capture.optimizers import names_of
+from torchtrim.capture.recording import Recording, counted_device, tensors_in
+from torchtrim.capture.replicas import Replicas
+from torchtrim.capture.times import Times, with_times
+from torchtrim.capture.watch import Listener, Watcher
+from torchtrim.core.run_queue import now
+from torchtrim.dispatch.places import Places
+from torchtrim.dispatch.storages import reachable_bytes, storage_bytes
+from torchtrim.emulator.device import current
+from torchtrim.errors import ApplyFailed, Unsupported, UsageError
+from torchtrim.evidence.evidence import Evidence, digest_of, has_bits, keep_value, kind_of
+from torchtrim.evidence.script_state import ScriptState
+from torchtrim.executor.apply import apply_plan, shards
+from torchtrim.executor.fingerprint import fingerprint_of
+from torchtrim.executor.registry import Handle
+from torchtrim.records.plan import Plan
+from torchtrim.records.profile import Profile, is_emulated
+from torchtrim.records.trial import Request, Trial
+from torchtrim.runner.exported import apply_exported
+from torchtrim.runner.phases.growth import GrowthPhase
+from torchtrim.runner.phases.inputs import InputPhase
+from torchtrim.runner.ranks.fake_process_group import reduce_in_place
+from torchtrim.runner.ranks.sharded import Sharder
+from torchtrim.runner.settings.float64 import prepare
+from torchtrim.runner.settings.uninitialized import note_on
+
+_BY_HAND = (
+    "no optimizer of torch.optim steps, so a step ends where the script changed parameters itself"
+)
+_RANKS = (
+    "of the first rank, whose shards are the largest; what the communication library keeps for itself is "
+    "not counted"
+)
+Progress = Callable[[str], None]
+
+
+class Session(Listener):
+    """Listens to a whole run. `done` is called once when all steps are there.
+
+    With `frames` a step is over where these say that a frame is, and not where optimizers have stepped.
+    `ours` gives the storages that torchtrim itself keeps: they are in no figure but the process's own.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        setting: Setting,
+        *,
+        folder: Path | None = None,
+        done: Callable[[], None] = lambda: None,
+        progress: Progress = lambda _: None,
+        trains: bool = True,
+        frames: StreamFrames | None = None,
+        ours: Callable[[], Sequence[Any]] = lambda: (),
+    ) -> None:
+        self.trial = Trial(request=request, device=setting.device)
+        self.modules = Modules()
+        self.watcher = Watcher(self, trains=trains)
+        self.refused: ApplyFailed | None = None
+        self._setting = setting
+        self._frames = frames
+        self._ours = ours
+        self._ours_bytes = 0
+        self._frame_over = False
+        self._done = done
+        self._progress = progress
+        self._places = Places(setting.project)
+        self._folder = folder
+        keep = self._keep if request.keep else None
+        looks = request.traced >= 0
+        script = ScriptState(self._places, self.modules.number) if setting.script else None
+        self._evidence = Evidence(self.modules, keep, graded=trains, looks=looks, script=script)
+        self._evidence.gathers = shards(request.plan)
+        self._recording: Recording | None = None
+        self._watching: Allocator = allocator_for(setting.device)
+        self._fallback: Profile | None = None
+        self._alive = 0
+        self._applied: list[Handle] = []
+        self._began = self._own = self._seconds = 0.0
+        self._watched: Watched | None = None
+        self._idled = self._over = False
+        self._times: Times | None = None
+        self._input = InputPhase(self._places, self.watcher.aside)
+        self._digests: list[str] = []
+        self._lines: list[tuple[str, int, bool]] = []
+        self._replicas = Replicas()
+        steps = request.total if request.grows and trains else 0
+        self._growth = GrowthPhase(steps, self._places, lambda: self.watcher.roots)
+        self.trial.notes += (_RANKS,) if request.ranks else ()
+        self._sharder = Sharder(request.sharding) if request.sharding is not None else None
+
+    def root_appears(self, root: nn.Module) -> None:
+        prepare(root, self.trial.request)
+        name = self.modules.add_root(root)
+        self.trial.fingerprint[name] = fingerprint_of(root)
+        self.trial.notes += note_on(root)
+        self._check(name)
+        if not (self.trial.request.dry or self.complete):
+            self._timed(self._evidence.begins, name, root)
+        self._apply(name, root)
+        if len(self.modules.roots) == 1:
+            self._settle_device(root)
+        self._shard(name, root)
+
+    def _shard(self, name: str, root: nn.Module) -> None:
+        """Shard it over the ranks that there seem to be, if that is wanted."""
+        if self.trial.request.ranks:
+            reduce_in_place(root)
+        if self._sharder is None:
+            return
+        try:
+            self._sharder.shard(name, root)
+        except (UsageError, Unsupported) as error:
+            self.refused = ApplyFailed(str(error))
+            raise self.refused from error
+        self.trial.sharded = tuple(self._sharder.blocks)
+
+    def optimizer_appears(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._sharder is not None:
+            self._sharder.adopt(optimizer)
+        known = self.watcher.optimizers
+        self._apply(names_of(known)[known.index(optimizer)], optimizer)
+
+    def training_begins(self) -> None:
+        self._next()
+
+    def step_idles(self) -> None:
+        """Stop measuring: what comes until the next step is evaluation."""
+        if self._input.runs:
+            self._input.idles()
+        elif self._growth.runs:
+            pass
+        elif self._times is not None:
+            self.finish()
+        elif self._watched is None:
+            self._seconds = max(now() - self._began - self._own, 0.0)
+            self._stop_measuring()
+            self._idled = True
+
+    def step_ends(self) -> None:
+        """Close the step, and begin the next or call `done`."""
+        if self._times is not None:
+            phases = (self._growth, self._input)
+            next((one for one in phases if one.runs), self._times).step_ends()
+            self._go_on_or_finish(self._times)
+            return
+        if self._watched is None:
+            self._seconds = max(now() - self._began - self._own, 0.0)
+            self._stop_measuring()
+        self._replicas.look(self.modules)
+        self._close()
+        if not self.trial.request.dry:
+            with torch.no_grad():
+                self._evidence.state(self.watcher.optimizers)
+        self._evidence.step.seconds = self._seconds
+        self.trial.steps.append(self._evidence.next_step())
+        self._input.step_is_timed()
+        self._growth.step_ended(self.trial.steps[-1].peak_bytes)
+        request = self.trial.request
+        if request.round_trip and len(self.trial.steps) == request.total - 1:
+            self._evidence.round_trip(self.watcher.optimizers)
+        if self.complete:
+            self._note_counts()
+            self._times = Times(self._more_times(), self.trial.seconds, self._places)
+            self._go_on_or_finish(self._times)
+        else:
+            self._next()
+
+    @property
+    def complete(self) -> bool:
+        """Whether all steps are there; others may be recorded for their times."""
+        return len(self.trial.steps) >= self.trial.request.total
+
+    @property
+    def times_more(self) -> bool:
+        """Whether a step is being recorded for its times."""
+        return self._times is not None and not self._over
+
+    def _more_times(self) -> int:
+        """How many steps more are worth recording: nothing takes its real time on an emulated device."""
+        if self.trial.profile is None or is_emulated(self.trial.device) or self.trial.request.dry:
+            return 0
+        return self.trial.request.times
+
+    def _go_on_or_finish(self, times: Times) -> None:
+        """Begin a step that is wanted besides those that are compared, or finish."""
+        if self._growth.next(self.trial.seconds) or times.next():
+            return
+        if not self._input.next(self._compares_input(), self.trial):
+            self.finish()
+            self._done()
+
+    def _is_late(self, times: Times) -> bool:
+        """Whether the step that is wanted besides takes so long that the loop does something else."""
+        return times.late() or self._input.late() or self._growth.late()
+
+    def _compares_input(self) -> bool:
+        """Whether steps with and without their loader are worth running."""
+        request = self.trial.request
+        wanted = request.times or request.tunes is not None
+        return bool(wanted) and not (request.dry or is_emulated(self.trial.device))
+
+    def finish(self) -> Trial:
+        """Stop whatever runs, and complete the trial."""
+        if not self._over:
+            self._over = True
+            self.abandon()
+            self._note_times()
+            self._note_plans()
+            if self.trial.profile is None:
+                self.trial.profile = self._fallback
+            self._growth.step_ends()
+            if self.trial.profile is not None:
+                profile = self._replicas.put_into(self.trial.profile, self.modules)
+                self.trial.profile = self._growth.into(profile)
+            if not self.complete:
+                self._note_counts()
+        return self.trial
+
+    def _note_counts(self) -> None:
+        seen, trial = self.watcher, self.trial
+        trial.notes += (_BY_HAND,) if seen.steps_by_hand and not seen.optimizers else ()
+        trial.forwards, trial.elsewhere = seen.forwards, seen.elsewhere
+        trial.backwards = seen.backwards + seen.gradients
+        trial.rss_bytes = rss_bytes()
+
+    def _note_times(self) -> None:
+        if self._times is not None:
+            self._times.abandon()
+            self._input.end(self.trial)
+            if self.trial.profile is not None:
+                timed = with_times(self.trial.profile, self._times.steps)
+                self.trial.profile = replace(timed, loader=self.trial.loader)
+
+    def _note_plans(self) -> None:
+        """What plans of the roots' calls say, where such are applied."""
+        if not self._frames or self.trial.request.plan is None:
+            return
+        from torchtrim.executor.network.planned import Planned
+
+        known = [found for root in self.watcher.roots if (found := Planned.known(root)) is not None]
+        needed = [found.peak_bytes for found in known]
+        self.trial.call_bytes = max((n for n in needed if n is not None), default=None)
+        self.trial.notes += tuple(note for found in known for note in found.reasons())
+        self.trial.notes += tuple(
+            f"{type(root).__name__} is in training mode, and its calls run as they are: call eval() first"
+            for root in self.watcher.roots
+            if root.training
+        )
+
+    def abandon(self) -> None:
+        """Stop a recording or a watch without its result."""
+        recording, self._recording = self._recording, None
+        if recording is not None:
+            recording.abandon()
+        self._watching.stop()
+
+    @property
+    def stepped(self) -> bool:
+        """Whether a step is over that was not closed, since nothing came after it."""
+        return self._frame_over or self.watcher.stepped
+
+    def partial(self) -> Recording | None:
+        """The recording that runs."""
+        return self._recording
+
+    def revert(self) -> None:
+        """Take the plan back."""
+        while self._applied:
+            self._applied.pop().revert()
+
+    def _settle_device(self, root: nn.Module) -> None:
+        """Where no device was named it is the first root's."""
+        emulation = current()
+        if emulation is not None and is_emulated(self._setting.device):
+            emulation.adopt(root)
+        if not self._setting.device:
+            parameter = next(root.parameters(), None)
+            device = str(parameter.device) if parameter is not None else "cpu"
+            if emulation is not None and device.startswith("cuda"):
+                device = emulation.device
+            self._setting = self._setting._replace(device=device)
+            self._watching = allocator_for(device)
+        self.trial.device = self._setting.device
+
+    def _check(self, name: str) -> None:
+        """Refuse a plan that was made for another root."""
+        plan = self.trial.request.plan
+        if plan is None:
+            return
+        expected = plan.fingerprint.get(name)
+        same = expected == self.trial.fingerprint[name] or self.trial.request.double
+        if expected is not None and not same:
+            self.refused = ApplyFailed(
+                f"the plan was made for another {name}: its modules or shapes have changed "
+                f"(fingerprint {self.trial.fingerprint[name]}, the plan has {expected}). Plan again; "
+                f"or, if you know that it still fits, delete `{name}` under [fingerprint]."
+            )
+            raise self.refused
+
+    def _apply(self, name: str, root: nn.Module | torch.optim.Optimizer) -> None:
+        plan = self.trial.request.plan
+        if plan is None:
+            return
+        try:
+            self._applied.append(self._planned(plan, name, root))
+        except ApplyFailed as error:
+            self.refused = error
+            raise
+
+    def _planned(self, plan: Plan, name: str, root: nn.Module | torch.optim.Optimizer) -> Handle:
+        request = self.trial.request
+        if request.exported and name in plan.fingerprint and isinstance(root, nn.Module):
+            return apply_exported(request.exported, root, name, check=not request.double)
+        return apply_plan(plan, {name: root}, by_hand=request.by_hand)
+
+    def _next(self) -> None:
+        number = len(self.trial.steps)
+        request = self.trial.request
+        self._progress(f"step {number + 1} of {request.total}")
+        if self._idled:
+            self._idled, self._alive = False, reachable_bytes()
+        ours = self._ours()
+        self._ours_bytes = storage_bytes(ours, counted_device(self._setting.device))
+        if number <= request.warmup or number == request.traced:
+            watching = self._watching if request.measured else None
+            self._recording = Recording(self.modules, self._places, self._setting, watching)
+            scan = request.measured and number == request.warmup
+            if number == request.traced:
+                self._digests, self._lines = [], []
+                self._recording.recorder.look = self._look
+            self._recording.begin(self.watcher.optimizers, scan=scan, ours=ours)
+        elif request.measured:
+            self._watching.start()
+        self._watched = None
+        self._own = 0.0
+        self._began = now()
+
+    def _stop_measuring(self) -> None:
+        if self._recording is not None:
+            self._recording.pause()
+            self._watched = NOTHING
+        else:
+            self._watched = self._watching.stop() if self.trial.request.measured else NOTHING
+
+    def _close(self) -> None:
+        """End the step's recording or watch, and note its peak."""
+        recording, self._recording = self._recording, None
+        step = self._evidence.step
+        if recording is None:
+            watched = self._watched or NOTHING
+            before = self._alive if watched.before is None else watched.before
+            step.peak_bytes = before - self._ours_bytes + watched.peak if watched.peak else 0
+            step.reserved_bytes, step.left_bytes = watched.reserved, watched.end
+            self._alive += watched.end
+            return
+        if len(self.trial.steps) == self.trial.request.traced:
+            self.trial.profile = recording.end(self.watcher.optimizers)
+            self.trial.digests, self.trial.lines = tuple(self._digests), tuple(self._lines)
+            return
+        if not self.trial.request.measured:
+            recording.abandon()
+            return
+        profile = recording.end(self.watcher.optimizers)
+        if len(self.trial.steps) < self.trial.request.warmup:
+            self._fallback = profile
+            return
+        self.trial.profile, self.trial.recorded = profile, len(self.trial.steps)
+        self._alive = recording.alive_bytes + self._ours_bytes
+        step.peak_bytes = profile.peak_bytes
+        step.reserved_bytes = profile.reserved_bytes
+
+    def _keep(self, name: str, tensor: torch.Tensor) -> None:
+        label = f"{len(self.trial.steps)}/{name}"
+        keep = self.trial.request.keep
+        if self._folder is not None and label in keep:
+            keep_value(self._folder / f"kept-{keep.index(label)}", tensor)
+
+    def _look(self, operator: Any, given: Any) -> None:
+        """Keep the user's line and a digest of what an operator gave; new memory holds anything."""
+        self._lines.append(self._places.users_line(sys._getframe(2)))
+        new = "empty" in str(operator)
+        with torch._C._DisableTorchDispatch(), torch.no_grad(), own():
+            found = [
+                kind_of(one) if new else digest_of(one)
+                for one in tensors_in(given)
+                if has_bits(one)
+            ]
+        self._digests.append(",".join(found))
+
+    def _recorded_or_none(self) -> Recording | None:
+        recording = self._recording
+        return recording if recording is not None and recording.running else None
+
+    def _gathers(self) -> bool:
+        """Whether what this step does is compared; that of the recorded one is not."""
+        request = self.trial.request
+        return not (request.dry or self.complete or len(self.trial.steps) == request.warmup)
+
+    def module_starts(self, module: nn.Module, args: Any, kwargs: Any, depth: int) -> None:
+        if self._frame_over and depth == 0:
+            self._frame_over = False
+            self.step_ends()
+        if self._times is not None and depth == 0 and self._is_late(self._times):
+            self.finish()
+        if self._over:
+            self._done()
+        if (recording := self._recorded_or_none()) is not None:
+            recording.module_starts(module, args, kwargs, depth)
+        if self._gathers():
+            self._evidence.is_called(module, depth)
+        if depth == 0 and not (self.trial.request.dry or self.complete):
+            self._timed(self._evidence.module_starts, module, args, kwargs, depth)
+
+    def module_ends(self, module: nn.Module, output: Any, depth: int) -> None:
+        if (recording := self._recorded_or_none()) is not None:
+            recording.module_ends(module, output, depth)
+        if depth == 0 and self._gathers():
+            self._timed(self._evidence.module_ends, module, output, depth)
+        if self._frames is not None and self._frames.ends(module, depth):
+            self._frame_over = output is not None
+
+    def backward_starts(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        if (recording := self._recorded_or_none()) is not None:
+            recording.backward_starts(tensors)
+        if self._gathers():
+            self._timed(self._evidence.backward_starts, tensors)
+
+    def backward_ends(self) -> None:
+        if (recording := self._recorded_or_none()) is not None:
+            recording.backward_ends()
+
+    def optimizer_starts(self, optimizer: torch.optim.Optimizer) -> None:
+        if (recording := self._recorded_or_none()) is not None:
+            recording.optimizer_starts(optimizer)
+
+    def optimizer_ends(self, optimizer: torch.optim.Optimizer) -> None:
+        self.trial.optimizer_steps += not self.complete
+        if (recording := self._recorded_or_none()) is not None:
+            recording.optimizer_ends(optimizer)
+        if self._gathers():
+            self._timed(self._evidence.optimizer_ends, optimizer)
+
+    def update_starts(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+        if (recording := self._recorded_or_none()) is not None:
+            recording.update_starts(optimizer, parameter)
+        if self._gathers():
+            self._timed(self._evidence.update_starts, optimizer, parameter)
+
+    def update_ends(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+        if (recording := self._recorded_or_none()) is not None:
+            recording.update_ends(optimizer, parameter)
+
+    def loader_waited(self, start_ns: int, end_ns: int, workers: int) -> None:
+        self._input.waited((end_ns - start_ns) / 1e9)
+        if (recording := self._recorded_or_none()) is not None:
+            recording.loader_waited(start_ns, end_ns, workers)
+
+    def loader_appears(self, loader: DataLoader[Any]) -> None:
+        self._input.loaders.appears(loader)
+
+    def loader_begins(self, iterator: Any, loader: DataLoader[Any]) -> None:
+        self._input.loaders.begins(iterator, loader)
+
+    def batch(self, iterator: Any, following: Callable[[Any], Any]) -> Any:
+        return self._input.batch(iterator, following)
+
+    def _timed(self, function: Callable[..., None], *args: Any) -> None:
+        """Call it as torchtrim's own doing: unrecorded, and not part of the step's time."""
+        begin = now()
+        with torch.utils._python_dispatch._disable_current_modes():
+            function(*args)
+        self._own += now() - begin

@@ -1,0 +1,1 @@
+"""Global settings of a run: eager, in float64, uninitialized memory."""

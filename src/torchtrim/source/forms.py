@@ -1,0 +1,176 @@
+"""Forms: a piece of Python in which capitals stand for any expression, and what of the source has it.
+
+    X[M.nonzero(as_tuple=True)] = C
+    torch.nn.functional.cross_entropy(X[M], Y[M], **REST)
+
+Names that begin with an imported module mean what the file calls so. `**REST` takes the keywords that
+the form does not name. The same capitals twice must be the same expression twice.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator
+from functools import cache
+
+from torchtrim.source.source import Site, Source, called
+
+_CAPITALS = re.compile(r"[A-Z][A-Z0-9]*")
+_NO_FIELDS = ("ctx", "type_comment", "kind")
+Parts = dict[str, ast.expr]
+Keywords = dict[str, list[ast.keyword]]
+
+
+class Bound:
+    """What the capitals of a form stand for, and the keywords that `**REST` took."""
+
+    def __init__(self) -> None:
+        self.parts: Parts = {}
+        self.keywords: Keywords = {}
+
+
+@cache
+def form(text: str) -> ast.AST:
+    """The tree of a form: of a statement, or of the expression where it is one."""
+    (statement,) = ast.parse(text).body
+    return statement.value if isinstance(statement, ast.Expr) else statement
+
+
+def capitals(text: str) -> list[str]:
+    """The capitals of a form, in order."""
+    return [name for name in re.findall(r"\b[A-Za-z_]\w*\b", text) if _CAPITALS.fullmatch(name)]
+
+
+@cache
+def root(text: str) -> Site:
+    """The sites at which a form can be: the type of its node, and of a call its function."""
+    node = form(text)
+    name = called(node.func) if isinstance(node, ast.Call) else ""
+    return type(node), "" if _CAPITALS.fullmatch(name) else name
+
+
+@cache
+def words(text: str) -> frozenset[str]:
+    """Names that a file has somewhere in it, or it has nothing of the form."""
+    found: set[str] = set()
+    pending = [form(text)]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.keyword) and node.arg is not None:
+            found.add(node.arg)
+        if _module_name(node) is None:
+            pending.extend(ast.iter_child_nodes(node))
+    return frozenset(found)
+
+
+def places(forms: Iterable[str], source: Source) -> Iterator[tuple[ast.AST, str, Bound]]:
+    """Each node that is of one of the forms, with the first form that it is of."""
+    live = [text for text in forms if source.has(words(text))]
+    for node in source.at({root(text) for text in live}):
+        for text in live:
+            if (bound := match_form(text, node, source)) is not None:
+                yield node, text, bound
+                break
+
+
+def match_form(text: str, node: ast.AST, source: Source) -> Bound | None:
+    """What the form's capitals stand for in a node, None if the node is not of that form."""
+    if not _may_be(root(text), node, source):
+        return None
+    bound = Bound()
+    return bound if _same(form(text), node, source, bound) else None
+
+
+def _may_be(site: Site, node: ast.AST, source: Source) -> bool:
+    """Whether a node is of a form's type, and a call of its name."""
+    kind, name = site
+    if kind in (ast.Name, ast.Attribute):
+        return True
+    if type(node) is not kind:
+        return False
+    if not name or not isinstance(node, ast.Call):
+        return True
+    own = called(node.func)
+    return own == name or source.imported.get(own, "").rpartition(".")[2] == name
+
+
+def equal(one: ast.AST, other: ast.AST) -> bool:
+    """Whether two expressions are written alike, whatever is between their tokens."""
+    return _dump(one) == _dump(other)
+
+
+def _dump(node: ast.AST) -> str:
+    return ast.dump(node).replace("ctx=Store()", "ctx=Load()")
+
+
+def _same(pattern: ast.AST, node: ast.AST, source: Source, bound: Bound) -> bool:
+    if isinstance(pattern, ast.Name) and _CAPITALS.fullmatch(pattern.id):
+        return _bind(pattern.id, node, bound)
+    if (name := _module_name(pattern)) is not None:
+        return source.dotted(node) == name
+    if type(pattern) is not type(node):
+        return False
+    if isinstance(pattern, ast.Call):
+        assert isinstance(node, ast.Call)
+        return _same_call(pattern, node, source, bound)
+    return all(
+        _same_field(getattr(pattern, field), getattr(node, field, None), source, bound)
+        for field in pattern._fields
+        if field not in _NO_FIELDS
+    )
+
+
+def _bind(name: str, node: ast.AST, bound: Bound) -> bool:
+    if not isinstance(node, ast.expr):
+        return False
+    if name in bound.parts:
+        return equal(bound.parts[name], node)
+    bound.parts[name] = node
+    return True
+
+
+def _module_name(pattern: ast.AST) -> str | None:
+    """`torch.nn.functional.cross_entropy` of a form, None for what begins with capitals."""
+    names: list[str] = []
+    while isinstance(pattern, ast.Attribute):
+        names.append(pattern.attr)
+        pattern = pattern.value
+    if isinstance(pattern, ast.Name) and pattern.id in ("torch", "math", "numpy") and names:
+        return ".".join([pattern.id, *reversed(names)])
+    return None
+
+
+def _same_call(pattern: ast.Call, node: ast.Call, source: Source, bound: Bound) -> bool:
+    if len(pattern.args) != len(node.args) or any(isinstance(a, ast.Starred) for a in node.args):
+        return False
+    if not _same(pattern.func, node.func, source, bound):
+        return False
+    given = {word.arg: word for word in node.keywords}
+    wanted = {word.arg: word for word in pattern.keywords}
+    rest = wanted.pop(None, None)
+    left = [word for word in node.keywords if word.arg not in wanted]
+    if len(given) != len(node.keywords) or None in given or not set(wanted) <= set(given):
+        return False
+    if left and rest is None:
+        return False
+    if rest is not None:
+        assert isinstance(rest.value, ast.Name)
+        bound.keywords[rest.value.id] = left
+    pairs = [*zip(pattern.args, node.args, strict=True)]
+    pairs += [(word.value, given[name].value) for name, word in wanted.items()]
+    return all(_same(one, other, source, bound) for one, other in pairs)
+
+
+def _same_field(one: object, other: object, source: Source, bound: Bound) -> bool:
+    if isinstance(one, ast.AST):
+        return isinstance(other, ast.AST) and _same(one, other, source, bound)
+    if isinstance(one, list):
+        return (
+            isinstance(other, list)
+            and len(one) == len(other)
+            and all(_same_field(a, b, source, bound) for a, b in zip(one, other, strict=True))
+        )
+    return type(one) is type(other) and one == other

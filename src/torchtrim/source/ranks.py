@@ -1,0 +1,175 @@
+"""Whether a mask has all the dimensions of the tensor that it selects from, by the source alone.
+
+A selection needs a mask of the shape that the tensor begins with. So one computed element by element from the
+tensor, or from what the tensor is like, has the tensor's own shape wherever the selection does not raise.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from torchtrim.source.names import assigned_to
+from torchtrim.source.source import Function, Source, called
+from torchtrim.source.uses import stores
+
+_ELEMENTWISE_NAMES = """
+    abs bool byte ceil clamp clip contiguous cos cpu cuda detach double exp expm1 float floor half
+    int isfinite isinf isnan log log10 log1p log2 logical_not long neg reciprocal relu rsqrt
+    sigmoid sign sin sqrt square tan tanh trunc add sub mul div eq ne lt le gt ge logical_and
+    logical_or logical_xor bitwise_and bitwise_or bitwise_xor bitwise_not isclose maximum minimum
+    masked_fill pow remainder fmod
+"""
+_ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
+_LIKE_THE_FIRST_NAMES = """
+    clone to type type_as cumsum cumprod softmax nan_to_num round zeros_like ones_like empty_like
+    full_like rand_like randn_like randint_like
+"""
+_LIKE_THE_FIRST = frozenset(_LIKE_THE_FIRST_NAMES.split())
+_ONLY_OF_TORCH = {"where": 3, "max": 2, "min": 2}
+"""How many operands these take to go element by element."""
+
+_TRUTHS_NAMES = """
+    bool isnan isfinite isinf isclose eq ne lt le gt ge logical_not logical_and logical_or logical_xor
+"""
+_TRUTHS = frozenset(_TRUTHS_NAMES.split())
+_Bases = tuple[frozenset[str], bool]
+"""The names that a value is computed from, and whether no other has more dimensions."""
+
+_NOTHING: _Bases = frozenset(), False
+_NUMBER: _Bases = frozenset(), True
+
+
+def covers(mask: ast.expr, tensor: ast.expr, source: Source) -> bool:
+    """Whether it is a mask, of truth values, with at least as many dimensions as the tensor."""
+    at = _Reader(source, mask)
+    if not at.is_of_truths(mask):
+        return False
+    known = at.bases(mask, least=True)[0]
+    own, whole = at.bases(tensor)
+    return ast.unparse(tensor) in at.written(mask) | known or (whole and bool(own) and own <= known)
+
+
+class _Reader:
+    """Reads what values are computed from, element by element, at one place."""
+
+    def __init__(self, source: Source, at: ast.AST) -> None:
+        self._source = source
+        self._function = source.function(at)
+        self._line = source.statement(at).lineno
+        self._open: set[str] = set()
+
+    def written(self, node: ast.expr) -> set[str]:
+        """The texts of the operands as they are written there."""
+        return {ast.unparse(node)}.union(*map(self.written, self._operands(node) or ()))
+
+    def is_of_truths(self, node: ast.expr) -> bool:
+        """Whether the elements are truth values."""
+        operands = self._operands(node)
+        if isinstance(node, ast.Name):
+            values = self._values(node.id)
+            return bool(values) and self.is_of_truths(values[0])  # type: ignore[index]
+        if isinstance(node, ast.BinOp | ast.UnaryOp):
+            logical = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert)
+            logical |= isinstance(getattr(node, "op", None), ast.BitAnd | ast.BitOr | ast.BitXor)
+            return logical and all(map(self.is_of_truths, operands or ()))
+        if isinstance(node, ast.Call):
+            return operands is not None and called(node.func) in _TRUTHS
+        return isinstance(node, ast.Compare) and operands is not None
+
+    def bases(self, node: ast.expr, *, least: bool = False) -> _Bases:
+        """What a value is computed from, as far as names tell. `least`: with the names on the way."""
+        if isinstance(node, ast.Constant):
+            return _NUMBER
+        if isinstance(node, ast.Name):
+            return self._of_name(node.id, least=least)
+        operands = self._operands(node)
+        if operands is None:
+            return _NOTHING
+        found = [self.bases(one, least=least) for one in operands]
+        return frozenset().union(*(names for names, _ in found)), all(whole for _, whole in found)
+
+    def _of_name(self, name: str, *, least: bool) -> _Bases:
+        """A name is a base where it has one value that is not computed from others."""
+        values = self._values(name)
+        if values is None or name in self._open:
+            return _NOTHING
+        itself = frozenset((name,))
+        if not values:
+            return itself, True
+        self._open.add(name)
+        names, whole = self.bases(values[0], least=least)
+        self._open.discard(name)
+        if least:
+            return names | itself, True
+        return (names, True) if whole else (itself, True)
+
+    def _values(self, name: str) -> list[ast.expr] | None:
+        """What the name is given: nothing, or one value before the place; None where its rank may change.
+
+        An assignment in place changes no rank, nor does `x = x.float()`.
+        """
+        given: list[ast.expr] = []
+        bound = 0
+        for node in stores(self._function, name):
+            outer = self._source.parents[node]
+            if isinstance(outer, ast.AugAssign):
+                continue
+            value = assigned_to(self._source, node)
+            if value is not None and self._keeps(value, name):
+                continue
+            bound += 1
+            if value is not None and isinstance(outer, ast.Assign | ast.AnnAssign):
+                given.append(value)
+            if node.lineno >= self._line:
+                return None
+        bound += name in _parameters(self._function)
+        return None if bound > 1 else given
+
+    def _keeps(self, value: ast.expr, name: str) -> bool:
+        """Whether a value has the rank of the name that it is given to."""
+        operands = self._operands(value)
+        inner = operands[0] if operands and len(operands) == 1 else None
+        while inner is not None and not isinstance(inner, ast.Name):
+            operands = self._operands(inner)
+            inner = operands[0] if operands and len(operands) == 1 else None
+        return isinstance(inner, ast.Name) and inner.id == name
+
+    def _operands(self, node: ast.expr) -> list[ast.expr] | None:
+        """The operands that an elementwise operation broadcasts; None for another."""
+        if isinstance(node, ast.BinOp) and not isinstance(node.op, ast.MatMult):
+            return [node.left, node.right]
+        if isinstance(node, ast.UnaryOp) and not isinstance(node.op, ast.Not):
+            return [node.operand]
+        if isinstance(node, ast.Compare):
+            plain = len(node.ops) == 1 and not isinstance(
+                node.ops[0], ast.In | ast.NotIn | ast.Is | ast.IsNot
+            )
+            return [node.left, *node.comparators] if plain else None
+        return self._of_call(node) if isinstance(node, ast.Call) else None
+
+    def _of_call(self, node: ast.Call) -> list[ast.expr] | None:
+        dotted = self._source.dotted(node.func)
+        if any(isinstance(one, ast.Starred) for one in node.args):
+            return None
+        if dotted is None and isinstance(node.func, ast.Attribute):
+            name, given = node.func.attr, [node.func.value, *node.args]
+        else:
+            module, _, name = (dotted or "").rpartition(".")
+            given = list(node.args) if module == "torch" else []
+        if not given or any(word.arg in ("out", None) for word in node.keywords):
+            return None
+        if name in _LIKE_THE_FIRST:
+            return given[:1]
+        if dotted is not None and name in _ONLY_OF_TORCH:
+            plain = len(given) == _ONLY_OF_TORCH[name] and not node.keywords
+            return given if plain and not isinstance(given[1], ast.Constant) else None
+        given += [word.value for word in node.keywords if word.arg not in ("dtype", "device")]
+        return given if name in _ELEMENTWISE else None
+
+
+def _parameters(function: ast.AST) -> Iterator[str]:
+    if isinstance(function, Function):
+        for one in ast.walk(function.args):
+            if isinstance(one, ast.arg):
+                yield one.arg

@@ -1,1 +1,0 @@
-"""Host-device syncs, where they are, what removing them would gain. Works on records; imports no torch."""

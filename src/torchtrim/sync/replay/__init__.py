@@ -1,1 +1,0 @@
-"""Runs a recorded program again, with waits left out, and prices them."""

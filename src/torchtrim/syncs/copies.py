@@ -1,0 +1,184 @@
+"""Rows about copies between the host and the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torchtrim.syncs.asks import is_dense, on_device, on_host
+from torchtrim.syncs.base import Ask, Row
+from torchtrim.syncs.sources import native, pytorch
+
+_BLOCKING = native("cuda/Copy.cu", 488, "a copy that may not be late is waited for")
+_QUEUED = native("cuda/Copy.cu", 468, "a copy that may be late is only queued, if memory is pinned")
+_TEMPORARY = native("cuda/Copy.cu", 370, "what is not contiguous goes through memory of its own")
+_SPARSE = native("TensorConversions.cpp", 270, "a sparse tensor is copied in its parts")
+_PARTS = {
+    "torch.sparse_coo": 2,
+    "torch.sparse_csr": 3,
+    "torch.sparse_csc": 3,
+    "torch.sparse_bsr": 3,
+    "torch.sparse_bsc": 3,
+}
+_INTO = ("aten::copy_", "aten::copy", "aten::_foreach_copy_")
+
+
+def _pairs(ask: Ask) -> Iterator[tuple[Any, Any]]:
+    """Target and source of each copy."""
+    target, source = ask.args["self"], ask.args["src"]
+    if isinstance(target, (list, tuple)):
+        yield from zip(target, source, strict=True)
+    else:
+        yield target, source
+
+
+def _new_place(ask: Ask) -> str:
+    """The kind of device on which `_to_copy` makes its result; empty where that of its input."""
+    return str(ask.args.get("device") or "").partition(":")[0]
+
+
+def _waits_for(ask: Ask, host: Any) -> bool:
+    """Whether a copy whose other side is this tensor of the host blocks."""
+    straight = ask.is_pinned(host) and host.is_contiguous()
+    return not ask.args.get("non_blocking") or not straight
+
+
+def _parts(tensor: Any) -> int:
+    """How many dense tensors it is made of, each of which is copied by itself."""
+    return _PARTS.get(str(getattr(tensor, "layout", "")), 1)
+
+
+def _to_host(ask: Ask) -> int:
+    source = ask.args["self"]
+    leaves = on_device(ask, source) and _new_place(ask) == "cpu"
+    waits = leaves and bool(source.numel()) and not ask.args.get("non_blocking")
+    return _parts(source) if waits else 0
+
+
+def _into_host(ask: Ask) -> int:
+    return sum(
+        on_device(ask, source) and bool(target.numel()) and _waits_for(ask, target)
+        for target, source in _pairs(ask)
+        if on_host(ask, target)
+    )
+
+
+def _arrives(ask: Ask) -> bool:
+    source = ask.args["self"]
+    return on_host(ask, source) and _new_place(ask) == "cuda" and bool(source.numel())
+
+
+def _stays_pinned(ask: Ask) -> bool:
+    """Whether `_to_copy` can copy straight from pinned memory."""
+    source, dtype = ask.args["self"], ask.args.get("dtype")
+    same = dtype is None or str(dtype) == str(source.dtype)
+    return ask.is_pinned(source) and (source.is_contiguous() or (same and is_dense(source)))
+
+
+def _upload(ask: Ask) -> int:
+    waits = _arrives(ask) and not ask.args.get("non_blocking")
+    return _parts(ask.args["self"]) if waits else 0
+
+
+def _pageable(ask: Ask) -> int:
+    late = bool(ask.args.get("non_blocking"))
+    return int(_arrives(ask) and late and not _stays_pinned(ask))
+
+
+def _into_device(ask: Ask) -> int:
+    return sum(
+        on_host(ask, source) and bool(target.numel()) and _waits_for(ask, source)
+        for target, source in _pairs(ask)
+        if on_device(ask, target)
+    )
+
+
+def _new_tensor(ask: Ask) -> int:
+    made = ask.args["self"]
+    return int(on_device(ask, made) and bool(made.numel()))
+
+
+TO_HOST = Row(
+    name="copy-to-host",
+    code="TT101",
+    what="`.cpu()`, `.to('cpu')`, `.tolist()`, `.numpy()`, `torch.save`",
+    when="the tensor is on the device and not empty, and the copy is not `non_blocking`; with it the "
+    "result is pinned and must not be read before an event or a synchronize",
+    operators=("aten::_to_copy",),
+    waits=_to_host,
+    evidence=(
+        _BLOCKING,
+        native("TensorConversions.cpp", 346, "the result of a late copy to the host is pinned"),
+        _SPARSE,
+    ),
+    advice="Copy less often: stack the values, and read them once.",
+)
+
+INTO_HOST = Row(
+    name="copy-into-host",
+    code="TT101",
+    what="`host.copy_(device)`, `host[i] = device`",
+    when="the source is on the device, unless the target is pinned and contiguous and the copy is "
+    "`non_blocking`",
+    operators=_INTO,
+    waits=_into_host,
+    evidence=(_BLOCKING, _QUEUED, _TEMPORARY),
+    advice="A pinned target, `non_blocking=True`, and an event before it is read.",
+)
+
+UPLOAD = Row(
+    name="upload",
+    code="TT103",
+    what="`.cuda()`, `.to('cuda')`, `as_tensor(array, device='cuda')`",
+    when="the tensor is on the host, pinned or not, and the copy is not `non_blocking`; for a sparse "
+    "one its indices and its values",
+    operators=("aten::_to_copy",),
+    waits=_upload,
+    evidence=(_BLOCKING, _SPARSE),
+    advice="Once, ahead of the loop (`register_buffer`); for input, pinned memory and "
+    "`non_blocking=True`; constants are made on the device with `torch.full`.",
+)
+
+PAGEABLE = Row(
+    name="upload-pageable",
+    code="TT103",
+    what="`.to('cuda', non_blocking=True)` from memory that is not pinned",
+    when="the memory is pageable, or the tensor is not dense, so that a pageable copy is made of it; "
+    "the driver must read it all before the call returns",
+    operators=("aten::_to_copy",),
+    waits=_pageable,
+    evidence=(_QUEUED, _TEMPORARY),
+    advice="`pin_memory=True` in the DataLoader, or `.pin_memory()` ahead of the loop.",
+)
+
+INTO_DEVICE = Row(
+    name="copy-into-device",
+    code="TT103",
+    what="`device.copy_(host)`, `device[a:b] = host`, and `device[i] = 3.0` where that is one element",
+    when="the source is on the host, unless it is pinned and contiguous and the copy is `non_blocking`",
+    operators=_INTO,
+    waits=_into_device,
+    evidence=(
+        _BLOCKING,
+        _QUEUED,
+        pytorch("aten/src/ATen/TensorIndexing.h", 425, "a number is copied into one element"),
+        pytorch("aten/src/ATen/TensorIndexing.h", 428, "more elements are filled, which is free"),
+    ),
+    advice="Pinned memory and `non_blocking=True`; for one element `x[i].fill_(3.0)`.",
+)
+
+NEW_TENSOR = Row(
+    name="new-tensor",
+    code="TT103",
+    what="`torch.tensor(data, device='cuda')`",
+    when="the data are not empty: they are put into pageable memory of the host and copied",
+    operators=("aten::lift_fresh",),
+    waits=_new_tensor,
+    evidence=(
+        pytorch("torch/csrc/utils/tensor_new.cpp", 465, "built on the host, then moved, blocking"),
+        _BLOCKING,
+    ),
+    advice="`torch.full`, `zeros` or `arange` with `device=`; or once, ahead of the loop.",
+)
+
+ROWS = (TO_HOST, INTO_HOST, UPLOAD, PAGEABLE, INTO_DEVICE, NEW_TENSOR)

@@ -1,1 +1,0 @@
-"""BatchNorm, and what follows it channel by channel, some channels at a time."""

@@ -1,1 +1,0 @@
-"""Modules that treat each row by itself: found, priced, run in parts."""

@@ -1,0 +1,405 @@
+"""Logits that are computed where something reads them, and of which cross entropy needs none.
+
+`Logits` takes the place of a head's output. What only moves its elements about (a view, a shift, a
+transpose, a cast) is done to the hidden states or to what is written down of it; cross entropy takes
+those; whatever else comes gets the logits themselves, which are computed then and kept from then on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from torchtrim.errors import ApplyFailed
+from torchtrim.executor.failing import note
+from torchtrim.techniques.chunked_loss.moves import MOVES, Moved
+from torchtrim.techniques.chunked_loss.ops import chunked_cross_entropy, linear_cross_entropy
+
+
+class Head(NamedTuple):
+    """What makes logits: `hidden` with its width at dimension `moved.dim`, and the weights.
+
+    `autocast`: the type that the head ran in, None where autocast was off. `versions`: how often the
+    three had been written to. `where` and `rows` are the plan's.
+    """
+
+    moved: Moved
+    bias: Tensor | None
+    dtype: torch.dtype
+    autocast: torch.dtype | None
+    versions: tuple[int, ...]
+    where: str
+    rows: int
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The hidden states, the weight and the bias if there is one."""
+        found = (self.moved.hidden, self.moved.weight, self.bias)
+        return tuple(one for one in found if one is not None)
+
+    def check(self) -> None:
+        """Raises where hidden states or weights are no longer what they were."""
+        if tuple(one._version for one in self.tensors) != self.versions:
+            raise _refused(
+                f"the logits of `{self.where}` are read after its weights or its input were changed, "
+                "so chunked_loss cannot compute them any more. Read them before the optimizer steps, or "
+                "take that place out of the plan.",
+                self.where,
+            )
+
+
+class Logits(Tensor):
+    """Stands for logits. `head` makes them; `there` are those, once they are there."""
+
+    head: Head
+    there: Tensor | None
+    log_probabilities: bool
+    _family: list[weakref.ref[Logits]]
+
+    @staticmethod
+    def of(head: Head, real: Tensor | None = None, log: bool = False, family: Any = None) -> Logits:
+        """Logits of a head, or with `real` those that are there. `log`: log_softmax of them."""
+        shape = head.moved.shape if real is None else real.shape
+        make: Any = Tensor._make_wrapper_subclass
+        device = head.moved.hidden.device
+        made: Logits = make(Logits, shape, dtype=head.dtype, device=device)
+        made.head, made.there, made.log_probabilities = head, real, log
+        made._family = family if family is not None else []
+        made._family.append(weakref.ref(made))
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = _name_of(func)
+        if name in _GEOMETRY:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        for handle in (_asked, _consumed, _moved):
+            found = handle(name, func, args, kwargs)
+            if found is not NotImplemented:
+                return found
+        return _read(name, func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        mine = next((one for one in args if isinstance(one, Logits)), None)
+        where = mine.head.where if mine is not None else ""
+        raise _refused(
+            f"{func} reads the logits of `{where}` below Python, where chunked_loss cannot compute them. "
+            "Take that place out of the plan.",
+            where,
+        )
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return (["there"] if self.there is not None else []), None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> Tensor:
+        real: Tensor = inner["there"]
+        return real
+
+    def made_from(self) -> Tensor:
+        """What it is computed from, whose device it will be on."""
+        return self.head.moved.hidden
+
+    def value(self) -> Tensor:
+        """The real logits, computed now if they are not there; kept where gradients are on."""
+        real = self.there
+        if real is None:
+            real = _computed(self.head)
+            if torch.is_grad_enabled():
+                self.there = real
+        return F.log_softmax(real, self.head.moved.dim) if self.log_probabilities else real
+
+    def become_real(self) -> None:
+        """Be there from now on, to be written to. Raises where others stand for the same elements."""
+        others = [one for ref in self._family if (one := ref()) is not None and one is not self]
+        if self.log_probabilities or (self.there is None and others):
+            raise _refused(
+                f"logits of `{self.head.where}` are changed in place while other names stand for them, "
+                "which chunked_loss does not follow. Take that place out of the plan.",
+                self.head.where,
+            )
+        with torch.enable_grad():
+            self.value()
+
+
+def head_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, where: str, rows: int) -> Logits:
+    """The placeholder for `hidden @ weight.T + bias`."""
+    device = hidden.device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    dtype = hidden.dtype if autocast is None or hidden.dtype is torch.float64 else autocast
+    moved = Moved(hidden, weight, hidden.dim() - 1)
+    versions = tuple(one._version for one in (hidden, weight, bias) if one is not None)
+    return Logits.of(Head(moved, bias, dtype, autocast, versions, where, rows))
+
+
+def kept(real: Tensor, dim: int, where: str, rows: int) -> Logits:
+    """The placeholder for logits that are there, with the classes at `dim`."""
+    one, dim = real.detach().new_zeros(1), dim % real.dim()
+    shape = [1 if at == dim else size for at, size in enumerate(real.shape)]
+    moved = Moved(one.expand(shape), one.expand(real.shape[dim]), dim)
+    return Logits.of(Head(moved, None, real.dtype, None, (), where, rows), real)
+
+
+def _computed(head: Head) -> Tensor:
+    """The logits. They are in the type that casts have given them."""
+    head.check()
+    moved, device = head.moved, head.moved.hidden.device.type
+    hidden = moved.hidden.movedim(moved.dim, -1)
+    with torch.autocast(device, dtype=head.autocast, enabled=head.autocast is not None):
+        made = F.linear(hidden, moved.weight, head.bias)
+    return made.to(head.dtype).movedim(-1, moved.dim)
+
+
+def _name_of(func: Any) -> str:
+    """A function's name; of an attribute that is read `.shape`, of one that is set `__set__`."""
+    name: str = getattr(func, "__name__", "")
+    if name != "__get__":
+        return name
+    owner = func.__self__
+    return f".{getattr(owner, '__name__', '') or getattr(owner.fget, '__name__', '')}"
+
+
+def _asked(name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    """What can be told without logits."""
+    if name == ".__cuda_array_interface__" and args[0].device.type == "cpu":
+        raise AttributeError("logits on the CPU have no __cuda_array_interface__")
+    if name not in (".requires_grad", ".is_leaf"):
+        return NotImplemented
+    mine: Logits = args[0]
+    tensors = (mine.there,) if mine.there is not None else mine.head.tensors
+    graded = any(one.requires_grad for one in tensors)
+    return graded if name == ".requires_grad" else not graded
+
+
+def _moved(name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    """Other logits with the same elements, or some of them."""
+    if not args or not isinstance(args[0], Logits):
+        return NotImplemented
+    mine: Logits = args[0]
+    if name in ("log_softmax",) and not mine.log_probabilities:
+        return _log_softmax(mine, func, args, kwargs)
+    move = MOVES.get(name)
+    moved = move(mine.head.moved, *args[1:], **kwargs) if move is not None else None
+    dtype = _cast(name, mine, args[1:], kwargs) if moved is None else mine.head.dtype
+    if moved is None and dtype is None:
+        return NotImplemented
+    real = func(mine.there, *args[1:], **kwargs) if mine.there is not None else None
+    if moved is None:
+        assert dtype is not None
+        return Logits.of(mine.head._replace(dtype=dtype), real, mine.log_probabilities)
+    bias = mine.head.bias
+    if bias is not None and name == "detach":
+        bias = bias.detach()
+    if bias is not None and moved.classes is not None:
+        bias = bias[moved.classes]
+    versions = mine.head.versions
+    if mine.there is None:
+        mine.head.check()
+        every = (moved.hidden, moved.weight, bias)
+        versions = tuple(one._version for one in every if one is not None)
+    head = mine.head._replace(moved=moved._replace(classes=None), bias=bias, versions=versions)
+    return Logits.of(head, real, mine.log_probabilities, mine._family)
+
+
+def _log_softmax(mine: Logits, func: Any, args: Any, kwargs: Any) -> Any:
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    if dim is None or dim % mine.dim() != mine.head.moved.dim or kwargs.get("dtype") is not None:
+        return NotImplemented
+    return Logits.of(mine.head, mine.there, log=True)
+
+
+def _cast(name: str, mine: Logits, args: Any, kwargs: Any) -> torch.dtype | None:
+    """The type of a cast that leaves the elements where they are; None for another function."""
+    kind = _CASTS.get(name)
+    given = [*args, *kwargs.values()]
+    if name == "to" and len(given) == 1 and not {*kwargs} - {"dtype", "device"}:
+        kind = given[0] if isinstance(given[0], torch.dtype) else None
+        if isinstance(given[0], (str, torch.device)) and torch.device(given[0]) == mine.device:
+            kind = mine.head.dtype
+    if name in ("contiguous", "clone") and not args and not kwargs:
+        kind = mine.head.dtype
+    wide = mine.head.moved.hidden.dtype is torch.float64
+    return kind if kind is not torch.float64 or wide else None
+
+
+def _consumed(name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    """A loss of the logits, taken without them."""
+    loss = _LOSSES.get(name)
+    if loss is None:
+        return NotImplemented
+    try:
+        return loss(*args, **kwargs)
+    except TypeError:
+        return NotImplemented
+
+
+def _cross_entropy(
+    input: Any,
+    target: Any,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    known = isinstance(input, Logits) and not input.log_probabilities
+    if not known or size_average is not None or reduce is not None:
+        return NotImplemented
+    return _loss(input, target, weight, reduction, ignore_index, label_smoothing)
+
+
+def _nll_loss(
+    input: Any,
+    target: Any,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+) -> Any:
+    known = isinstance(input, Logits) and input.log_probabilities
+    if not known or size_average is not None or reduce is not None:
+        return NotImplemented
+    return _loss(input, target, weight, reduction, ignore_index, 0.0)
+
+
+def _logsumexp(input: Any, dim: Any, keepdim: bool = False) -> Any:
+    """As the loss of class 0 whose logit is added: what squares of it, a z-loss, are taken of."""
+    known = isinstance(input, Logits) and input.there is None and not input.log_probabilities
+    dim = dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
+    if not known or not isinstance(dim, int) or dim % input.dim() != input.head.moved.dim:
+        return NotImplemented
+    shape = [n for at, n in enumerate(input.shape) if at != input.head.moved.dim]
+    zeros = torch.zeros(shape, dtype=torch.int64, device=input.device)
+    input.head.check()
+    hidden, weight, bias = _operands(input.head)
+    lost = linear_cross_entropy(
+        hidden, weight, zeros.view(-1), bias, reduction="none", rows=input.head.rows
+    )
+    first = F.linear(hidden, weight[:1], None if bias is None else bias[:1]).squeeze(1)
+    found = (lost + first).view(shape).to(_loss_type(input))
+    return found.unsqueeze(input.head.moved.dim) if keepdim else found
+
+
+_LOSSES: dict[str, Callable[..., Any]] = {
+    "cross_entropy": _cross_entropy,
+    "nll_loss": _nll_loss,
+    "logsumexp": _logsumexp,
+}
+
+
+def _loss(
+    mine: Logits,
+    target: Any,
+    weight: Tensor | None,
+    reduction: str,
+    ignore_index: int,
+    label_smoothing: float,
+) -> Any:
+    """The loss, if the target says of each row its class."""
+    dim, shape = mine.head.moved.dim, list(mine.shape)
+    classes_at = 0 if len(shape) == 1 else 1
+    rows_shape = shape[:dim] + shape[dim + 1 :]
+    known = isinstance(target, Tensor) and type(target) is Tensor and dim == classes_at
+    if not known or target.is_floating_point() or list(target.shape) != rows_shape:
+        return NotImplemented
+    rule: dict[str, Any] = {
+        "class_weight": weight,
+        "reduction": reduction,
+        "ignore_index": ignore_index,
+        "label_smoothing": label_smoothing,
+        "rows": mine.head.rows,
+    }
+    if mine.there is not None:
+        real = mine.there if len(shape) > 1 else mine.there.unsqueeze(0)
+        found = chunked_cross_entropy(real, target.reshape(rows_shape or (1,)), **rule)
+    else:
+        mine.head.check()
+        hidden, head_weight, bias = _operands(mine.head)
+        found = linear_cross_entropy(hidden, head_weight, target.reshape(-1), bias, **rule)
+    found = found.view(rows_shape) if reduction == "none" else found
+    return found.to(_loss_type(mine))
+
+
+def _operands(head: Head) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Hidden states as rows, weight and bias, in the type that the head ran in."""
+    moved = head.moved
+    hidden = moved.hidden.movedim(moved.dim, -1).reshape(-1, moved.width)
+    three = (hidden, moved.weight, head.bias)
+    if head.autocast is None or hidden.dtype is torch.float64:
+        return three
+    cast = [None if one is None else one.to(head.autocast) for one in three]
+    return cast[0], cast[1], cast[2]  # type: ignore[return-value]
+
+
+def _loss_type(mine: Logits) -> torch.dtype:
+    on = torch.is_autocast_enabled(mine.device.type) and mine.head.dtype is not torch.float64
+    return torch.float32 if on else mine.head.dtype
+
+
+def _read(name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    """Whatever else: it gets the logits."""
+    written = list(_written(name, args, kwargs))
+    for one in written:
+        one.become_real()
+
+    def real(value: Any) -> Any:
+        return value.value() if isinstance(value, Logits) else value
+
+    made = func(*tree_map(real, args), **tree_map(real, kwargs))
+    return next((one for one in written if one.there is made), made)
+
+
+def _written(name: str, args: Any, kwargs: Any) -> Iterator[Logits]:
+    """The logits that a function writes to."""
+    inplace = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
+    if inplace and args and isinstance(args[0], Logits):
+        yield args[0]
+    if isinstance(kwargs.get("out"), Logits):
+        yield kwargs["out"]
+
+
+def _refused(said: str, where: str) -> ApplyFailed:
+    error = ApplyFailed(said)
+    with contextlib.suppress(AttributeError):
+        note(error, where)
+    return error
+
+
+_CASTS = {
+    "float": torch.float32,
+    "double": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "half": torch.float16,
+}
+_WRITES = frozenset(
+    (
+        *("__setitem__", "__set__", "__iadd__", "__isub__", "__imul__", "__itruediv__"),
+        *("__ifloordiv__", "__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__"),
+    )
+)
+_GEOMETRY = frozenset(
+    (
+        *(".shape", ".dtype", ".device", ".ndim", ".layout", ".itemsize", ".nbytes", ".names"),
+        *(".is_cuda", ".is_cpu", ".is_meta", ".is_xpu", ".is_mps", ".is_sparse", ".is_nested"),
+        *(".is_quantized", ".is_mkldnn", ".is_sparse_csr", "size", "dim", "ndimension", "numel"),
+        *("nelement", "element_size", "get_device", "__len__", "is_floating_point", "is_complex"),
+        *("is_inference", "is_signed", "is_conj", "is_neg", "__hash__", "is_same_size"),
+        *("stride", "is_contiguous", "storage_offset"),
+    )
+)

@@ -1,0 +1,101 @@
+"""Gives a module a forward whose logits are placeholders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from torchtrim.errors import ApplyFailed
+from torchtrim.executor.swap import Swapped
+from torchtrim.techniques.chunked_loss.logits import Logits, head_of
+
+Forward = Callable[..., Any]
+_PRODUCTS = ("matmul", "mm", "__matmul__")
+_OF_MATRIX = ("rows", "columns")
+
+
+def replaced(module: nn.Module, where: str, rows: int, classes: int) -> Swapped:
+    """The module with a placeholder for its output, or for the products with its weights of so many classes.
+
+    `revert` undoes it.
+    """
+    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+        return Swapped(module, lambda forward: _of_linear(module, forward, where, rows))
+    if not classes:
+        raise ApplyFailed(
+            f"`{where}` is a {type(module).__name__} and no nn.Linear, so chunked_loss must know which of "
+            "its products are logits: give the option classes, how many there are."
+        )
+    return Swapped(module, lambda forward: _of_products(module, forward, where, rows, classes))
+
+
+def _of_linear(module: nn.Linear, forward: Forward, where: str, rows: int) -> Forward:
+    def call(input: Any) -> Any:
+        made = _stood_for(input, module.weight, module.bias, where, rows)
+        return forward(input) if made is None else made
+
+    return call
+
+
+def _stood_for(hidden: Any, weight: Any, bias: Any, where: str, rows: int) -> Logits | None:
+    """The placeholder for the product; None where it is to be computed: no gradients, or nothing plain."""
+    plain = all(isinstance(one, Tensor) for one in (hidden, weight)) and type(hidden) is Tensor
+    if not plain or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return None
+    if not (hidden.requires_grad or weight.requires_grad) or not hidden.dim():
+        return None
+    return head_of(hidden, weight, bias, where, rows)
+
+
+def _of_products(
+    module: nn.Module, forward: Forward, where: str, rows: int, classes: int
+) -> Forward:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return forward(*args, **kwargs)
+        with _Products(module, where, rows, classes):
+            return forward(*args, **kwargs)
+
+    return call
+
+
+class _Products(TorchFunctionMode):
+    """Products with a matrix of the module's own that gives so many classes become placeholders."""
+
+    def __init__(self, module: nn.Module, where: str, rows: int, classes: int) -> None:
+        super().__init__()
+        matrices = [one for one in module.parameters() if one.dim() == len(_OF_MATRIX)]
+        self._own = {id(one) for one in matrices}
+        self._where, self._rows, self._classes = where, rows, classes
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        operands = self._operands(getattr(func, "__name__", ""), args, kwargs)
+        if operands is not None:
+            made = _stood_for(*operands, self._where, self._rows)
+            if made is not None:
+                return made
+        return func(*args, **kwargs)
+
+    def _operands(
+        self, name: str, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """Hidden states, weight and bias, if it is such a product."""
+        if name == "linear" and len(args) > 1 and self._is_own(args[1], args[1]):
+            return args[0], args[1], args[2] if len(args) > len(_OF_MATRIX) else kwargs.get("bias")
+        if name not in _PRODUCTS or len(args) != len(_OF_MATRIX) or kwargs:
+            return None
+        hidden, turned = args
+        if not isinstance(turned, Tensor) or turned.dim() != len(_OF_MATRIX):
+            return None
+        whole = turned if turned._base is None else turned._base
+        return (hidden, turned.t(), None) if self._is_own(whole, turned.t()) else None
+
+    def _is_own(self, whole: Any, weight: Any) -> bool:
+        return id(whole) in self._own and len(weight) == self._classes

@@ -1,0 +1,102 @@
+"""Random numbers of a part of the batch: those that its samples get where the whole batch draws them.
+
+Each part begins with the generator as it was before the call. What draws is asked for the numbers of all
+samples, and the part takes its own, so each part leaves the generator as the whole batch would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchtrim.errors import ApplyFailed
+from torchtrim.techniques.micro_batch.rows import Along, Rows, order_of
+
+SHARED = -1
+_INTO_SELF = frozenset(
+    f"aten::{name}_"
+    for name in ("bernoulli", "uniform", "normal", "exponential", "random", "geometric", "cauchy")
+)
+_LIKE = frozenset(("aten::rand_like", "aten::randn_like", "aten::randint_like"))
+_OF_SIZE = frozenset(("aten::rand", "aten::randn"))
+_DROPOUT = "aten::native_dropout"
+
+
+class Drawn(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the shape of what each operator draws, and its order in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+        self.shapes: list[tuple[int, ...]] = []
+        self.orders: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = None if can_be_split(func._schema.name) else _states() if draws(func) else ()
+        made = func(*args, **(kwargs or {}))
+        if before is None or (before and not all(map(torch.equal, before, _states()))):
+            first = made[0] if isinstance(made, (tuple, list)) else made
+            self.names.append(func._schema.name)
+            self.shapes.append(tuple(first.shape))
+            self.orders.append(order_of(first))
+        return made
+
+
+class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives a part the random numbers of its rows. `along`: of each operator that draws how samples lie,
+    along `SHARED` for not at all."""
+
+    def __init__(self, along: Sequence[Along], rows: Rows) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._along = along
+        self._rows = rows
+        self._count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not can_be_split(func._schema.name):
+            return func(*args, **kwargs)
+        if self._count == len(self._along):
+            raise ApplyFailed(
+                f"{func} draws random numbers where the first batch did not, so a part cannot be given its "
+                "own. Take micro_batch out of the plan."
+            )
+        along = self._along[self._count]
+        self._count += 1
+        shared = along.dim == SHARED
+        return func(*args, **kwargs) if shared else self._drawn(func, along, args, kwargs)
+
+    def _drawn(self, func: Any, along: Along, args: Any, kwargs: Any) -> Any:
+        rows, name, dim = self._rows, func._schema.name, along.dim
+        if name in _OF_SIZE:
+            size = rows.whole_shape(tuple(args[0]), dim)
+            return rows.mine(func(size, *args[1:], **kwargs), dim).clone()
+        given, *rest = args
+        whole = rows.room(given, along)
+        if name in _INTO_SELF:
+            return given.copy_(rows.mine(func(whole, *rest, **kwargs), dim))
+        if name in _LIKE:
+            return rows.mine(func(whole, *rest, **kwargs), dim).clone()
+        if rest[1] is False:
+            return func(*args, **kwargs)
+        kept = rows.mine(func(whole.fill_(1), *rest, **kwargs)[1], dim).clone()
+        scale = 1 / (1 - rest[0]) if rest[0] < 1 else 0.0
+        return given * kept * scale, kept
+
+
+def draws(func: Any) -> bool:
+    """Whether an operator may draw random numbers: attention does only where it drops."""
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def _states() -> list[torch.Tensor]:
+    begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if begun else ())]
+
+
+def can_be_split(name: str) -> bool:
+    """Whether the numbers of a part are known to be a slice of those of all samples."""
+    return name in _INTO_SELF or name in _LIKE or name in _OF_SIZE or name == _DROPOUT

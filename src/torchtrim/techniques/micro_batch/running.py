@@ -1,0 +1,324 @@
+"""The forward of a module that runs in parts of the batch, and again, part by part, in backward."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+
+from torchtrim.errors import ApplyFailed
+from torchtrim.executor.block_state import BlockState, Left
+from torchtrim.executor.failing import note
+from torchtrim.executor.ordinals import passed, unnumbered
+from torchtrim.techniques.micro_batch.draws import Draws
+from torchtrim.techniques.micro_batch.inputs import Ambient, Given
+from torchtrim.techniques.micro_batch.losses import Losses
+from torchtrim.techniques.micro_batch.rows import Along, Rows, order_of, parts_of
+from torchtrim.techniques.micro_batch.study import SAME, SUM, Facts, Study, has_gradient_hooks
+from torchtrim.techniques.micro_batch.tree import filled, leaves_of
+
+Forward = Callable[..., Any]
+Tensors = Sequence[torch.Tensor]
+
+
+class InParts:
+    """What calls a module's forward for so many parts of a batch, where there are gradients."""
+
+    def __init__(self, where: str, module: nn.Module, parts: int) -> None:
+        self._where = where
+        self._module = module
+        self._parts = parts
+        self._state = BlockState([module], where)
+        self._known: dict[tuple[Any, ...], Facts] = {}
+
+    def __call__(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        """The whole batch's result."""
+        given = Given.of(args, kwargs)
+        if not torch.is_grad_enabled() or given.size < 2 or not self._is_graded(given):
+            return forward(*args, **kwargs)
+        if why := self._state.why_once() or self._why_whole():
+            self._state.says_once(why)
+            return forward(*args, **kwargs)
+        try:
+            return self._result(forward, given)
+        except _Writes as wrote:
+            self._state.says_once(str(wrote))
+        except Exception as error:
+            note(error, self._where)
+            raise
+        return forward(*args, **kwargs)
+
+    def _why_whole(self) -> str:
+        """Return why all samples must run together now, empty if they need not."""
+        if self._known and any(map(has_gradient_hooks, self._module.parameters())):
+            return (
+                "its parameters have hooks on their gradients, which would see those of each part"
+            )
+        return ""
+
+    def _result(self, forward: Forward, given: Given) -> Any:
+        """The whole batch's result from parts. Raises `_Writes`, everything as it was."""
+        with unnumbered():
+            facts = self._facts(forward, given)
+            if facts.second:
+                given = given.transposed
+            run = _Run(self._state, forward, given, facts, self._parts)
+            tensors = [given.leaves[n] for n in given.tensors]
+            hook = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
+            result = run.result(_Parted.apply(run, self._where, hook, *tensors))  # type: ignore[no-untyped-call]
+        passed(facts.operators)
+        return result
+
+    def _is_graded(self, given: Given) -> bool:
+        return any(p.requires_grad for p in self._module.parameters()) or any(
+            given.leaves[n].requires_grad for n in given.tensors
+        )
+
+    def _facts(self, forward: Forward, given: Given) -> Facts:
+        training = tuple(inner.training for inner in self._module.modules())
+        trained = tuple(p.requires_grad for p in self._module.parameters())
+        device = next((given.leaves[n].device.type for n in given.tensors), "cpu")
+        key = hash((training, trained)), given.signature, torch.is_autocast_enabled(device)
+        if key not in self._known:
+            self._known[key] = self._studied(forward, given)
+        return self._known[key]
+
+    def _studied(self, forward: Forward, given: Given) -> Facts:
+        """With samples along the first dimension, or else along the second of sequences."""
+        try:
+            return self._study(forward, given)
+        except ApplyFailed:
+            given = given.transposed
+            if given.size >= 2:
+                with contextlib.suppress(ApplyFailed):
+                    return self._study(forward, given)
+            raise
+
+    def _study(self, forward: Forward, given: Given) -> Facts:
+        where, module, parts = self._where, self._module, self._parts
+        return Study(where, module, forward, given, parts, self._state).facts()
+
+
+class _Writes(Exception):
+    """The first part wrote state or drew numbers that the other parts would write or draw again."""
+
+    @staticmethod
+    def of(left: Left) -> _Writes | None:
+        """For what a part left; None where each part may do that, as draw from `random` for a layer."""
+        drawn = [one for one in left.drawn if not isinstance(one, random.Random)]
+        if left.written:
+            return _Writes(f"it writes to `{left.written[0]}`, which each part would do")
+        return (
+            _Writes("it draws from a generator of its own, once for all samples") if drawn else None
+        )
+
+
+class _Run:
+    """One call: its parts, what they draw and how their results come together."""
+
+    def __init__(
+        self, state: BlockState, forward: Forward, given: Given, facts: Facts, parts: int
+    ) -> None:
+        self._forward = forward
+        self._facts = facts
+        self._parts = tuple(parts_of(given.size, parts))
+        tensors = [given.leaves[n] for n in given.tensors]
+        self._ambient = Ambient(tensors)
+        self._graded = [t.requires_grad for t in tensors]
+        self._given = given.without_tensors
+        self._before = state.begin()
+        self._totals: list[torch.Tensor] | None = None
+        self._result: Any = None
+
+    def result(self, tensors: Tensors) -> Any:
+        """What the call returns, with these tensors in it."""
+        rest, tree = iter(tensors), self._result
+        self._result = None
+        leaves = leaves_of(tree)
+        return filled(tree, [next(rest) if isinstance(x, _Tensor) else x for x in leaves])
+
+    @property
+    def graded(self) -> tuple[bool, ...]:
+        """Which results have gradients."""
+        return self._facts.graded
+
+    def forward(self, tensors: Tensors) -> list[torch.Tensor]:
+        """All parts without gradients."""
+        joined = self._pass(tensors)
+        if any(self._facts.losses) and self._totals is not None:
+            totals = [t for t, split in zip(self._totals, self._facts.losses, strict=True) if split]
+            if self._facts.scales and all(bool(total == totals[0]) for total in totals[1:]):
+                sums = [n for n, dim in enumerate(self._facts.outputs) if dim == SUM]
+                for n in sums:
+                    joined[n] = joined[n] / totals[0].to(joined[n].dtype)
+            else:
+                joined = self._pass(tensors)
+        return joined
+
+    def _pass(self, tensors: Tensors) -> list[torch.Tensor]:
+        joined: list[torch.Tensor] = []
+        counts: list[list[torch.Tensor]] = []
+        first_time = self._result is None
+        for rows in self._parts:
+            plain = first_time and rows.first == 0
+            with (
+                self._part(again=not plain) as losses,
+                self._ambient.again(graded=False),
+                self._drawing(rows),
+            ):
+                args, kwargs = self._given.arguments(self._given.part(rows, tensors))
+                tree = self._forward(*args, **kwargs)
+            counts.append(losses.counts)
+            made = [leaf for leaf in leaves_of(tree) if isinstance(leaf, torch.Tensor)]
+            self._join(joined, made, rows)
+            if plain:
+                self._check_left()
+                self._result = filled(tree, [_marked(leaf) for leaf in leaves_of(tree)])
+        if self._totals is None:
+            self._totals = [sum(one[1:], one[0]) for one in zip(*counts, strict=True)]
+        return joined
+
+    def _check_left(self) -> None:
+        """The first part has run. Raises `_Writes`, with all as before, if others would leave more."""
+        wrote = _Writes.of(self._before.has_run())
+        if wrote is not None:
+            self._before.restore()
+            self._ambient.rewind()
+            raise wrote
+
+    def _join(self, joined: list[torch.Tensor], made: Tensors, rows: Rows) -> None:
+        """Add what a part gave to what there is of the whole batch."""
+        for number, (dim, tensor) in enumerate(zip(self._facts.outputs, made, strict=True)):
+            if rows.first == 0:
+                along = Along(dim, self._facts.orders[number])
+                joined.append(rows.room(tensor, along) if dim >= 0 else tensor.clone())
+            if dim >= 0:
+                rows.put(joined[number], dim, self._facts.times[number], tensor)
+            elif dim == SUM and rows.first:
+                joined[number] += tensor
+
+    def backward(self, tensors: Tensors, grads: Sequence[Any]) -> list[torch.Tensor | None]:
+        """Each part once more, with gradients, and its backward at once. The inputs' gradients."""
+        found: list[torch.Tensor | None] = [None for _ in tensors]
+        with self._ambient.aside():
+            for rows in self._parts:
+                self._part_backward(rows, tensors, grads, found)
+        return found
+
+    def _part_backward(
+        self, rows: Rows, tensors: Tensors, grads: Sequence[Any], found: list[torch.Tensor | None]
+    ) -> None:
+        given = [t.detach() for t in tensors]
+        leaves = self._given.part(rows, given)
+        for number, graded in zip(self._given.tensors, self._graded, strict=True):
+            if graded:
+                leaves[number] = leaves[number].detach().requires_grad_()
+        self._given.pair(leaves)
+        mine = [None if n in self._given.twins else leaves[n] for n in self._given.tensors]
+        with self._part(again=True):
+            with self._ambient.again(graded=True), self._drawing(rows):
+                args, kwargs = self._given.arguments(leaves)
+                tree = self._forward(*args, **kwargs)
+            made = [leaf for leaf in leaves_of(tree) if isinstance(leaf, torch.Tensor)]
+            del tree
+            pairs = list(self._pairs(made, grads, rows))
+            del made
+            if pairs:
+                _run_backward(pairs)
+        for number, tensor in enumerate(mine):
+            if tensor is not None and tensor.grad is not None:
+                self._collect(found, number, tensor.grad, rows)
+
+    def _pairs(
+        self, made: Tensors, grads: Sequence[Any], rows: Rows
+    ) -> Iterator[tuple[GradientEdge, torch.Tensor]]:
+        """Where backward of the part's results begins, with their gradients; the results may go."""
+        facts = self._facts
+        for dim, times, tensor, grad in zip(facts.outputs, facts.times, made, grads, strict=True):
+            if grad is None or not tensor.requires_grad or (dim == SAME and rows.first):
+                continue
+            yield get_gradient_edge(tensor), rows.take(grad, dim, times) if dim >= 0 else grad
+
+    def _collect(
+        self, found: list[torch.Tensor | None], number: int, grad: torch.Tensor, rows: Rows
+    ) -> None:
+        """Put the gradient of a part's input where it belongs in the whole batch's."""
+        there = found[number]
+        dim = self._given.batched.get(self._given.tensors[number])
+        if dim is None:
+            found[number] = grad if there is None else there + grad
+            return
+        if there is None:
+            there = found[number] = rows.room(grad, Along(dim, order_of(grad)))
+            there.zero_()
+        rows.mine(there, dim).copy_(grad)
+
+    @contextlib.contextmanager
+    def _part(self, *, again: bool) -> Iterator[Losses]:
+        """What a part's run finds around it: the generators, Python's state, its losses."""
+        facts = self._facts
+        losses = Losses(facts.losses, self._totals)
+        with contextlib.ExitStack() as stack:
+            if again:
+                stack.enter_context(self._before.again())
+            if again and facts.draws:
+                self._ambient.rewind()
+            if facts.losses:
+                stack.enter_context(losses)
+            yield losses
+
+    def _drawing(self, rows: Rows) -> contextlib.AbstractContextManager[Any]:
+        """Each sample gets its own random numbers, where any are drawn."""
+        draws = self._facts.draws
+        return Draws(draws, rows) if draws else contextlib.nullcontext()
+
+
+class _Tensor:
+    """Stands for a tensor of the result."""
+
+
+def _marked(leaf: Any) -> Any:
+    return _Tensor() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _run_backward(pairs: Sequence[tuple[GradientEdge, torch.Tensor]]) -> None:
+    """`torch.autograd.backward`, which whoever watches the step would take for another of the script."""
+    edges, grads = zip(*pairs, strict=True)
+    _engine_run_backward(
+        edges, grads, False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+class _Parted(torch.autograd.Function):
+    """The call as autograd sees it: parameters get their gradients while its backward runs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, run: _Run, where: str, _: torch.Tensor, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.run, ctx.where = run, where
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        made = run.forward(tensors)
+        ctx.mark_non_differentiable(*(t for t, g in zip(made, run.graded, strict=True) if not g))
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        try:
+            whole: Any = torch.autograd._is_checkpoint_valid
+            if torch.is_grad_enabled() or not whole():
+                raise ApplyFailed(
+                    f"`{ctx.where}` runs in parts of the batch, so its gradients are there only for "
+                    "`backward()` without `inputs` and `create_graph`, and not for torch.autograd.grad. Take "
+                    "micro_batch out of the plan."
+                )
+            return None, None, None, *ctx.run.backward(ctx.saved_tensors, grads)
+        except Exception as error:
+            note(error, ctx.where)
+            raise

@@ -1,0 +1,228 @@
+"""Has one optimizer update each parameter in backward, as soon as its gradient is final."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from torchtrim.capture.code.step_paths import step_follows
+from torchtrim.capture.optimizers import parameters_of
+from torchtrim.capture.spent import Spent, updating
+from torchtrim.errors import ApplyFailed
+from torchtrim.executor.block_state import say_once
+from torchtrim.executor.failing import note
+from torchtrim.executor.stepping import Stepping, has_step_hooks
+
+
+class EarlyUpdates:
+    """An optimizer whose parameters are updated when their gradient was added to for the `added`-th time
+    since its last step; `step` updates the others.
+
+    A backward that a step may not follow, and one while the optimizer has step hooks, leaves all updates to
+    `step`: that is the original's way. `revert` makes the optimizer what it was. Raises `ApplyFailed`, in
+    backward, `step` or `state_dict`, where the script does what would make the result another.
+    """
+
+    def __init__(self, where: str, optimizer: torch.optim.Optimizer, added: int) -> None:
+        _refuse(where, optimizer)
+        self._where = where
+        self._optimizer = optimizer
+        self._needed = added
+        self._added: Counter[int] = Counter()
+        self._used: list[torch.Tensor] = []
+        self._settings: dict[int, Any] = {}
+        self._stepping = Stepping(where, optimizer, self._around)
+        self._step: Any = getattr(type(optimizer).step, "__wrapped__")  # noqa: B009
+        self._backward = -1
+        self._late = False
+        self._placeholders: list[torch.Tensor] = []
+        self._saved = optimizer.register_state_dict_pre_hook(lambda _: self.check_settled())
+        self._groups: dict[int, int] = {}
+        self._marks: dict[int, Spent] = {}
+        self._hooks = []
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if parameter.requires_grad and parameter.is_leaf:
+                    self._groups[id(parameter)] = number
+                    self._hooks.append(
+                        parameter.register_post_accumulate_grad_hook(self._accumulated)
+                    )
+
+    def revert(self) -> None:
+        """Make the optimizer what it was; what marks used gradients goes."""
+        for hook in self._hooks:
+            hook.remove()
+        self._saved.remove()
+        self._stepping.revert()
+        self._take_marks()
+
+    def check_settled(self) -> None:
+        """Raise `ApplyFailed` if parameters were updated and no `step` has come."""
+        if self._used:
+            raise self._refused(
+                f"{len(self._used)} parameters were updated in backward, and the program goes on without the "
+                "`step` that was to follow"
+            )
+
+    def _accumulated(self, parameter: torch.Tensor) -> None:
+        """A gradient was added to."""
+        if not self._is_early():
+            return
+        self._added[id(parameter)] += 1
+        count = self._added[id(parameter)]
+        if count < self._needed:
+            return
+        if count > self._needed:
+            raise self._refused(
+                f"a gradient was added to {count} times before `step`, and the plan was made for "
+                f"{self._needed}"
+            )
+        self._update(parameter)
+
+    def _is_early(self) -> bool:
+        """Whether this backward may update parameters: it, and those before it since the last step."""
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward and not self._late:
+            self._backward = backward
+            why = self._why_late()
+            self._late = bool(why)
+            if why:
+                say_once(
+                    self._where,
+                    f"{why}, so this backward leaves the updates to `step`, as without the plan, and its "
+                    "gradients stay.",
+                )
+        return not self._late
+
+    def _why_late(self) -> str:
+        """Why this backward must not update parameters, empty if it may."""
+        if has_step_hooks(self._optimizer):
+            return "the optimizer has step hooks, which would see no gradients"
+        follows = step_follows(self._optimizer)
+        return "" if follows.sure else f"a `step` may not follow: {follows.why_not}"
+
+    def _update(self, parameter: torch.Tensor) -> None:
+        """Run the optimizer's own step for one parameter, and let the gradient go."""
+        self._keep_order()
+        optimizer, number = self._optimizer, self._groups[id(parameter)]
+        whole = optimizer.param_groups
+        group = whole[number]
+        if number not in self._settings:
+            self._settings[number] = _settings(group)
+        with updating(optimizer, parameter):
+            optimizer.param_groups = [{**group, "params": [parameter]}]
+            try:
+                self._step(optimizer)
+            finally:
+                optimizer.param_groups = whole
+        parameter.grad = self._mark(parameter)
+        self._used.append(parameter)
+
+    def _keep_order(self) -> None:
+        """Give the states the order that `step` would give them, before the first of them is made."""
+        if self._placeholders or self._used:
+            return
+        state = self._optimizer.state
+        for parameter in parameters_of(self._optimizer):
+            if parameter not in state:
+                state[parameter] = {}
+                self._placeholders.append(parameter)
+
+    def _drop_placeholders(self) -> None:
+        for parameter in self._placeholders:
+            if not self._optimizer.state.get(parameter, True):
+                del self._optimizer.state[parameter]
+        self._placeholders = []
+
+    def _mark(self, parameter: torch.Tensor) -> Spent:
+        """The placeholder for its gradient; a parameter may have changed its type or device."""
+        mark = self._marks.get(id(parameter))
+        if mark is None or (mark.dtype, mark.device) != (parameter.dtype, parameter.device):
+            mark = self._marks[id(parameter)] = Spent(parameter, self._where)
+        return mark
+
+    @contextlib.contextmanager
+    def _around(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """`step` runs: it passes over parameters updated already."""
+        for number, settings in self._settings.items():
+            if settings != _settings(optimizer.param_groups[number]):
+                raise self._refused(
+                    "a parameter group's settings, such as the learning rate, were changed between backward "
+                    "and `step`, when parameters had been updated"
+                )
+        used = self._used
+        self._check_marks()
+        if used and has_step_hooks(optimizer):
+            raise self._refused(
+                "the optimizer has come to have step hooks, which see no gradients of parameters that were "
+                "updated in backward"
+            )
+        if not all(isinstance(parameter.grad, Spent) for parameter in used):
+            raise self._refused(
+                "gradients were dropped or put in place between backward and `step`, when parameters had "
+                "been updated"
+            )
+        self._take_marks()
+        self._settings.clear()
+        self._added.clear()
+        self._late = False
+        self._used = []
+        try:
+            yield
+        finally:
+            self._drop_placeholders()
+            for parameter in used:
+                if parameter.grad is None:
+                    parameter.grad = self._mark(parameter)
+
+    def _check_marks(self) -> None:
+        """Raise `ApplyFailed` in a second `step` on the same gradients: they are gone."""
+        used = set(map(id, self._used))
+        for parameter in parameters_of(self._optimizer):
+            if isinstance(parameter.grad, Spent) and id(parameter) not in used:
+                raise self._refused("`step` was called again with no backward in between")
+
+    def _take_marks(self) -> None:
+        for parameter in parameters_of(self._optimizer):
+            if isinstance(parameter.grad, Spent):
+                parameter.grad = None
+
+    def _refused(self, reason: str) -> ApplyFailed:
+        error = ApplyFailed(
+            f"`{self._where}`: {reason}, so optimizer_in_backward would give another result. Take it out of "
+            "the plan, or plan again for a step that is like the others."
+        )
+        note(error, self._where)
+        return error
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """A group's settings, those that are tensors as which tensor and how often it was written to."""
+    return {
+        key: (id(value), value._version) if isinstance(value, torch.Tensor) else value
+        for key, value in group.items()
+        if key != "params"
+    }
+
+
+def _refuse(where: str, optimizer: torch.optim.Optimizer) -> None:
+    if any(parameter.layout is not torch.strided for parameter in parameters_of(optimizer)):
+        raise ApplyFailed(
+            f"`{where}` has sparse parameters, which optimizer_in_backward does not take."
+        )
+    distributed = torch.distributed
+    several = distributed.is_available() and distributed.is_initialized()
+    if several and distributed.get_world_size() > 1:
+        raise ApplyFailed(
+            f"`{where}`: gradients are exchanged between processes after backward has made them, so they are "
+            "not final when it has. Take optimizer_in_backward out of the plan."
+        )
+    if not getattr(type(optimizer).step, "hooked", False):
+        raise ApplyFailed(
+            f"`{where}`: the `step` of its class was replaced, so it cannot be run for one parameter. Leave "
+            "this optimizer out of the plan."
+        )

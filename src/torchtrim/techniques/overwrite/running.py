@@ -1,0 +1,210 @@
+"""Activation modules that write their result over their input, and back again."""
+
+from __future__ import annotations
+
+import operator
+import sys
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchtrim.capture.code.side_effects import SideEffects, changed
+from torchtrim.errors import ApplyFailed
+from torchtrim.executor.block_state import say_once
+from torchtrim.executor.handles import Handle, Handles
+from torchtrim.executor.places import module_at
+from torchtrim.executor.swap import Swapped
+
+_SETTABLE = ("ReLU", "LeakyReLU")
+_CLAMPS = ("ReLU6", "Hardtanh")
+
+
+def overwrite_places(roots: Mapping[str, nn.Module], where: Sequence[str]) -> Handle:
+    """Let the named modules overwrite their inputs. Raises `ApplyFailed`, the model as it was."""
+    overwriting = Handles()
+    try:
+        for place in where:
+            overwriting.add(_overwriting(place, _activation(roots, place)))
+    except BaseException:
+        overwriting.revert()
+        raise
+    return overwriting
+
+
+class Overwriting:
+    """One module that overwrites its input."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._before = module, module.inplace
+        module.inplace = True  # type: ignore[assignment]
+
+    def revert(self) -> None:
+        """Make the module what it was."""
+        self._module.inplace = self._before
+
+
+Count = tuple[int, ...]
+
+
+class Holders:
+    """Tells whether a tensor that a module is given is held by more than in its first calls.
+
+    References are counted: to the tensor in Python, to the tensor in C++, and of tensors to its memory. They
+    are compared with the fewest seen at the same line of the program, since a line may hold its argument
+    itself. A hook, a list or a view that holds the tensor besides would see it overwritten.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._code = SideEffects([module]).references
+        self._fewest: dict[tuple[types.CodeType, int, int], Count] = {}
+        self._complete: set[int] = set()
+
+    def is_replaced(self) -> bool:
+        """Whether the program has put a function of its own in the place of the module's."""
+        return changed(self._code)
+
+    def are_more(self, tensor: torch.Tensor, count: int) -> bool:
+        """Whether more hold the tensor, of which the caller has counted `count` references."""
+        *_, ours = place = _calling_line(sys._getframe(2))
+        storage = tensor.untyped_storage()._cdata
+        used: int = tensor._use_count()  # type: ignore[attr-defined]
+        now = count, used, torch._C._storage_Use_Count(storage)
+        fewest = self._fewest.get(place)
+        if fewest is None:
+            if ours in self._complete:
+                return True
+            fewest = now
+        else:
+            self._complete.add(ours)
+        self._fewest[place] = tuple(map(min, fewest, now))
+        return any(map(operator.gt, now, fewest))
+
+
+def _calling_line(frame: types.FrameType) -> tuple[types.CodeType, int, int]:
+    """The instruction of the program that calls a module, and how many frames of ours are in between."""
+    ours = 0
+    while frame.f_back is not None:
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if package not in ("torch", "torchtrim"):
+            break
+        ours += package == "torchtrim"
+        frame = frame.f_back
+    return frame.f_code, frame.f_lasti, ours
+
+
+def _overwriting(where: str, module: nn.Module) -> Handle:
+    handles = Handles()
+    if type(module).__name__ in _SETTABLE:
+        handles.add(Overwriting(module))
+    holders = Holders(module)
+    handles.add(Swapped(module, lambda forward: _writing(where, module, forward, holders)))
+    return handles
+
+
+def _writing(
+    where: str, module: nn.Module, forward: Callable[..., Any], holders: Holders
+) -> Callable[..., Any]:
+    """A forward that overwrites its input, keeps no copy of it, and treats a view as any other tensor.
+
+    An input that others hold besides is left as it is.
+    """
+    settable = type(module).__name__ in _SETTABLE
+
+    def run(input: torch.Tensor) -> Any:
+        if _is_traced() or not isinstance(input, torch.Tensor):
+            return forward(input)
+        if holders.is_replaced():
+            return _beside(module, forward, input)
+        if holders.are_more(input, sys.getrefcount(input)):
+            say_once(
+                where,
+                "its input is held elsewhere too, by a hook or a name, so it is not overwritten.",
+            )
+            return _beside(module, forward, input)
+        if not _is_graded(input) or (settable and not input._is_view()):
+            return forward(input)
+        return _Over.apply(input, *_operators(module))  # type: ignore[no-untyped-call]
+
+    return run
+
+
+def _beside(module: Any, forward: Callable[..., Any], input: torch.Tensor) -> Any:
+    """The result beside the input."""
+    before, module.inplace = module.inplace, False
+    try:
+        return forward(input)
+    finally:
+        module.inplace = before
+
+
+def _is_traced() -> bool:
+    """Whether a compiler or a transform of `torch.func` sees the call."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+
+
+def _is_graded(input: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and input.requires_grad
+
+
+def _operators(module: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """What writes the result over a tensor; what makes a gradient of the one that comes and the result."""
+    aten = torch.ops.aten
+    if type(module).__name__ == "ReLU":
+        return aten.relu_, lambda comes, made: aten.threshold_backward(comes, made, 0)
+    if type(module).__name__ == "LeakyReLU":
+        slope = module.negative_slope
+        return (
+            lambda x: aten.leaky_relu_(x, slope),
+            lambda comes, made: aten.leaky_relu_backward(comes, made, slope, True),
+        )
+    bounds = module.min_val, module.max_val
+    return (
+        lambda x: aten.hardtanh_(x, *bounds),
+        lambda comes, made: aten.hardtanh_backward(comes, made, *bounds),
+    )
+
+
+class _Over(torch.autograd.Function):
+    """Backward can do with the result, which is within bounds, or positive, where the input is.
+
+    To write to a view, autograd would put its base's history together anew, and its backward would copy the
+    gradient twice. An alias has the view's memory and version, and none of its history.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        write: Callable[[torch.Tensor], Any],
+        gradient: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        ctx.gradient = gradient
+        result = x.detach() if x._is_view() else x
+        if result is x:
+            ctx.mark_dirty(x)
+        with (
+            torch._C._AutoDispatchBelowAutograd(),
+            torch.enable_grad(),
+        ):  # as any operator of forward
+            write(result)
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        (result,) = ctx.saved_tensors
+        return ctx.gradient(grads[0], result), None, None
+
+
+def _activation(roots: Mapping[str, nn.Module], where: str) -> nn.Module:
+    module = module_at(roots, where)
+    can = sorted((*_SETTABLE, *_CLAMPS))
+    if type(module).__name__ not in can or not hasattr(module, "inplace"):
+        raise ApplyFailed(
+            f"`{where}` is a {type(module).__name__}, which cannot overwrite its input; "
+            f"{', '.join(can)} can. Plan again for this model."
+        )
+    return module

@@ -1,0 +1,143 @@
+"""Overwrite: an activation module writes its result over its input, in training too.
+
+Only where the input is dead the moment the result is there: nothing but the module's own backward, which can
+do with the result, reads it again, and no name holds it. It is OptNet's `inplace`
+(https://github.com/fmassa/optimize-net), decided by what a step was seen to do.
+
+PyTorch's ReLU6 and Hardtanh keep their input for backward, and a copy of it where they write over it. Their
+result does as well, since it is within the bounds where the input is: they overwrite, and keep no copy. Of
+the other modules with an `inplace`, Threshold does likewise and is rare, SiLU, Mish and Hardswish need their
+input, and ELU and its kin round otherwise.
+
+`nn.Linear` returns a view for tokens in three dimensions, and autograd's backward of an in-place write to a
+view copies the gradient twice. The write goes to an alias of the view instead, which copies nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from torchtrim.executor.registry import Handle, Option, Plain
+from torchtrim.records.finding import Equivalence
+from torchtrim.records.plan import Technique
+from torchtrim.records.profile import Call, Operator, Profile, TensorUse
+from torchtrim.step.edits import Edit
+from torchtrim.step.step import Span, Step
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_CLAMPS = frozenset(("ReLU6", "Hardtanh"))
+TYPES = frozenset(("ReLU", "LeakyReLU")) | _CLAMPS
+_COMPUTED = ("activation", "temporary")
+
+
+class Overwrite:
+    """`where` holds the paths of activation modules."""
+
+    name = "overwrite"
+    equivalence: Equivalence = "BITWISE"
+
+    def options(self, step: Step) -> Sequence[Option]:
+        """Every activation module all of whose calls find their input dead."""
+        if step.profile is None:
+            return []
+        reader = _Reader(step.profile)
+        return [
+            Option(self.name, module.path, calls)
+            for number, module in enumerate(step.modules)
+            if module.type in TYPES and (calls := reader.overwriting(number))
+        ]
+
+    def edits(self, step: Step, option: Option) -> Edit:
+        """The first operator of each call writes over its input."""
+        return Edit(overwrites=tuple(span.first for span in option.spans))
+
+    def apply(self, roots: Mapping[str, nn.Module], technique: Technique) -> Handle:
+        """Let the named modules overwrite. Raises `ApplyFailed`, the model as it was."""
+        from torchtrim.techniques.overwrite.running import overwrite_places
+
+        return overwrite_places(roots, technique.where)
+
+    def export(self) -> Plain:
+        """What lets modules overwrite by itself."""
+        return Plain("torchtrim.techniques.overwrite.running", "overwrite_places")
+
+
+TECHNIQUE = Overwrite()
+
+
+class _Reader:
+    """Reads which operators find their input dead."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+        self._calls: defaultdict[int, list[Call]] = defaultdict(list)
+        self._hooked: set[int] = set()
+        self._readers: defaultdict[int, list[int]] = defaultdict(list)
+        for index, op in enumerate(profile.operators):
+            for use in op.inputs:
+                self._readers[use.storage].append(index)
+        for call in profile.calls:
+            self._calls[call.module].append(call)
+            if profile.modules[call.module].hooked:
+                self._hooked.update((*call.inputs, *call.outputs))
+
+    def overwriting(self, module: int) -> tuple[Span, ...]:
+        """The module's calls, if each may overwrite its input; else ()."""
+        calls = self._calls[module]
+        may = not self._profile.modules[module].hooked and all(map(self._may_overwrite, calls))
+        return tuple(Span(call.first, call.last) for call in calls) if may else ()
+
+    def _may_overwrite(self, call: Call) -> bool:
+        """Whether its operator's result, or the copy that it keeps, can be one with its input."""
+        if call.last == call.first:
+            return False
+        op, *others = self._profile.operators[call.first : call.last]
+        if len(op.inputs) != 1 or len(op.outputs) != 1 or op.mutates:
+            return False
+        (read,), (made,) = op.inputs, op.outputs
+        if not self._is_alike(read, made) or not self._is_computed(read.storage):
+            return False
+        if self._profile.modules[call.module].type not in _CLAMPS:
+            return _touch(others, made.storage) and self._is_dead(read.storage, call)
+        if op.name.startswith("aten::clone"):
+            kept, saved = read.storage, made.storage
+        else:
+            kept, saved = made.storage, read.storage
+        settled = self._is_settled(kept, call.last, self._left(saved, call))
+        return settled and _touch(others, kept) and self._is_dead(saved, call)
+
+    def _is_alike(self, read: TensorUse, made: TensorUse) -> bool:
+        old, new = self._profile.storages[read.storage], self._profile.storages[made.storage]
+        alike = (read.dtype, read.shape, read.strides) == (made.dtype, made.shape, made.strides)
+        return alike and old.bytes == new.bytes
+
+    def _is_computed(self, storage: int) -> bool:
+        found = self._profile.storages[storage]
+        return found.birth >= 0 and found.kind in _COMPUTED and storage not in self._hooked
+
+    def _is_settled(self, storage: int, first: int, last: int) -> bool:
+        """Whether no operator of `first <= i < last` writes to a storage."""
+        return all(storage not in op.mutates for op in self._profile.operators[first:last])
+
+    def _left(self, storage: int, call: Call) -> int:
+        """When the last that reads a storage after a call is over."""
+        return max((reader + 1 for reader in self._readers[storage]), default=call.last)
+
+    def _is_dead(self, storage: int, call: Call) -> bool:
+        """Whether after the call only its own backward reads the storage, and lets go of it last."""
+        after = [reader for reader in self._readers[storage] if reader >= call.last]
+        own = all(self._profile.operators[reader].forward == call.first for reader in after)
+        end = max(self._left(storage, call), call.last)
+        return own and self._profile.storages[storage].death <= end
+
+
+def _touch(others: Iterable[Operator], storage: int) -> bool:
+    """Whether operators read, make and write this storage alone; a detached result is one more view of it."""
+    return all(
+        {use.storage for use in (*op.inputs, *op.outputs)} | set(op.mutates) == {storage}
+        for op in others
+    )

@@ -1,0 +1,109 @@
+"""BatchNorms that normalize each sample by itself, or by the statistics they have; and both by hand."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from torchtrim.errors import ApplyFailed
+from torchtrim.executor.failing import note
+from torchtrim.executor.half_precision import ByHand
+from torchtrim.executor.handles import Handle, Handles, all_or_none
+from torchtrim.executor.swap import Swapped
+
+Forward = Callable[[torch.Tensor], torch.Tensor]
+
+
+def replaced(where: str, module: nn.Module, to: str, groups: int) -> Handle:
+    """Give every BatchNorm inside a forward of that kind. Raises `ApplyFailed` where one cannot have it."""
+
+    def change(path: str) -> Handle:
+        norm = module.get_submodule(path)
+        full = f"{where}.{path}".rstrip(".")
+        own = _own_norm(full, norm, to, groups)
+        swapped = Swapped(norm, lambda _: own)
+        type(norm).keeps_samples_apart = True  # type: ignore[attr-defined]
+        return swapped
+
+    return all_or_none(_paths(where, module), change)
+
+
+def replaced_by_hand(module: nn.Module, to: str, groups: int) -> Handle:
+    """The same with modules of `nn` that share the weights, called in each one's place."""
+    handles = Handles()
+    for path in _paths("", module):
+        norm: Any = module.get_submodule(path)
+        handles.add(ByHand(norm, _written(norm, to, groups)))
+    return handles
+
+
+def _paths(where: str, module: nn.Module) -> list[str]:
+    found = [path for path, inner in module.named_modules() if isinstance(inner, _BatchNorm)]
+    if not found:
+        raise ApplyFailed(f"`{where}` has no BatchNorm, so there is none to replace. Plan again.")
+    return found
+
+
+def groups_of(channels: int, to: str, groups: int) -> int:
+    """How many groups take the place of the batch."""
+    if to == "group":
+        return math.gcd(groups, channels)
+    return 1 if to == "layer" else channels
+
+
+def _own_norm(where: str, norm: Any, to: str, groups: int) -> Forward:
+    """A forward of that kind, with what the module holds when it is called."""
+    if isinstance(norm, nn.SyncBatchNorm) and to != "frozen":
+        raise ApplyFailed(
+            f"`{where}` is a SyncBatchNorm, which exchanges statistics between processes. Convert it back."
+        )
+    if to == "frozen":
+        _check_statistics(where, norm)
+        return functools.partial(_frozen, norm)
+    return functools.partial(_apart, where, norm, groups_of(norm.num_features, to, groups))
+
+
+def _apart(where: str, norm: Any, groups: int, x: torch.Tensor) -> torch.Tensor:
+    if x.dim() < 3 and x.shape[1] == groups:
+        error = ApplyFailed(
+            f"`{where}` normalizes {tuple(x.shape)}, of which each group would be a single number, so "
+            'nothing would be left of it. Write `to = "layer"`, or fewer `groups`.'
+        )
+        note(error, where)
+        raise error
+    return functional.group_norm(x, groups, norm.weight, norm.bias, norm.eps)
+
+
+def _frozen(norm: Any, x: torch.Tensor) -> torch.Tensor:
+    mean, variance = norm.running_mean, norm.running_var
+    return functional.batch_norm(
+        x, mean, variance, norm.weight, norm.bias, training=False, momentum=0.0, eps=norm.eps
+    )
+
+
+def _check_statistics(where: str, norm: Any) -> None:
+    seen = norm.num_batches_tracked
+    if norm.running_mean is None or (seen is not None and not int(seen)):
+        raise ApplyFailed(
+            f"`{where}` has no running statistics yet, so frozen it would normalize nothing. Train it first, "
+            'or write `to = "group"`.'
+        )
+
+
+def _written(norm: Any, to: str, groups: int) -> Forward:
+    """What a person would put there."""
+    if to == "frozen":
+        return lambda x: functional.batch_norm(
+            x, norm.running_mean, norm.running_var, norm.weight, norm.bias, eps=norm.eps
+        )
+    count = groups_of(norm.num_features, to, groups)
+    plain = nn.GroupNorm(count, norm.num_features, norm.eps, affine=norm.affine)
+    plain.weight, plain.bias = norm.weight, norm.bias
+    return plain.forward

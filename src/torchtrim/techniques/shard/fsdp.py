@@ -1,0 +1,394 @@
+"""Turns a live `DistributedDataParallel` into shards of FSDP2, and back."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchtrim.errors import ApplyFailed
+from torchtrim.executor.gradient_sync import make_anew, refuse, without_reducer
+from torchtrim.executor.swap import Forward, Swapped
+
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_ADVICE = "Take shard out of the plan, or plan again."
+_CONTAINERS = (list, tuple, dict, set)
+_PATIENCE_SECONDS = 60.0
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
+_APPLICATIONS = count()
+"""Every rank applies the same plans one after the other, so they agree on the number."""
+
+
+class Sharded:
+    """A `DistributedDataParallel` whose module is sharded over its ranks."""
+
+    def __init__(self, where: str, module: Any, reshard: bool, patterns: tuple[str, ...]) -> None:
+        refuse(where, module)
+        self._where, self._module, self._inner = where, module, module.module
+        self._whole = dict(self._inner.named_parameters(remove_duplicate=False))
+        blocks = list(matching(self._inner, patterns) if patterns else repeated(self._inner))
+        if patterns and not blocks:
+            raise ApplyFailed(
+                f"`{where}`: no module with parameters matches the blocks {' '.join(patterns)!r}, which are "
+                f"patterns of paths below it, such as 'layers.*'. {_ADVICE}"
+            )
+        _check(where, module, self._whole, [path for path, _ in blocks])
+        optimizers = _optimizers(self._whole.values())
+        _check_kept(where, module, self._whole, optimizers)
+        self._gathering = _Gathering(where, module.process_group)
+        self._marks = _Marks(self._inner)
+        without_reducer(module)
+        try:
+            self._shard(blocks, reshard)
+        except Exception as error:
+            self._put_back()
+            make_anew(module)
+            raise ApplyFailed(f"`{where}`: fully_shard says: {error}. {_ADVICE}") from error
+        self._shards = dict(self._inner.named_parameters(remove_duplicate=False))
+        shards = {id(one): self._shards[name] for name, one in self._whole.items()}
+        self._adopted = [_Adopted(one, shards, self._gathering) for one in optimizers]
+        self._module_parameters = list(module._module_parameters)
+        module._module_parameters[:] = [
+            shards.get(id(one), one) for one in module._module_parameters
+        ]
+        for parameter in self._whole.values():
+            parameter.data = parameter.data.new_empty(0)
+        self._hooks = [hook for one in self._inner.named_modules() for hook in self._hooked(*one)]
+        self._swapped = Swapped(module, self._without_reducer)
+
+    def revert(self) -> None:
+        """Gather everything, and exchange gradients as before. All ranks have to."""
+        whole = {name: self._gathering.whole(one).detach() for name, one in self._shards.items()}
+        parameters = {id(self._shards[name]): one for name, one in self._whole.items()}
+        updating = _optimizers(self._shards.values())
+        states = [self._gathering.states(one) for one in updating]
+        self._swapped.revert()
+        for hook in self._hooks:
+            hook.remove()
+        for name, parameter in self._whole.items():
+            parameter.data, parameter.grad = whole[name], None
+        self._put_back()
+        for adopted in self._adopted:
+            adopted.revert()
+        for optimizer, state in zip(updating, states, strict=True):
+            _exchange(optimizer, parameters, state)
+        self._module._module_parameters[:] = self._module_parameters
+        make_anew(self._module)
+
+    def _shard(self, blocks: list[tuple[str, nn.Module]], reshard: bool) -> None:
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import fully_shard
+
+        device = next(iter(self._whole.values())).device.type
+        mesh = DeviceMesh.from_group(self._module.process_group, device)
+        options: Any = {"mesh": mesh} if reshard else {"mesh": mesh, "reshard_after_forward": False}
+        for _, block in reversed(blocks):
+            fully_shard(block, **options)
+        fully_shard(self._inner, **options)
+
+    def _put_back(self) -> None:
+        """The modules as they were, with the parameters that they had."""
+        self._marks.erase()
+        for name, parameter in self._whole.items():
+            owner, _, last = name.rpartition(".")
+            self._inner.get_submodule(owner)._parameters[last] = parameter
+
+    def _without_reducer(self, _: Forward) -> Forward:
+        """What forward of `DistributedDataParallel` does beside the reducer's work."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            module = self._module
+            if not module._lazy_init_ran:
+                module._lazy_init()
+            self._inner.set_requires_gradient_sync(module.require_backward_grad_sync)
+            if module.will_sync_module_buffers():
+                module._sync_buffers()
+            module.require_forward_param_sync = (
+                torch.is_grad_enabled() and module.require_backward_grad_sync
+            )
+            return self._inner(*args, **kwargs)
+
+        return forward
+
+    def _hooked(self, path: str, owner: Any) -> Iterator[Any]:
+        """Hooks by which a module with parameters saves and loads whole tensors, whoever asks it to."""
+        if not owner._parameters:
+            return
+        start = f"{path}." if path else ""
+        shards = {name: self._shards.get(f"{start}{name}") for name in owner._parameters}
+        yield owner.register_state_dict_post_hook(lambda *given: self._gathers(*given))
+        yield owner.register_load_state_dict_pre_hook(partial(_splits, shards))
+
+    def _gathers(self, module: nn.Module, state: Any, prefix: str, _: Any) -> None:
+        """Whole tensors in a `state_dict`."""
+        self._gathering.meet("state_dict")
+        for name in module._parameters:
+            if f"{prefix}{name}" in state:
+                state[f"{prefix}{name}"] = self._gathering.whole(state[f"{prefix}{name}"])
+
+
+def _splits(shards: Mapping[str, Any], _: nn.Module, state: Any, prefix: str, *__: Any) -> None:
+    """The parts of whole tensors that are loaded."""
+    for name, shard in shards.items():
+        if f"{prefix}{name}" in state:
+            state[f"{prefix}{name}"] = _part(state[f"{prefix}{name}"], shard)
+
+
+class _Gathering:
+    """Makes whole tensors of the parts that ranks have."""
+
+    def __init__(self, where: str, group: Any) -> None:
+        self._where, self._group = where, group
+        self._application, self._meetings = next(_APPLICATIONS), 0
+
+    def states(self, optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
+        """The whole states of an optimizer's parameters, by their ids. All ranks have to ask."""
+        every = [one for group in optimizer.param_groups for one in group["params"]]
+        return {
+            id(one): _mapped(optimizer.state[one], self.whole)
+            for one in every
+            if one in optimizer.state
+        }
+
+    def whole(self, value: Any) -> Any:
+        """The tensor of all parts; anything else as it is. All ranks have to ask."""
+        return value.full_tensor() if _is_part(value) else value
+
+    def meet(self, what: str) -> None:
+        """Wait for the other ranks. Raises `ApplyFailed` where they do not come within a minute."""
+        distributed: Any = torch.distributed
+        ranks = distributed.get_world_size(self._group)
+        store = distributed.distributed_c10d._get_default_store()
+        group = self._group.group_name
+        key = f"torchtrim/shard/{group}/{self._application}/{self._meetings}"
+        store.add(key, 1)
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        pause = _SHORTEST_PAUSE
+        while (here := store.add(key, 0)) < ranks:
+            if time.monotonic() > deadline:
+                store.add(key, -1)
+                raise ApplyFailed(
+                    f"`{self._where}` is sharded: {what}() was called on {here} of {ranks} ranks, each has "
+                    f"a part of it. Call it on all of them, and save what it gives on one. {_ADVICE}"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        self._meetings += 1
+
+
+class _Adopted:
+    """An optimizer that updates the parts of what it was made for."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, shards: Mapping[int, Any], gathering: _Gathering
+    ) -> None:
+        self._gathering = gathering
+        states = {
+            id(one): {key: _part(value, shards[id(one)]) for key, value in state.items()}
+            for one, state in optimizer.state.items()
+            if id(one) in shards
+        }
+        _exchange(optimizer, shards, states)
+        self._hooks = [
+            optimizer.register_state_dict_post_hook(self._gathers),
+            optimizer.register_load_state_dict_pre_hook(self._splits),
+        ]
+
+    def revert(self) -> None:
+        """Save and load as it did."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _gathers(self, optimizer: Any, saved: Any) -> Any:
+        self._gathering.meet("state_dict")
+        states = {
+            key: _mapped(state, self._gathering.whole) for key, state in saved["state"].items()
+        }
+        return {**saved, "state": states}
+
+    def _splits(self, optimizer: Any, saved: Any) -> Any:
+        numbers = [n for group in saved["param_groups"] for n in group["params"]]
+        shards = [one for group in optimizer.param_groups for one in group["params"]]
+        states = dict(saved["state"])
+        for number, shard in zip(numbers, shards, strict=False):
+            if number in states:
+                states[number] = {key: _part(value, shard) for key, value in states[number].items()}
+        return {**saved, "state": states}
+
+
+def _exchange(
+    optimizer: torch.optim.Optimizer,
+    instead: Mapping[int, Any],
+    states: Mapping[int, dict[str, Any]],
+) -> None:
+    """Have an optimizer update other tensors, `instead` and with `states` by the ids of those now."""
+    for group in optimizer.param_groups:
+        for one in group["params"]:
+            if id(one) in instead:
+                optimizer.state.pop(one, None)
+            if id(one) in instead and id(one) in states:
+                optimizer.state[instead[id(one)]] = states[id(one)]
+        group["params"][:] = [instead.get(id(one), one) for one in group["params"]]
+
+
+class _Marks:
+    """What `fully_shard` leaves on modules: classes, attributes and hooks."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._before = [(one, type(one), set(vars(one)), _hooks_of(one)) for one in root.modules()]
+
+    def erase(self) -> None:
+        """Take off what came since."""
+        from torch.distributed import _composable_state
+
+        known: Any = getattr(_composable_state, "_module_state_mapping", {})
+        for module, kind, names, hooks in self._before:
+            for name, added in _hooks_of(module).items():
+                for key in added - hooks.get(name, set()):
+                    vars(module)[name].pop(key, None)
+            for name in set(vars(module)) - names:
+                del vars(module)[name]
+            module.__class__ = kind
+            known.pop(module, None)
+
+
+def _hooks_of(module: nn.Module) -> dict[str, set[Any]]:
+    return {
+        name: set(value)
+        for name, value in vars(module).items()
+        if "hook" in name and isinstance(value, dict)
+    }
+
+
+def _mapped(state: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    return {key: change(value) for key, value in state.items()}
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and hasattr(value, "full_tensor")
+
+
+def _part(value: Any, shard: Any) -> Any:
+    """This rank's part of a tensor that has a shard's shape; anything else as it is."""
+    from torch.distributed.tensor import distribute_tensor
+
+    if not isinstance(value, torch.Tensor) or _is_part(value) or not _is_part(shard):
+        return value
+    if value.shape != shard.shape:
+        return value
+    on_device = value.to(shard.device)
+    return distribute_tensor(on_device, shard.device_mesh, shard.placements, src_data_rank=None)
+
+
+def _optimizers(parameters: Iterable[Any]) -> list[torch.optim.Optimizer]:
+    """Those that update any of the parameters, in an order that is the same on all ranks."""
+    numbers = {id(one): number for number, one in enumerate(parameters)}
+    found = []
+    for one in gc.get_objects():
+        if issubclass(type(one), torch.optim.Optimizer):
+            every = [parameter for group in one.param_groups for parameter in group["params"]]
+            known = [numbers[id(parameter)] for parameter in every if id(parameter) in numbers]
+            found += [(known, one)] if known else []
+    return [one for _, one in sorted(found, key=lambda pair: pair[0])]
+
+
+def _check(
+    where: str, module: Any, parameters: Mapping[str, nn.Parameter], blocks: list[str]
+) -> None:
+    """Raises `ApplyFailed` for what cannot be sharded."""
+    if ignored := sorted(module.parameters_to_ignore & parameters.keys()):
+        raise ApplyFailed(
+            f"`{where}`: DistributedDataParallel is told to ignore {ignored[0]}, and fully_shard would not. "
+            f"{_ADVICE}"
+        )
+    if any(one.grad is not None for one in parameters.values()):
+        raise ApplyFailed(f"`{where}` has gradients from before the plan. {_ADVICE}")
+    if len({one.dtype for one in parameters.values()}) > 1:
+        raise ApplyFailed(f"`{where}` has parameters of several types. {_ADVICE}")
+    if tied := split_parameter(parameters.items(), blocks):
+        raise ApplyFailed(
+            f"`{where}`: {tied[0]} and {tied[1]} are one parameter, and would be sharded apart. Say with "
+            f"`blocks` which modules are sharded one by one. {_ADVICE}"
+        )
+
+
+def _check_kept(
+    where: str,
+    module: Any,
+    parameters: Mapping[str, nn.Parameter],
+    optimizers: list[torch.optim.Optimizer],
+) -> None:
+    """Raises `ApplyFailed` where the script has a container with some of the parameters: they would be whole
+    there, and get no gradients."""
+    ours = [
+        parameters,
+        module._module_parameters,
+        *(vars(one)["_parameters"] for one in module.modules()),
+    ]
+    ours += [group["params"] for one in optimizers for group in one.param_groups]
+    ours += [one.state for one in optimizers]
+    wanted = [*parameters.values()]
+    known = {id(wanted), *map(id, ours)}
+    for holder in gc.get_referrers(*wanted):
+        if type(holder) in _CONTAINERS and id(holder) not in known:
+            raise ApplyFailed(
+                f"`{where}`: the script keeps parameters in a {type(holder).__name__} of {len(holder)}, "
+                "besides the model and its optimizers, where they would stay whole. Ask the model for them "
+                f"when they are needed. {_ADVICE}"
+            )
+
+
+def split_parameter(parameters: Any, blocks: list[str]) -> tuple[str, str] | None:
+    """Two paths of one parameter that lie in two blocks, or in one and outside of all; None for none."""
+    owners: dict[int, tuple[str, str]] = {}
+    for path, parameter in parameters:
+        owner = max((one for one in blocks if path.startswith(f"{one}.")), key=len, default="")
+        first, before = owners.setdefault(id(parameter), (path, owner))
+        if before != owner:
+            return first, path
+    return None
+
+
+def matching(root: nn.Module, patterns: tuple[str, ...]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules with parameters whose paths match a pattern."""
+    for path, module in root.named_modules():
+        wanted = any(fnmatchcase(path.removeprefix("module."), pattern) for pattern in patterns)
+        if path and wanted and any(True for _ in module.parameters()):
+            yield path, module
+
+
+def repeated(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The blocks that a model repeats: what is most often of one class in its outermost lists of modules.
+
+    Only what has parameters counts; a list with no two alike is looked into, as any other module is.
+    """
+    return _repeated(root, "")
+
+
+def _repeated(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    children = [
+        (f"{path}.{name}" if path else name, child) for name, child in module.named_children()
+    ]
+    kind = _usual(module)
+    for where, child in children:
+        if kind is not None and type(child) is kind:
+            yield where, child
+        else:
+            yield from _repeated(child, where)
+
+
+def _usual(module: nn.Module) -> type | None:
+    """The class that repeats in a list of modules; None where none does."""
+    if not isinstance(module, _LISTS):
+        return None
+    owning = [type(one) for one in module.children() if any(True for _ in one.parameters())]
+    kind, number = next(iter(Counter(owning).most_common(1)), (None, 0))
+    return kind if number > 1 else None

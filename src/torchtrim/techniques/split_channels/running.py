@@ -1,0 +1,223 @@
+"""Runs a BatchNorm, and what follows it, in parts of the channels, and again in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn import functional
+
+from torchtrim.capture.hookless import HOOKS
+from torchtrim.errors import ApplyFailed
+from torchtrim.executor.autocast import casting
+from torchtrim.executor.chains import Range, Ranges, Run, one_by_one
+from torchtrim.executor.handles import Handle
+from torchtrim.executor.once import only_once
+from torchtrim.executor.ordinals import unnumbered
+from torchtrim.executor.places import Part
+from torchtrim.executor.swap import Swapped, is_of_another
+from torchtrim.techniques.split_channels.layout import layout_of, spans_of
+
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def split(where: str, part: Part, parts: int, *, overwrites: bool) -> Handle:
+    """Have a norm, or a range that begins with one, run in parts of the channels.
+
+    Raises `ApplyFailed` where the first module is no BatchNorm, or one has hooks.
+    """
+    modules = [part.module] if part.span is None else list(part.chain)[slice(*part.span)]
+    norm = modules[0] if modules else None
+    if not isinstance(norm, _NORMS):
+        raise ApplyFailed(
+            f"`{where}` does not begin with a BatchNorm, so split_channels cannot run it in parts of its "
+            "channels. Plan again."
+        )
+    if any(getattr(one, name) for top in modules for one in top.modules() for name in HOOKS):
+        raise ApplyFailed(
+            f"`{where}` has hooks, which would see some channels at a time. Take it out of the plan."
+        )
+    channels = _Channels(norm, tuple(modules[1:]), parts, overwrites)
+    if part.span is None:
+        return Swapped(norm, channels.wrapped)
+    return Ranges(part.chain, [Range(*part.span, channels.run)])
+
+
+class _Channels(NamedTuple):
+    """A norm and the modules after it. `overwrites`: the gradient is written over the input."""
+
+    norm: nn.modules.batchnorm._BatchNorm
+    others: tuple[nn.Module, ...]
+    parts: int
+    overwrites: bool
+
+    def wrapped(self, forward: Run) -> Run:
+        """The norm's forward in parts."""
+        return forward if is_of_another(forward, self.norm) else partial(self.run, forward)
+
+    def run(self, forward: Run, given: Any) -> Any:
+        """The result. `forward` runs all channels at once."""
+        if not self._may_split(given):
+            return forward(given)
+        weight, bias = self.norm.weight, self.norm.bias
+        if not any(one is not None and one.requires_grad for one in (given, weight, bias)):
+            return forward(given)
+        return _Parts.apply(self, forward, given, weight, bias)  # type: ignore[no-untyped-call]
+
+    def _may_split(self, given: Any) -> bool:
+        plain = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if not plain or type(given) is not Tensor or not self.norm.training or given.dim() < 3:
+            return False
+        several = given.shape[1] > 1 and given.shape[2:].numel() > 1
+        return several and _layout(given) is not None and given.shape[1] == self.norm.num_features
+
+    def whole(self, forward: Run, given: Tensor) -> Tensor:
+        """The result without gradients; running statistics are written."""
+        if not self.others:
+            made: Tensor = forward(given)
+            return made
+        running, momentum = _counted(self.norm)
+        whole: Tensor | None = None
+        with unnumbered() as as_before:
+            for span in self.spans(given):
+                statistics = [None if one is None else one[slice(*span)] for one in running]
+                owned = [_cut(one, span) for one in (self.norm.weight, self.norm.bias)]
+                some = _of(given, span)
+                with as_before(span[0] == 0):
+                    made = self.part(some, owned, statistics, momentum)
+                del some
+                if whole is None:
+                    whole = self._empty(made, given)
+                whole[:, slice(*span)] = made
+                del made
+        assert whole is not None
+        return whole
+
+    def part(
+        self,
+        given: Tensor,
+        owned: Sequence[Tensor | None],
+        statistics: Sequence[Tensor | None],
+        momentum: float,
+    ) -> Tensor:
+        """The result of some channels."""
+        (mean, variance), (weight, bias), eps = statistics, owned, self.norm.eps
+        made = functional.batch_norm(
+            given, mean, variance, weight, bias, training=True, momentum=momentum, eps=eps
+        )
+        result: Tensor = one_by_one(self.others, made)
+        return result
+
+    def spans(self, given: Tensor) -> tuple[tuple[int, int], ...]:
+        """Which channels are together."""
+        layout = layout_of(given.shape, given.stride())
+        assert layout is not None
+        return spans_of(given.shape[1], layout, self.parts)
+
+    def _empty(self, made: Tensor, given: Tensor) -> Tensor:
+        """Where the parts' results go."""
+        shape = (made.shape[0], given.shape[1], *made.shape[2:])
+        layout = _layout(made) or torch.contiguous_format
+        return torch.empty(shape, dtype=made.dtype, device=made.device, memory_format=layout)
+
+
+class _Parts(torch.autograd.Function):
+    """A norm and what follows it; only its input is saved.
+
+    In backward the channels are together where the gradient does not lie as the result does: torch then sums
+    by loops that depend on all of them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        channels: _Channels,
+        forward: Run,
+        given: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+    ) -> Tensor:
+        ctx.channels, ctx.cast = channels, casting(given.device.type)
+        ctx.save_for_backward(given, weight, bias)
+        made = channels.whole(forward, given)
+        ctx.layout = _layout(made)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        only_once("split_channels")
+        channels: _Channels = ctx.channels
+        given, *owned = ctx.saved_tensors
+        over, given = channels.overwrites and not given.is_leaf, given.detach()
+        of_given, *of_owned = ctx.needs_input_grad[2:]
+        found = [
+            (given if over else torch.empty_like(given)) if of_given else None,
+            *(
+                torch.empty_like(one) if want else None
+                for one, want in zip(owned, of_owned, strict=True)
+            ),
+        ]
+        whole_span = ((0, given.shape[1]),)
+        as_made = _layout(gradient) is ctx.layout
+        for span in channels.spans(given) if as_made else whole_span:
+            part, comes = _of(given, span), _of(gradient, span)
+            inputs = [part, *(_cut(one, span) for one in owned)]
+            with ctx.cast.again():
+                made = _gradients(channels, inputs, [one is not None for one in found], comes)
+            del part, inputs, comes
+            for place, whole in enumerate(found):
+                if whole is not None:
+                    some = whole[slice(*span)] if place else whole[:, slice(*span)]
+                    some.copy_(made.pop(0))
+        return None, None, *found
+
+
+def _gradients(
+    channels: _Channels, inputs: list[Any], wanted: Sequence[bool], comes: Tensor
+) -> list[Tensor]:
+    """The wanted gradients of some channels: of what goes in, of weight and bias. `inputs` is emptied."""
+    asked = [one.requires_grad_() for one, want in zip(inputs, wanted, strict=True) if want]
+    with torch.enable_grad():
+        made = channels.part(inputs[0], inputs[1:], (None, None), 0.0)
+    edge = get_gradient_edge(made)
+    del made
+    inputs.clear()
+    return list(torch.autograd.grad(edge, asked, comes))
+
+
+def _counted(
+    norm: nn.modules.batchnorm._BatchNorm,
+) -> tuple[tuple[Tensor | None, Tensor | None], float]:
+    """Counts a batch as BatchNorm's forward does: its statistics, and how much of them the batch takes."""
+    if not norm.track_running_stats:
+        return (None, None), norm.momentum or 0.0
+    seen = norm.num_batches_tracked
+    if seen is not None:
+        seen.add_(1)
+    momentum = norm.momentum
+    if momentum is None:
+        momentum = 1.0 / float(seen) if seen is not None else 0.0
+    return (norm.running_mean, norm.running_var), momentum
+
+
+def _layout(tensor: Tensor) -> torch.memory_format | None:
+    """The layout of all of it: contiguous, or channels last."""
+    found = layout_of(tensor.shape, tensor.stride())
+    return (
+        torch.contiguous_format if found == "contiguous" else _LAST[tensor.dim()] if found else None
+    )
+
+
+def _of(tensor: Tensor, span: tuple[int, int]) -> Tensor:
+    """A copy of some channels in the layout of all; a view, if that is neither."""
+    some, layout = tensor[:, slice(*span)], _layout(tensor)
+    return some if layout is None else some.clone(memory_format=layout)
+
+
+def _cut(tensor: Tensor | None, span: tuple[int, int]) -> Tensor | None:
+    return None if tensor is None else tensor.detach()[slice(*span)]

@@ -1,0 +1,149 @@
+"""Runs a module in parts of its rows, and again in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+
+from torchtrim.errors import ApplyFailed
+from torchtrim.executor.autocast import casting
+from torchtrim.executor.failing import note
+from torchtrim.executor.once import only_once
+from torchtrim.executor.ordinals import unnumbered
+from torchtrim.executor.swap import Swapped, is_of_another
+
+Forward = Callable[..., Any]
+
+
+def split(where: str, module: nn.Module, parts: int) -> Swapped:
+    """Give a module a forward in parts. Raises `ApplyFailed` for one whose rows could meet."""
+    for path, inner in module.named_modules():
+        place = f"{where}.{path}".rstrip(".")
+        if isinstance(inner, (_NormBase, nn.MultiheadAttention)):
+            raise _refused(place, f"is a {type(inner).__name__}, in which rows see each other")
+        if isinstance(inner, _DropoutNd) and inner.training and inner.p > 0:
+            raise _refused(place, "draws random numbers, which would be others in parts")
+        if inner._forward_hooks or inner._forward_pre_hooks:
+            raise _refused(place, "has hooks, which would see a part at a time")
+    return Swapped(module, lambda forward: _in_parts(where, module, forward, parts))
+
+
+def _refused(where: str, why: str) -> ApplyFailed:
+    return ApplyFailed(f"`{where}` {why}, so split_matmul cannot run it in parts. Plan again.")
+
+
+def _in_parts(where: str, module: nn.Module, forward: Forward, parts: int) -> Forward:
+    if is_of_another(forward, module):
+        return forward
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = args[0] if len(args) == 1 and not kwargs else None
+        if not isinstance(given, Tensor) or not _may_split(given, parts):
+            return forward(*args, **kwargs)
+        owned = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        if not (given.requires_grad or owned):
+            return forward(given)
+        try:
+            return _Parts.apply(forward, parts, given, *owned)  # type: ignore[no-untyped-call]
+        except ApplyFailed as error:
+            note(error, where)
+            raise
+
+    return call
+
+
+def _may_split(given: Tensor, parts: int) -> bool:
+    plain = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    return plain and given.dim() > 1 and prod(given.shape[:-1]) >= parts
+
+
+class _Parts(torch.autograd.Function):
+    """A module's forward, a part of the rows at a time; only its input is saved."""
+
+    @staticmethod
+    def forward(ctx: Any, forward: Forward, parts: int, given: Tensor, *owned: Tensor) -> Tensor:
+        ctx.again, ctx.cast = forward, casting(given.device.type)
+        ctx.spans = list(_spans(prod(given.shape[:-1]), parts))
+        ctx.save_for_backward(given, *owned)
+        with unnumbered() as as_before:
+            rows, whole = _rows(given), None
+            for first, last in ctx.spans:
+                part = rows[..., first:last, :]
+                with as_before(first == 0):
+                    made = forward(part)
+                del part
+                if whole is None:
+                    whole = _whole(made, rows, last - first)
+                whole[first:last] = made.view(last - first, -1)
+                del made
+            assert whole is not None
+            return whole.view(*given.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        only_once("split_matmul")
+        given, *owned = ctx.saved_tensors
+        rows, comes = _rows(given.detach()), gradient.reshape(-1, gradient.shape[-1])
+        wanted = ctx.needs_input_grad[2]
+        of_given = torch.zeros_like(rows) if wanted else None
+        sums: list[Tensor | None] = [None] * len(owned)
+        for first, last in ctx.spans:
+            part = rows[..., first:last, :].requires_grad_(wanted)
+            with torch.enable_grad(), ctx.cast.again():
+                made = ctx.again(part)
+            edge, comes_here = get_gradient_edge(made), comes[first:last].view(made.shape)
+            del made
+            found = _gradients(edge, [part, *owned] if wanted else owned, comes_here)
+            if of_given is not None:
+                _put(of_given[..., first:last, :], found.pop(0))
+            _add(sums, found)
+        whole = of_given.view(given.shape) if of_given is not None else None
+        return None, None, whole, *sums
+
+
+def _gradients(edge: GradientEdge, inputs: Sequence[Tensor], comes: Tensor) -> list[Tensor | None]:
+    """The gradients of a part; its result itself is not held meanwhile."""
+    return list(torch.autograd.grad(edge, inputs, comes, allow_unused=True))
+
+
+def _put(place: Tensor, gradient: Tensor | None) -> None:
+    if gradient is not None:
+        place.copy_(gradient)
+
+
+def _add(sums: list[Tensor | None], found: list[Tensor | None]) -> None:
+    """Add a part's gradients of parameters, and let them go."""
+    for number in range(len(sums)):
+        one, known = found[number], sums[number]
+        found[number] = None
+        sums[number] = one if known is None else known if one is None else known.add_(one)
+
+
+def _rows(given: Tensor) -> Tensor:
+    """As many dimensions as it has, the rows all in the last but one."""
+    return given.reshape(*(1,) * (given.dim() - 2), -1, given.shape[-1])
+
+
+def _whole(made: Any, rows: Tensor, count: int) -> Tensor:
+    """Where the parts' results go."""
+    fits = isinstance(made, Tensor) and made.shape[:-1] == (*rows.shape[:-2], count)
+    if not fits:
+        raise ApplyFailed(
+            f"a module that split_matmul runs in parts gave {getattr(made, 'shape', type(made).__name__)} "
+            f"for {count} rows, so it does not treat each row by itself. Take it out of the plan."
+        )
+    whole: Tensor = made.new_empty(rows.shape[-2], made.shape[-1])
+    return whole
+
+
+def _spans(rows: int, parts: int) -> Iterator[tuple[int, int]]:
+    size = -(-rows // parts)
+    for first in range(0, rows, size):
+        yield first, min(first + size, rows)

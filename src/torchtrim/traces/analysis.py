@@ -1,0 +1,191 @@
+"""Trace -> report: which waits there are, where, and what the whole would gain without them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from torchtrim import __version__
+from torchtrim.costs.replay.bound import bound
+from torchtrim.costs.replay.program import Does, Program
+from torchtrim.costs.replay.sets import Prices, price
+from torchtrim.records.trace import Bound, TraceReport, TraceSet, TraceSite
+from torchtrim.records.trace_events import Trace
+from torchtrim.traces.build import build
+from torchtrim.traces.busy import covered, device_busy, loading
+from torchtrim.traces.known_fixes import mended
+from torchtrim.traces.lines import Sources
+from torchtrim.traces.ranks import Talk, job_of
+from torchtrim.traces.sites import Site, sites_of
+from torchtrim.traces.waiting import Wait, find_waits, unexplained_copies
+
+MOST_ERROR = 0.10
+_SHARE = 0.05
+_DIGITS = 3
+
+
+def analyse(trace: Trace, source: Path | None = None) -> TraceReport:
+    """Find and price the waits of one rank's trace. `source` is a folder in which lines are looked up."""
+    waits = find_waits(trace)
+    found = sites_of(trace, waits, Sources(folder=source) if source is not None else None)
+    own = [wait for wait in waits if not wait.is_profiler]
+    sites = [site for site in found if not site.is_device]
+    devices = [site for site in found if site.is_device]
+    program, prices, why = _replayed(trace, sites, devices)
+    span = program.span if program is not None else trace.ended() - trace.started()
+    records = _records([*sites, *devices], prices)
+    host_waits = [wait.call for wait in own]
+    return TraceReport(
+        torchtrim=__version__,
+        file=trace.source,
+        rank=trace.rank,
+        device=trace.device,
+        versions=trace.versions,
+        events=trace.events,
+        steps=_steps(trace),
+        sync_calls=sum(wait.is_sync and not wait.is_device for wait in own),
+        blocking_copies=sum(wait.is_pageable for wait in own) + unexplained_copies(trace),
+        span_ms=_ms(span),
+        replay_ms=_ms(prices.base.span) if prices is not None else None,
+        device_busy_ms=_ms(device_busy(trace)),
+        host_waiting_ms=_ms(covered(host_waits)),
+        sites=records[: len(sites)],
+        sets=_sets(prices),
+        bound=_bound(program, prices, trace),
+        device_syncs=records[len(sites) :],
+        profiler_syncs=len(waits) - len(own),
+        loader_ms=_ms(loading(trace)),
+        notes=(*why, *_notes(trace, program, prices, own, records), *trace.notes),
+    )
+
+
+def joined(reports: Sequence[TraceReport], talks: Sequence[Talk] = ()) -> TraceReport:
+    """One report for several ranks: the slowest one's, with all of them in it, and their collectives."""
+    if len(reports) == 1:
+        return reports[0]
+    slowest = max(reports, key=lambda report: report.span_ms)
+    shared = f"{len(reports)} ranks; shown is the slowest, {_named(slowest)}."
+    return msgspec.structs.replace(
+        slowest,
+        notes=(shared, *slowest.notes),
+        ranks=tuple(sorted(reports, key=_by_rank)),
+        job=job_of(talks) if talks else None,
+    )
+
+
+def _steps(trace: Trace) -> int:
+    marks = (*trace.annotations, *trace.operators)
+    return len({mark.name for mark in marks if mark.name.startswith("ProfilerStep#")})
+
+
+def _by_rank(report: TraceReport) -> tuple[bool, int, str]:
+    return (report.rank is None, report.rank or 0, report.file)
+
+
+def _named(report: TraceReport) -> str:
+    return f"rank {report.rank}" if report.rank is not None else Path(report.file).name
+
+
+def _replayed(
+    trace: Trace, sites: list[Site], devices: list[Site]
+) -> tuple[Program | None, Prices | None, list[str]]:
+    if not trace.calls:
+        return None, None, ["No calls of the runtime are in the trace, so it cannot be replayed."]
+    numbers = {id(call): i for i, site in enumerate([*sites, *devices]) for call in site.calls}
+    program = build(trace, numbers)
+    if not any(step.launches and step.does is not Does.OUTSIDE for step in program.steps):
+        return None, None, ["No call in the trace launched what ran; it cannot be replayed."]
+    every = range(len(sites) + len(devices))
+    prices = price(program, every[: len(sites)], apart=every[len(sites) :])
+    error = prices.base.span / program.span - 1 if program.span else 0.0
+    if abs(error) > MOST_ERROR:
+        said = (
+            f"The replay takes {prices.base.span / 1e3:.1f} ms where {program.span / 1e3:.1f} ms were "
+            f"measured ({error:+.0%}), so it says nothing of what a wait costs."
+        )
+        return None, None, [said]
+    return program, prices, []
+
+
+def _records(sites: list[Site], prices: Prices | None) -> tuple[TraceSite, ...]:
+    return tuple(_record(site, i, prices) for i, site in enumerate(sites))
+
+
+def _record(site: Site, number: int, prices: Prices | None) -> TraceSite:
+    frame = site.frame
+    lines = tuple(sorted(site.lines))
+    found = len(lines) == 1
+    alone = prices.alone.get(number) if prices is not None else None
+    return TraceSite(
+        path=frame.path if frame else "",
+        function=frame.function if frame else "",
+        line=lines[0] if found else frame.line if frame else 0,
+        op=site.op,
+        count=site.stands,
+        wait_ms=_ms(site.wait_ms * 1e3),
+        saves_alone_ms=_ms(alone) if alone is not None else None,
+        exact=found or (frame is not None and frame.exact),
+        lines=() if found else lines,
+        within=site.within,
+        phase=site.phase,
+    )
+
+
+def _sets(prices: Prices | None) -> tuple[TraceSet, ...]:
+    ranked = prices.sets if prices is not None else []
+    return tuple(TraceSet(sites=tuple(sorted(s)), saves_ms=_ms(gain)) for s, gain in ranked)
+
+
+def _bound(program: Program | None, prices: Prices | None, trace: Trace) -> Bound:
+    if program is None or prices is None:
+        return "unknown"
+    span = prices.base.span
+    return bound(program, gained=prices.together, span=span, loading=loading(trace))
+
+
+def _notes(
+    trace: Trace,
+    program: Program | None,
+    prices: Prices | None,
+    waits: list[Wait],
+    records: tuple[TraceSite, ...],
+) -> list[str]:
+    notes = []
+    if waits and not any(record.path for record in records):
+        notes.append("The trace has no stacks: profile with with_stack=True to see source lines.")
+    if prices is not None and prices.unpriced:
+        notes.append(f"{prices.unpriced} sites were not priced alone; the trace is long.")
+    if program is not None:
+        notes += _doubts(trace, program)
+    return notes + mended(records, trace.versions)
+
+
+def _doubts(trace: Trace, program: Program) -> list[str]:
+    notes = []
+    loose = [step for step in program.steps if step.does is Does.OUTSIDE]
+    before = sum(activity.seconds for step in loose for activity in step.launches)
+    if before > _SHARE * program.span:
+        notes.append(
+            f"{before / 1e3:.1f} ms of the device's work were launched before the trace began or by "
+            "calls that it lacks; the replay keeps them where they were."
+        )
+    delayed = sum(a.extra for step in program.steps for a in step.launches)
+    delayed += sum(step.outside for step in program.steps)
+    if delayed > _SHARE * program.span:
+        notes.append(
+            f"{delayed / 1e3:.1f} ms of waiting have no cause in the trace, such as kernels that were not "
+            "recorded or other processes; the replay keeps them."
+        )
+    talk = covered(e for e in trace.activities if e.name.lower().startswith(("nccl", "rccl")))
+    if talk > _SHARE * program.span:
+        notes.append(
+            f"Collectives run for {talk / 1e3:.1f} ms; the replay keeps their time, though it also holds "
+            "the delay of other ranks."
+        )
+    return notes
+
+
+def _ms(microseconds: float) -> float:
+    return round(microseconds / 1e3, _DIGITS)

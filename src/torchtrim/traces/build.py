@@ -1,0 +1,250 @@
+"""Trace -> program: what the replay may take as given, and what it has to work out again."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import median, median_low
+
+from torchtrim.costs.replay.program import NO_SITE, Activity, Does, Program, Step
+from torchtrim.records.trace_events import Lane, Trace
+from torchtrim.traces.calls import is_pageable
+from torchtrim.traces.hand_over import hand_overs
+from torchtrim.traces.latencies import Latencies, measure
+from torchtrim.traces.launches import Launch, Schedule, Stream, Work, is_waiting, schedule
+from torchtrim.traces.targets import SKEW_US, Ends, Targets, ends, targets
+
+_NOISE_US = 25.0
+_OUTSIDE_US = 50.0
+_QUEUE = 256
+_LONG = 20.0
+_LONG_US = 100.0
+
+
+def build(trace: Trace, sites: Mapping[int, int]) -> Program:
+    """The program of a trace. `sites` tells by `id` of the call which site a waiting call belongs to."""
+    plan = schedule(trace)
+    return _Builder(trace, plan, sites).program()
+
+
+@dataclass
+class _Builder:
+    trace: Trace
+    plan: Schedule
+    sites: Mapping[int, int]
+    latencies: Latencies = field(init=False)
+    targets: Targets = field(init=False)
+    ends: Ends = field(init=False)
+    lanes: dict[Lane, int] = field(default_factory=dict)
+    streams: dict[Stream, int] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.latencies = measure(self.plan)
+        self.targets = targets(self.trace, self.plan)
+        self.ends = ends(self.plan)
+
+    def program(self) -> Program:
+        """All steps, in the order of their time."""
+        self._measure_returns()
+        self.targets = targets(self.trace, self.plan)
+        handed = hand_overs(self.trace, self.plan)
+        for launch in self.plan.launches:
+            self._hand_over(launch, handed)
+            self._step(launch, id(launch) in handed)
+            self.targets.note(launch)
+        lanes = list(self.lanes)
+        return Program(
+            steps=self.steps,
+            lanes=len(lanes),
+            streams=len(self.streams),
+            activities=len(self.plan.works),
+            tails=self._tails(lanes),
+            begin=self.trace.started(),
+            end=self.trace.ended(),
+        )
+
+    def _measure_returns(self) -> None:
+        """What a wait costs where nothing is awaited, and how soon it returns where something is."""
+        returns: dict[str, list[float]] = {}
+        idle: dict[str, list[float]] = {}
+        for launch in self.plan.launches:
+            if launch.call is not None and is_waiting(launch) and not launch.works:
+                last = max((w.event.end for w in self.targets.of(launch)), default=0.0)
+                late = launch.call.end - last
+                if last <= launch.call.ts:
+                    idle.setdefault(launch.kind, []).append(launch.call.dur)
+                elif last > launch.call.ts + SKEW_US and late < _OUTSIDE_US:
+                    returns.setdefault(launch.kind, []).append(late)
+            self.targets.note(launch)
+        self.latencies.back = {kind: median(values) for kind, values in returns.items()}
+        self.latencies.least = {
+            kind: min(median_low(values), _OUTSIDE_US) for kind, values in idle.items()
+        }
+
+    def _hand_over(self, launch: Launch, handed: Mapping[int, tuple[Lane, float]]) -> None:
+        found = handed.get(id(launch))
+        if found is not None:
+            assert launch.lane is not None
+            of = self._lane(found[0])
+            self.steps.append(Step(Does.HAND_OVER, self._lane(launch.lane), found[1], 0.0, of=of))
+
+    def _step(self, launch: Launch, was_handed: bool) -> None:
+        if launch.call is None or launch.lane is None:
+            works = tuple(self._outside(work) for work in launch.works)
+            self.steps.append(Step(Does.OUTSIDE, 0, 0.0, 0.0, works))
+            return
+        lane, gap = self._lane(launch.lane), 0.0 if was_handed else launch.gap
+        if launch.works and (is_waiting(launch) or is_pageable(launch.works[0].event.name)):
+            self.steps.append(self._copy(launch, lane, gap))
+        elif is_waiting(launch):
+            self.steps.append(self._wait(launch, lane, gap))
+        else:
+            self.steps.append(self._launch(launch, lane, gap))
+
+    def _launch(self, launch: Launch, lane: int, gap: float) -> Step:
+        cost = launch.end - launch.time
+        full = self._full_queue(launch, cost)
+        activities = self._activities(launch)
+        if full is None:
+            return Step(Does.LAUNCH, lane, gap, cost, activities)
+        usual = min(cost, self.latencies.cost_of(launch.works[0]))
+        back = launch.end - full.event.end
+        return Step(Does.WAIT, lane, gap, usual, activities, (full.number,), back)
+
+    def _full_queue(self, launch: Launch, cost: float) -> Work | None:
+        """What had to end before there was room for another launch; None where there was room."""
+        if not launch.works or cost < max(
+            _LONG_US, _LONG * self.latencies.cost_of(launch.works[0])
+        ):
+            return None
+        done = bisect_right(self.ends.times, launch.time)
+        if launch.works[0].number - done < _QUEUE:
+            return None
+        at = bisect_right(self.ends.times, launch.end + SKEW_US)
+        last = self.ends.works[at - 1] if at else None
+        return last if last is not None and last.number < launch.works[0].number else None
+
+    def _wait(self, launch: Launch, lane: int, gap: float) -> Step:
+        cost = launch.end - launch.time
+        awaited = self.targets.of(launch)
+        last = max((work.event.end for work in awaited), default=0.0)
+        back = self.latencies.back_of(launch.kind)
+        least = min(cost, self.latencies.least_of(launch.kind))
+        outside = launch.end - max(launch.time + least, last + back)
+        return Step(
+            Does.WAIT,
+            lane,
+            gap,
+            least,
+            awaits=tuple(work.number for work in awaited),
+            back=back,
+            outside=outside if outside > _OUTSIDE_US else 0.0,
+            site=self.sites.get(id(launch.call), NO_SITE),
+        )
+
+    def _copy(self, launch: Launch, lane: int, gap: float) -> Step:
+        cost, work = launch.end - launch.time, launch.works[-1]
+        site = self.sites.get(id(launch.call), NO_SITE)
+        usual = min(cost, self.latencies.cost_of(work), self.latencies.cost.get("kernel", cost))
+        activities = self._activities(launch, keeps=work.event.ts - launch.time)
+        back = launch.end - work.event.end
+        if work.event.ts > launch.end:
+            return Step(Does.WAIT, lane, gap, cost, activities, site=site, without=usual)
+        return Step(
+            Does.COPY,
+            lane,
+            gap,
+            min(cost, usual),
+            activities,
+            (work.number,),
+            back,
+            site=site,
+            without=usual,
+        )
+
+    def _activities(self, launch: Launch, keeps: float | None = None) -> tuple[Activity, ...]:
+        ordered = sorted(launch.works, key=lambda work: work.event.ts)
+        first = self._first(launch, ordered[0], keeps) if ordered else None
+        if first is None:
+            return ()
+        anchor = ordered[0].event.ts
+        return (first, *(self._node(work, first.number, anchor) for work in ordered[1:]))
+
+    def _node(self, work: Work, anchor: int, time: float) -> Activity:
+        stream, event = self._stream(work), work.event
+        offset = event.ts - time
+        return Activity(work.number, stream, event.dur, 0.0, 0.0, anchor=anchor, offset=offset)
+
+    def _first(self, launch: Launch, work: Work, keeps: float | None) -> Activity:
+        event, before = work.event, work.before
+        cost = launch.end - launch.time
+        usual = self.latencies.cost_of(work)
+        late = cost - usual if cost > _LONG * usual and keeps is None else 0.0
+        ready, gap = self.latencies.launch_of(work), self.latencies.gap_of(work)
+        if late and event.ts - launch.time < late:
+            late = 0.0
+        ready += late
+        if keeps is not None and (before is None or before.event.end < launch.time):
+            ready = max(0.0, keeps)
+        free = before.event.end if before is not None else 0.0
+        overlap = None
+        if before is not None and event.ts < free - SKEW_US:
+            overlap, free, gap = event.ts - before.event.ts, event.ts, 0.0
+        after = self.targets.ordered_before(launch, work)
+        expected = max(launch.time + ready, free + gap, *(one.event.end for one in after), 0.0)
+        extra, floor = event.ts - expected, 0.0
+        if extra <= _NOISE_US:
+            extra = 0.0
+        elif (other := self.ends.just_before(work, _NOISE_US)) is not None:
+            after, extra = (*after, other), 0.0
+        elif before is None:
+            extra, floor = 0.0, event.ts
+        return Activity(
+            work.number,
+            self._stream(work),
+            event.dur,
+            ready,
+            gap,
+            tuple(one.number for one in after),
+            extra,
+            overlap,
+            floor=floor,
+        )
+
+    def _outside(self, work: Work) -> Activity:
+        """Work without a launch: at its recorded time, or behind what it was behind on its stream."""
+        event, before = work.event, work.before
+        stream = self._stream(work)
+        if before is None or before.call is None:
+            return Activity(work.number, stream, event.dur, 0.0, 0.0, floor=event.ts)
+        gap = event.ts - before.event.end
+        overlap = event.ts - before.event.ts if gap < 0 else None
+        return Activity(work.number, stream, event.dur, 0.0, gap, overlap=overlap)
+
+    def _tails(self, lanes: list[Lane]) -> list[float]:
+        """How long each thread went on after its last step.
+
+        Threads that have operators and no steps count to the thread whose step was the last before.
+        """
+        last = {one.lane: one.end for one in self.plan.launches if one.lane is not None}
+        until = dict.fromkeys(lanes, 0.0)
+        others = 0.0
+        for events in (self.trace.operators, self.trace.annotations, self.trace.calls):
+            for event in events:
+                lane = (str(event.pid), str(event.tid))
+                if lane in until:
+                    until[lane] = max(until[lane], event.end)
+                elif events is not self.trace.calls:
+                    others = max(others, event.end)
+        if lanes:
+            latest = max(lanes, key=lambda lane: last[lane])
+            until[latest] = max(until[latest], others)
+        return [max(0.0, until[lane] - last[lane]) for lane in lanes]
+
+    def _lane(self, lane: Lane) -> int:
+        return self.lanes.setdefault(lane, len(self.lanes))
+
+    def _stream(self, work: Work) -> int:
+        return self.streams.setdefault(work.stream, len(self.streams))

@@ -1,0 +1,1 @@
+"""The verbs' stories: each runs a workload, plans, applies, verifies and reports."""

@@ -1,0 +1,79 @@
+"""Runs the original and finds what is wasteful in its step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from torchtrim.analysis.prices import priced
+from torchtrim.core.isolation import failures
+from torchtrim.errors import NothingTrains
+from torchtrim.records.finding import Finding
+from torchtrim.records.profile import Profile
+from torchtrim.records.report import Result
+from torchtrim.records.trial import Request, Trial
+from torchtrim.rules.registry import diagnose
+from torchtrim.rules.tt402_blocks_capture import RULE, verdict
+from torchtrim.runner.script import Script
+from torchtrim.runner.trials import Progress, Workload
+from torchtrim.workflows.findings import ranks_of, report_of
+from torchtrim.workflows.optimize.fitting import Fitting
+from torchtrim.workflows.settings import with_settings
+
+CAPTURE = RULE.code
+TAKEN_AS_CALLS = "the script runs no backward, so a step is a call of its model"
+
+
+def record(workload: Workload, warmup: int, progress: Progress) -> Profile:
+    """Record one step. Raises `ScriptFailed` if there was none."""
+    fitting = Fitting(workload, Request(steps=0, warmup=warmup), progress)
+    return fitting.planner(fitting.observe()).profile
+
+
+def findings_of(
+    workload: Workload, select: Sequence[str] | None, progress: Progress
+) -> tuple[Finding, ...]:
+    """What is wasteful in a step, most expensive first."""
+    if isinstance(workload, Script) and workload.processes > 1:
+        trial = Fitting(workload, Request(steps=1), progress).observe()
+        found = report_of("diagnose", workload, trial).findings
+        starts = tuple(select) if select is not None else ("",)
+        return tuple(one for one in found if one.code.startswith(starts))
+    profile = record(workload, 1, progress)
+    return with_settings(priced(profile, diagnose(profile, select))[0], profile.project)
+
+
+def diagnose_report(
+    workload: Workload,
+    request: Request,
+    *,
+    capture: bool = False,
+    progress: Progress = lambda _: None,
+) -> Result:
+    """What is wasteful in a step, with its figures.
+
+    `capture`: also what keeps it from being captured in a CUDA graph (TT402), and whether anything does.
+    """
+    trial = _observed(workload, msgspec.structs.replace(request, grows=True), progress)
+    report = report_of("diagnose", workload, trial)
+    if capture and trial.profile is not None:
+        found = diagnose(trial.profile, (CAPTURE,))
+        said = verdict(trial.profile, len({(one.path, one.line) for one in found}))
+        if any(one.name == CAPTURE for one in failures("rule")):
+            said = f"whether anything keeps the step from being captured is not known: {CAPTURE} failed"
+        report = msgspec.structs.replace(
+            report, findings=(*report.findings, *found), notes=(said, *report.notes)
+        )
+    return Result(report, trial.profile, ranks=ranks_of(trial))
+
+
+def _observed(workload: Workload, request: Request, progress: Progress) -> Trial:
+    """A step, or a call where the script trains nothing."""
+    try:
+        return Fitting(workload, request, progress).observe()
+    except NothingTrains:
+        calls = msgspec.structs.replace(request, infers=True)
+        trial = Fitting(workload, calls, progress).observe()
+        trial.notes += (TAKEN_AS_CALLS,)
+        return trial

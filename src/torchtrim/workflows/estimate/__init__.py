@@ -1,0 +1,1 @@
+"""Peaks from dry runs, for one device or spread over many."""

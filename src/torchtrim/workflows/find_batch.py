@@ -1,0 +1,207 @@
+"""The largest batch that fits a budget: predicted by dry runs, and then run, so that the answer was tried."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import msgspec
+
+from torchtrim.core.units import check_bytes, format_bytes, parse_bytes
+from torchtrim.errors import ScriptFailed, UsageError
+from torchtrim.planner.rates import rates_plan
+from torchtrim.records.allowance import allowance
+from torchtrim.records.estimate import Growth, Probed
+from torchtrim.records.plan import MemoryKind
+from torchtrim.records.report import Result
+from torchtrim.records.trial import Request
+from torchtrim.runner.script import Script, working_folder
+from torchtrim.runner.trials import Model, Progress, Workload, run_trial
+from torchtrim.techniques.scale_lr import scaled_for
+from torchtrim.workflows.estimate.estimate import Estimate, estimate_report
+from torchtrim.workflows.optimize.measured import check_named
+from torchtrim.workflows.optimize.tried import measured
+
+PROBES = 4
+_TRUSTED = 0.25
+"""By what share of the budget a prediction may be off and still be corrected by its error."""
+_REQUEST = Request(steps=1)
+_FAILURES = (ScriptFailed, RuntimeError, ValueError, IndexError, MemoryError)
+
+
+def find_batch(
+    workload: Workload | Callable[[], Model],
+    memory: str | int,
+    *,
+    request: Request = _REQUEST,
+    probes: int = PROBES,
+    progress: Progress = lambda _: None,
+) -> Growth:
+    """As `torchtrim.find_batch`; `request`: what each run is."""
+    if probes < 1:
+        raise UsageError(f"probes={probes}: an answer has to be tried at least once.")
+    check_bytes(memory, share=True)
+    return Search(Estimate(workload, progress=progress), memory, request, progress).run(probes)
+
+
+def find_batch_report(
+    script: Script,
+    memory: str,
+    request: Request = _REQUEST,
+    *,
+    allow: str = "BITWISE",
+    progress: Progress = lambda _: None,
+) -> Result:
+    """The estimate of a script, and the largest batch of its loaders that was run in that memory.
+
+    Where `scale_lr` is allowed, a plan with the learning rates for that batch too.
+    """
+    allowed = allowance(allow)
+    check_named(allowed)
+    check_bytes(memory, share=True)
+
+    def grown(found: Estimate) -> Growth:
+        return Search(found, memory, request, progress).run(PROBES)
+
+    dry = Request(steps=0, dry=True)
+    result = estimate_report(script, dry, grown=grown, progress=progress)
+    assert result.report.estimated is not None
+    (growth,) = result.report.estimated.growth
+    said = tuple(note for note in (probe_note(growth), advice(growth)) if note)
+    report = msgspec.structs.replace(result.report, notes=(*result.report.notes, *said))
+    result = result._replace(report=report)
+    wanted = allowed.holds("SEMANTIC", "scale_lr") and growth.largest not in (0, growth.now)
+    if not wanted or result.before is None:
+        return result
+    rates = scaled_for(result.before, growth.now, growth.largest)
+    return result._replace(plan=rates_plan(result.before, rates, growth, growth.budget_bytes))
+
+
+class Search:
+    """Looks for the largest batch: where the prediction says it is, corrected by what runs need."""
+
+    def __init__(
+        self, estimate: Estimate, memory: str | int, request: Request, progress: Progress
+    ) -> None:
+        self._estimate = estimate
+        self._request = request
+        self._progress = progress
+        self._budget = parse_bytes(memory, whole=estimate.bytes_held)
+        self._now = 0
+        self._predicted: dict[int, int | None] = {}
+        self._tried: dict[int, Probed] = {}
+        self._reasons: dict[int, str] = {}
+
+    def run(self, probes: int) -> Growth:
+        """At most so many runs; the answer is one that fitted, 0 for none."""
+        predicted = self._at(self._budget)
+        self._now = predicted.now
+        batch = max(predicted.largest, 1)
+        while len(self._tried) < probes and not self._is_proven:
+            error = self._probe(batch)
+            batch = self._next(self._aim(batch, error))
+        return self._answer(predicted)
+
+    def _aim(self, batch: int, error: int) -> int:
+        """Where the budget is met: by the prediction and its error, or, where that is far off, on the line
+        through the batch as it is and the one that was run."""
+        if not error:
+            return batch
+        if abs(error) <= self._budget * _TRUSTED:
+            return self._at(self._budget - error).largest
+        peak, now = self._tried[batch].peak_bytes, self._now
+        assert peak is not None
+        if batch == now or peak == self._estimate.bytes_held:
+            return batch
+        each = (peak - self._estimate.bytes_held) / (batch - now)
+        return batch + math.floor((self._budget - peak) / each) if each > 0 else batch
+
+    @property
+    def _low(self) -> int:
+        """The largest that fitted."""
+        return max((n for n, one in self._tried.items() if one.fits), default=0)
+
+    @property
+    def _high(self) -> int | None:
+        """The smallest that did not, of those above."""
+        return min(
+            (n for n, one in self._tried.items() if not one.fits and n > self._low), default=None
+        )
+
+    @property
+    def _is_proven(self) -> bool:
+        return self._high == self._low + 1
+
+    def _next(self, aim: int) -> int:
+        """What to try: where the corrected prediction says it is, or beside what is known."""
+        low, high = self._low, self._high
+        return max(low + 1, aim if high is None else min(aim, high - 1))
+
+    def _at(self, budget: int) -> Growth:
+        """The prediction for a budget."""
+        grown = self._estimate.grown("batch", max(budget, 1))
+        self._predicted[grown.largest] = grown.peak_bytes
+        self._predicted[grown.largest + 1] = grown.next_bytes
+        return grown
+
+    def _probe(self, batch: int) -> int:
+        """Run it at that batch; by how much it needs more than was predicted."""
+        self._progress(f"a batch of {batch}, for real")
+        predicted = self._predicted.get(batch)
+        try:
+            peak: int | None = self._measured(batch)
+        except _FAILURES as error:
+            self._reasons[batch] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            peak = None
+        fits = peak is not None and peak <= self._budget
+        self._tried[batch] = Probed(
+            length=batch, predicted_bytes=predicted, peak_bytes=peak, fits=fits
+        )
+        return peak - predicted if peak is not None and predicted is not None else 0
+
+    def _measured(self, batch: int) -> int:
+        workload, request = self._estimate.at("batch", batch)
+        chosen = msgspec.structs.replace(self._request, **request)
+        with working_folder() as folder:
+            trial = run_trial(workload, chosen, folder, self._progress)
+        kind: MemoryKind = "reserved" if self._estimate.reserved_bytes else "allocated"
+        given = (
+            self._estimate.given_bytes(trial.profile, workload) if trial.profile is not None else 0
+        )
+        return measured(trial, kind) - given
+
+    def _answer(self, predicted: Growth) -> Growth:
+        low = self._low
+        after = self._tried.get(low + 1)
+        return msgspec.structs.replace(
+            predicted,
+            largest=low,
+            peak_bytes=self._tried[low].peak_bytes if low else None,
+            next_bytes=after.peak_bytes if after is not None else None,
+            limited_by=self._reasons.get(low + 1, ""),
+            probes=tuple(self._tried.values()),
+            exact=self._is_proven,
+        )
+
+
+def advice(growth: Growth) -> str:
+    """What else a batch of another size asks for, as a sentence; empty where it is the same."""
+    if growth.largest in (0, growth.now):
+        return ""
+    times = growth.largest / growth.now
+    return (
+        f"the batch is {times:.3g} times what it was: with SGD scale the learning rate by {times:.3g}, with "
+        f"Adam by {times**0.5:.3g}, each over a warm-up of some hundred steps (--allow "
+        f"semantic=scale_lr writes a plan that does), or accumulate so that the effective batch stays "
+        f"{growth.now}"
+    )
+
+
+def probe_note(growth: Growth) -> str:
+    """What was run to find it, as a sentence."""
+    tried = ", ".join(
+        f"{one.length} ({format_bytes(one.peak_bytes) if one.peak_bytes is not None else 'fails'})"
+        for one in growth.probes
+    )
+    sure = "one more does not fit" if growth.exact else "larger ones were not tried"
+    return f"run at {tried}; {sure}"

@@ -1,0 +1,79 @@
+"""What is wasteful in an original that ran, and the report that begins with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import torch
+
+from torchtrim.analysis.prices import priced
+from torchtrim.analysis.syncs import unknown_note
+from torchtrim.capture.versions import untested
+from torchtrim.records.profile import Profile
+from torchtrim.records.report import Report
+from torchtrim.records.trial import Trial
+from torchtrim.report.assemble import Found, Subject, original_report, with_ranks
+from torchtrim.rules.registry import diagnose, diagnose_ranks, in_order
+from torchtrim.runner.process.machine import machine
+from torchtrim.runner.script import Script
+from torchtrim.runner.trials import Workload
+from torchtrim.workflows.settings import with_settings
+
+_OF_TIME = ("TT601", "TT602", "TT606")
+_STILL = 1.2
+
+
+def report_of(verb: str, workload: Workload, trial: Trial) -> Report:
+    """The report of an original that ran."""
+    found = found_in(trial.profile) if trial.profile is not None else Found()
+    if trial.ranks and trial.profile is not None:
+        found = found_on_ranks(trial, trial.profile)
+    subject = subject_of(workload, trial.device)
+    report = with_ranks(original_report(verb, subject, trial, found), trial)
+    warning = untested(str(torch.__version__))
+    unread = unknown_note(trial.profile) if trial.profile is not None else ""
+    notes = (*report.notes, *filter(None, (warning, unread)))
+    return msgspec.structs.replace(report, notes=notes)
+
+
+def found_in(profile: Profile) -> Found:
+    """The findings, priced, with the settings that end some of them."""
+    findings, waiting = priced(profile, diagnose(profile))
+    return Found(with_settings(findings, profile.project), waiting)
+
+
+def found_on_ranks(trial: Trial, lead: Profile) -> Found:
+    """Those of the largest rank, what other ranks have besides, and what all of them show together.
+
+    A wait that is longer than a whole step without the recorder was of the recorded step alone.
+    """
+    findings, waiting = priced(lead, diagnose(lead, alone=False))
+    others = [one for one in ranks_of(trial) if one.rank != lead.rank]
+    longest = _STILL * max(min(step.seconds for step in one.timed) for one in trial.ranks)
+    together = [
+        one
+        for one in diagnose_ranks((lead, *others))
+        if one.code not in _OF_TIME or (one.price_ms or 0) <= longest * 1e3
+    ]
+    every = (*findings, *together)
+    ordered = in_order(lead, every) if waiting is None else every
+    return Found(with_settings(ordered, lead.project), waiting)
+
+
+def ranks_of(trial: Trial) -> tuple[Profile, ...]:
+    """The profiles of all ranks; none where there was one process."""
+    return tuple(one.profile for one in trial.ranks if one.profile is not None)
+
+
+def subject_of(workload: Workload, device: str) -> Subject:
+    """What a report on a workload is of."""
+    script = workload if isinstance(workload, Script) else None
+    model = None if isinstance(workload, Script) else workload.model
+    return Subject(
+        script=script.target if script else type(model).__name__,
+        project=str(script.project if script else Path.cwd()),
+        device=device,
+        machine=machine(device),
+        torch=str(torch.__version__),
+    )

@@ -1,0 +1,1 @@
+"""Fixes a script's source round by round, and proves the fixes."""

@@ -1,0 +1,1 @@
+"""Plans the memory of a live model, applies the plan, verifies it."""

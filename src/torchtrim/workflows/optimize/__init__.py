@@ -1,0 +1,1 @@
+"""Fits a workload into a budget: plan, apply, measure, correct, verify."""

@@ -1,0 +1,94 @@
+"""What each technique would reach of a step's peak, alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+
+from torchtrim.core.isolation import isolated
+from torchtrim.errors import TorchtrimError
+from torchtrim.executor.registry import Measured, names, refusals_of, technique
+from torchtrim.planner.planner import Planner
+from torchtrim.planner.several import Planners
+from torchtrim.records.allowance import Allowance, words_for
+from torchtrim.records.finding import EQUIVALENCES, Equivalence
+from torchtrim.records.lever import Lever
+from torchtrim.records.plan import MemoryKind, Plan, Technique
+from torchtrim.records.trial import Trial
+from torchtrim.step.from_profile import step_of
+
+# A plan or a lever that saves less of the peak is none.
+LEAST_SAVING = 0.005
+_RANK = EQUIVALENCES.index
+
+
+class Reached:
+    """What the plan that needs least was measured to need; `used` is its figure of that kind of memory."""
+
+    def __init__(self, techniques: Sequence[Technique], used: int, seconds: float) -> None:
+        self.names = tuple(dict.fromkeys(one.name for one in techniques))
+        self.lever = Lever(
+            technique=" + ".join(self.names),
+            equivalence=_least([one.equivalence for one in techniques]),
+            peak_bytes=used,
+            step_seconds=seconds,
+            source="measured",
+        )
+
+
+def levers_of(
+    planner_of: Callable[[str], Planner | Planners],
+    whole: int,
+    kind: MemoryKind,
+    reached: Reached,
+    exclude: Collection[str],
+    allow: Allowance,
+    known: Callable[[Plan], int | None],
+) -> tuple[Lever, ...]:
+    """The smallest peak of each technique that lowers it, and of those of the plan together: quickest first.
+
+    `planner_of` plans with one technique alone, and one that it cannot plan is left out; `whole` is the
+    original's figure. `known` is what a plan was measured to need, None for one that was not run.
+    """
+    found = [reached.lever] if reached.names else []
+    for name in names():
+        if name in exclude or reached.names == (name,):
+            continue
+        with isolated("technique", name), suppress(TorchtrimError):
+            planner = planner_of(name)
+            bias = whole - planner.simulated_original
+            plan = planner.floor_plan(0, bias=bias, memory_kind=kind)
+            lever = _lever(name, plan, allow, known(plan))
+            used = name in {one.name for one in plan.techniques}
+            if used and lever.peak_bytes < (1 - LEAST_SAVING) * whole:
+                found.append(lever)
+    return tuple(sorted(found, key=lambda lever: lever.step_seconds))
+
+
+def refusals(original: Trial, exclude: Collection[str]) -> tuple[str, ...]:
+    """What techniques say of the places at which they would save and are not used."""
+    assert original.profile is not None
+    step = step_of(original.profile, original.seconds)
+    known = (name for name in names() if name not in exclude)
+    return tuple(said for name in known for said in refusals_of(name, step))
+
+
+def _lever(name: str, plan: Plan, allow: Allowance, measured: int | None) -> Lever:
+    """What a plan with one technique reaches, as it was measured if it was."""
+    equivalence = _least([one.equivalence for one in plan.techniques])
+    used = tuple(dict.fromkeys(one.name for one in plan.techniques))
+    several = len(used) > 1
+    ran = measured is not None or (isinstance(technique(name), Measured) and not several)
+    return Lever(
+        technique=" + ".join(used) if several else name,
+        equivalence=equivalence,
+        needs="" if allow.holds(equivalence, name) else words_for(equivalence, name),
+        peak_bytes=plan.predicted.peak_bytes if measured is None else measured,
+        step_seconds=plan.predicted.step_seconds,
+        source="measured" if ran else "simulated",
+    )
+
+
+def _least(equivalences: Sequence[Equivalence]) -> Equivalence:
+    """The least equal of several."""
+    return max(equivalences, key=_RANK, default="BITWISE")

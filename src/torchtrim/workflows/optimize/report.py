@@ -1,0 +1,79 @@
+"""What fitting a workload gives: as a report, or a live model with its plan applied."""
+
+from __future__ import annotations
+
+import msgspec
+
+from torchtrim.core.isolation import isolated
+from torchtrim.errors import ApplyFailed
+from torchtrim.executor.apply import Applied, apply_plan, named_roots
+from torchtrim.records.plan import MemoryKind
+from torchtrim.records.report import Result
+from torchtrim.records.terms import BITWISE, Terms
+from torchtrim.records.trial import Request
+from torchtrim.report.assemble import with_missed_budget, with_plan, with_planned, with_ranks
+from torchtrim.runner.script import Script
+from torchtrim.runner.trials import Progress, Workload
+from torchtrim.workflows.findings import ranks_of, report_of
+from torchtrim.workflows.fix.report import fixes_of, with_fixes
+from torchtrim.workflows.fix.rounds import Fixing
+from torchtrim.workflows.optimize.fitting import Fit, Fitting
+
+
+def optimize_report(
+    workload: Workload,
+    memory: str | int,
+    request: Request,
+    *,
+    memory_kind: MemoryKind = "allocated",
+    terms: Terms = BITWISE,
+    fixes: bool = False,
+    progress: Progress = lambda _: None,
+) -> Result:
+    """The whole loop. Where nothing fits, it gives the plan with the smallest peak, and what would help.
+
+    With `fixes`, a script's host-device syncs are fixed too, as a diff beside the plan.
+    """
+    fitting = Fitting(workload, request, progress, terms)
+    fixing = Fixing(workload, request, progress) if fixes and isinstance(workload, Script) else None
+    found = fitting.nearest(memory, memory_kind)
+    result = fitted(workload, found, memory_kind)
+    if fixing is not None and found.missed is None and isinstance(workload, Script):
+        with isolated("fix", "of host-device syncs"):
+            fixed = fixing.fix(found.original)
+            cured = with_fixes(result.report, fixes_of(fixed, workload.project))
+            result = result._replace(report=cured)
+    return result
+
+
+def fitted(
+    workload: Workload, found: Fit, memory_kind: MemoryKind, verb: str = "optimize"
+) -> Result:
+    """What fitting gave, as a report."""
+    report = with_planned(
+        report_of(verb, workload, found.original), found.planned, found.certificate
+    )
+    report = with_plan(report, found.plan, memory_kind, found.budget_bytes)
+    report = with_ranks(report, found.original, found.planned)
+    report = msgspec.structs.replace(report, notes=(*found.original.notes, *found.notes))
+    after = found.planned.profile if found.planned else None
+    if found.missed is not None:
+        report = with_missed_budget(report, found.missed, memory_kind, found.budget_bytes, after)
+    ranks = ranks_of(found.original)
+    return Result(report, found.original.profile, after, found.plan, ranks=ranks)
+
+
+def fit_model(fitting: Fitting, memory: str | int, memory_kind: MemoryKind) -> tuple[Fit, Applied]:
+    """Fit a live model, and leave the plan applied.
+
+    Raises `InfeasibleBudget`, and `ApplyFailed` if the planned step does not equal the original.
+    """
+    workload = fitting.workload
+    assert not isinstance(workload, Script)
+    found = fitting.fit(memory, memory_kind)
+    if found.certificate is not None and found.certificate.verdict == "NOT EQUAL":
+        raise ApplyFailed(
+            f"the planned step does not equal the original: {found.certificate.reason}. "
+            "The model is as it was."
+        )
+    return found, apply_plan(found.plan, named_roots((workload.model, *workload.optimizers)))

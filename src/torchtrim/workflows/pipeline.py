@@ -1,0 +1,412 @@
+"""Plans a script as a pipeline; certifies it by the same sums in one process, and from there bit by bit."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from torchtrim import __version__
+from torchtrim.certify.certify import ROUNDING_LIMIT, SHRINKS_BY
+from torchtrim.core.units import check_bytes, parse_bytes
+from torchtrim.costs.devices import DEVICES
+from torchtrim.costs.roofline import estimate
+from torchtrim.errors import TorchtrimError, UsageError
+from torchtrim.executor.fingerprint import sha256_of
+from torchtrim.pipelines.orders import order_of
+from torchtrim.planner.plans import pipeline_plan
+from torchtrim.planner.stages.chain import Reader
+from torchtrim.planner.stages.choose import (
+    Candidate,
+    Chosen,
+    Ways,
+    choose,
+    pipeline_of,
+    rechosen,
+)
+from torchtrim.records.certificate import Certificate, Difference, Verdict
+from torchtrim.records.pipeline import Bar, Clocked, Pipeline, PipelineReport, ScheduleFigures
+from torchtrim.records.plan import Plan
+from torchtrim.records.profile import Profile, is_emulated
+from torchtrim.records.report import Report, Result
+from torchtrim.records.trial import Request
+from torchtrim.report.assemble import with_plan
+from torchtrim.runner.script import Script, working_folder
+from torchtrim.runner.stage_ranks import run_stages
+from torchtrim.runner.stage_worker import VALUES, How, StageTask, StageTrial
+from torchtrim.runner.trials import Progress, Workload
+from torchtrim.workflows.findings import report_of, subject_of
+from torchtrim.workflows.made_for import check_script
+from torchtrim.workflows.optimize.fitting import Fitting
+
+_MOST_BARS = 2000
+_DEVICE = "a100"
+_ONE_PROCESS: tuple[How, ...] = ("whole", "in order")
+
+
+def plan_pipeline(
+    script: Script,
+    memory: str | int,
+    request: Request,
+    *,
+    stages: int,
+    replicas: int = 1,
+    progress: Progress = lambda _: None,
+) -> Result:
+    """The quickest pipeline of so many ranks, each within the budget.
+
+    Raises `Unsupported`, `InfeasibleBudget`.
+    """
+    check_bytes(memory, share=True)
+    fitting = Fitting(script, request, progress)
+    trial = fitting.observe()
+    planner = fitting.planner(trial)
+    budget = parse_bytes(memory, whole=trial.peak_bytes)
+    reader = Reader(planner.profile, trial.seconds, _times(planner.profile))
+    chain_of = functools.lru_cache(maxsize=None)(reader.chain)
+    progress("looking for cuts, a schedule and micro-batches")
+    ways = Ways(stages, replicas)
+    chosen = choose(chain_of, ways, budget, order_of)
+    plan_of = functools.partial(
+        pipeline_plan,
+        planner.profile,
+        fingerprint=trial.fingerprint,
+        budget_bytes=budget,
+        script_sha256=sha256_of(script.path) if script.path else "",
+    )
+    note = ""
+    if planner.profile.device == "cpu":
+        with working_folder() as folder:
+            runs = Runs(script, plan_of(chosen.pipeline), 1, folder, progress)
+            chosen, note = clocked(runs, chosen, ways)
+    plan = plan_of(chosen.pipeline)
+    report = with_plan(report_of("plan", script, trial), plan, "allocated", budget)
+    notes = (*report.notes, note) if note else report.notes
+    report = msgspec.structs.replace(report, pipeline=_shown(chosen), findings=(), notes=notes)
+    return Result(report, trial.profile, None, plan)
+
+
+def clocked(runs: Runs, chosen: Chosen, ways: Ways) -> tuple[Chosen, str]:
+    """The choice by what the stages' actions take here, run one by one in one process.
+
+    Where they do not run it is the one that was given, and the text says why.
+    """
+    several = [pipeline_of(chosen.pipeline.root, one, ways) for one in chosen.shortlist]
+    try:
+        clocks = runs.clocks(several)
+    except TorchtrimError as error:
+        return chosen, (
+            "the stages were not run, so that their times are those of the whole batch's operators, and a "
+            f"backward that is split in two costs no more than a whole one: {error}"
+        )
+    return rechosen(chosen, clocks, ways), ""
+
+
+def _times(profile: Profile) -> Sequence[float] | None:
+    """What operators take on the device that is emulated, by the roofline; None where they were measured."""
+    if not is_emulated(profile.device):
+        return None
+    device = DEVICES[profile.device.partition(" ")[2] or _DEVICE]
+    return estimate(profile, device).device_seconds
+
+
+def _shown(chosen: Chosen) -> PipelineReport:
+    """The pipeline as a report has it, with the bars of its schedule."""
+    bars = tuple(
+        Bar(
+            rank=rank,
+            stage=bar.action.stage,
+            kind=bar.action.kind,
+            batch=bar.action.batch,
+            start=bar.start,
+            end=bar.end,
+        )
+        for rank, line in enumerate(chosen.best.simulated.bars)
+        for bar in line
+    )
+    return PipelineReport(
+        pipeline=chosen.pipeline,
+        in_flight=chosen.best.simulated.in_flight,
+        schedules=tuple(map(_figures, chosen.others)),
+        bars=bars if len(bars) <= _MOST_BARS else (),
+    )
+
+
+def _figures(one: Candidate) -> ScheduleFigures:
+    return ScheduleFigures(
+        schedule=one.schedule,
+        microbatches=one.microbatches,
+        seconds=one.simulated.seconds,
+        bubble=one.simulated.bubble,
+        peak_bytes=one.peak,
+    )
+
+
+class Run(NamedTuple):
+    """What the ranks of a run left, and where."""
+
+    trials: list[tuple[StageTrial, Path]]
+
+    @property
+    def first(self) -> StageTrial:
+        """That of the first rank."""
+        return self.trials[0][0]
+
+    def digests(self) -> list[dict[str, str]]:
+        """Of each step, by name, whichever rank had it."""
+        steps: list[dict[str, str]] = [{} for _ in self.first.steps]
+        for trial, _ in self.trials:
+            for merged, own in zip(steps, trial.steps, strict=False):
+                merged.update(own)
+        return steps
+
+    def gradients(self) -> dict[str, array[float]]:
+        """Values of the first step's gradients."""
+        found = {}
+        for trial, folder in self.trials:
+            for number, name in enumerate(trial.names):
+                found[name] = array("d", (folder / f"{VALUES}{number}").read_bytes())
+        return found
+
+
+class Runs:
+    """Runs a script as it is, in the schedule's order, and as a pipeline."""
+
+    def __init__(
+        self, script: Script, plan: Plan, steps: int, folder: Path, tell: Progress
+    ) -> None:
+        self._script, self._plan, self._steps = script, plan, steps
+        self._folder, self._tell = folder, tell
+        assert plan.pipeline is not None
+        self.pipeline: Pipeline = plan.pipeline
+        self._threads = max(1, (os.cpu_count() or 1) // self.pipeline.processes)
+
+    @classmethod
+    def links_of_sums(cls, script: Script, plan: Plan, steps: int) -> Sums:
+        """The first link alone."""
+        with working_folder() as folder:
+            return _sums(cls(script, plan, steps, folder, lambda _: None))[0]
+
+    def clocks(self, pipelines: Sequence[Pipeline]) -> list[tuple[Clocked, ...]]:
+        """What the actions of each stage take, of each of the pipelines, in one process."""
+        several = tuple({_runs_as(one): one for one in pipelines}.values())
+        task = msgspec.structs.replace(self._task("clocked"), clocked=several)
+        folder = self._folder / "clocked"
+        folder.mkdir()
+        tell = lambda text: self._tell(f"clocking stages: {text}")  # noqa: E731
+        found = run_stages(self._script, task, 1, folder, tell)[0][0].clocks
+        known = dict(zip(map(_runs_as, several), found, strict=True))
+        return [known[_runs_as(one)] for one in pipelines]
+
+    def _task(self, how: How, *, double: bool = False) -> StageTask:
+        return StageTask(
+            target=self._script.target if self._script.module else str(self._script.path),
+            module=self._script.module,
+            args=self._script.args,
+            plan=msgspec.structs.replace(self._plan, fingerprint={}) if double else self._plan,
+            how=how,
+            steps=self._steps,
+            threads=self._threads,
+            double=double,
+        )
+
+    def run(
+        self, how: How, *, still: bool = False, double: bool = False, measured: bool = False
+    ) -> Run:
+        """One run."""
+        ranks = self.pipeline.processes if how == "pipeline" else 1
+        task = msgspec.structs.replace(
+            self._task(how, double=double), still=still, measured=measured
+        )
+        said = f"{how}{', in float64' if double else ''}"
+        folder = self._folder / said.replace(" ", "-").replace(",", "") / str(still)
+        folder.mkdir(parents=True)
+        tell = lambda text: self._tell(f"{said}: {text}")  # noqa: E731
+        return Run(run_stages(self._script, task, ranks, folder, tell))
+
+
+def _runs_as(pipeline: Pipeline) -> tuple[Any, ...]:
+    """What sets which actions its stages have, whatever their order."""
+    again = tuple(stage.recompute for stage in pipeline.stages)
+    return pipeline.cuts, pipeline.microbatches, again
+
+
+def verify_pipeline(
+    script: Workload, plan: Plan, request: Request, *, progress: Progress = lambda _: None
+) -> Result:
+    """Whether the pipeline computes what the script does, in two links.
+
+    The whole batch equals, up to rounding, the sum over micro-batches in the schedule's own order, in one
+    process; and that equals the pipeline in several processes, bit for bit. Raises `ApplyFailed`.
+    """
+    if not isinstance(script, Script):
+        raise UsageError(
+            "the plan is a pipeline of several processes, and a live model is in one: verify its script."
+        )
+    check_script(plan, script)
+    if script.device not in (None, "cpu"):
+        raise UsageError("a pipeline is certified on the CPU, with gloo: leave --device out.")
+    with working_folder() as folder:
+        runs = Runs(script, plan, request.steps, folder, progress)
+        links = _links(runs)
+    certificate = _certificate(links, request.steps)
+    report = _blank_report(script, request)
+    report = with_plan(report, plan, plan.memory_kind, plan.budget_bytes)
+    return Result(
+        msgspec.structs.replace(report, certificate=certificate, notes=_notes(links)),
+        None,
+        None,
+        plan,
+    )
+
+
+def _blank_report(script: Script, request: Request) -> Report:
+    subject = subject_of(script, "cpu")
+    return Report(
+        torchtrim=__version__,
+        torch=subject.torch,
+        verb="verify",
+        device="cpu",
+        script=subject.script,
+        project=subject.project,
+        machine=subject.machine,
+        steps=request.steps,
+    )
+
+
+class Sums(NamedTuple):
+    """The first link: the whole batch against the sum in the schedule's order.
+
+    `difference` and `double`: the largest relative difference of gradients, and that in float64; `worst`:
+    whose.
+    """
+
+    verdict: Verdict
+    difference: float
+    double: float
+    worst: str
+
+
+class Links(NamedTuple):
+    """What the two links showed. `differs`: what first differs between the sum in order and the pipeline."""
+
+    sums: Sums
+    differs: str
+    compared: tuple[str, ...]
+    dropped: bool
+    pipeline: Pipeline
+
+    @property
+    def verdict(self) -> Verdict:
+        """Of both."""
+        return "NOT EQUAL" if self.differs else self.sums.verdict
+
+
+def _sums(runs: Runs) -> tuple[Sums, Run, Run]:
+    """The first link, and its runs. Nothing is dropped out, since each micro-batch draws its own numbers."""
+    whole, ordered = runs.run("whole", still=True), runs.run("in order", still=True)
+    difference, worst = _largest(whole, ordered)
+    double = 0.0
+    if difference:
+        again = (runs.run(how, still=True, double=True) for how in _ONE_PROCESS)
+        double, _ = _largest(*again)
+    return Sums(_judged(difference, double), difference, double, worst), whole, ordered
+
+
+def _links(runs: Runs) -> Links:
+    sums, whole, ordered = _sums(runs)
+    dropped = whole.first.dropped
+    staged = runs.run("pipeline")
+    one = runs.run("in order") if dropped else ordered
+    steps = one.digests()
+    gradients = sum(name.startswith("gradient:") for name in steps[0])
+    times = f"x {len(steps)} steps"
+    compared = (
+        f"{gradients} gradients {times}",
+        f"{len(steps[0]) - gradients} parameters {times}",
+    )
+    return Links(sums, first_difference(one, staged), compared, dropped, runs.pipeline)
+
+
+def _largest(one: Run, other: Run) -> tuple[float, str]:
+    """The largest difference of gradients of the first step, relative to the largest of the tensor or, where
+    that is next to nothing, of all; and whose it is. Infinite where one lacks a gradient."""
+    ours, theirs = one.gradients(), other.gradients()
+    if ours.keys() != theirs.keys():
+        return math.inf, min(ours.keys() ^ theirs.keys())
+    tops = {name: max(map(abs, values), default=0.0) for name, values in ours.items()}
+    floor = max(tops.values(), default=0.0) * 1e-3
+    found = [(0.0, "")]
+    for name, values in ours.items():
+        apart = max((abs(a - b) for a, b in zip(values, theirs[name], strict=True)), default=0.0)
+        scale = max(tops[name], floor)
+        found.append(((apart / scale if scale else 0.0) if apart == apart else math.inf, name))
+    return max(found)
+
+
+def _judged(difference: float, double: float) -> Verdict:
+    if not difference:
+        return "BITWISE"
+    shrinks = double * SHRINKS_BY <= difference
+    return "ROUNDING" if shrinks and difference <= ROUNDING_LIMIT else "NOT EQUAL"
+
+
+def first_difference(one: Run, other: Run) -> str:
+    """The first thing that differs, as `quantity:name`; empty for none."""
+    for ours, theirs in zip(one.digests(), other.digests(), strict=True):
+        for name in sorted({*ours, *theirs}):
+            if ours.get(name) != theirs.get(name):
+                return name
+    return ""
+
+
+def _certificate(links: Links, steps: int) -> Certificate:
+    verdict, difference = links.verdict, links.sums.difference
+    quantity, _, wrong = links.differs.partition(":")
+    if links.sums.verdict == "NOT EQUAL":
+        quantity, wrong = "gradient", links.sums.worst
+    return Certificate(
+        verdict=verdict,
+        compared=links.compared,
+        largest_difference=difference if math.isfinite(difference) else None,
+        first_difference=Difference(module=wrong, op=quantity) if verdict == "NOT EQUAL" else None,
+        noise=0.0,
+        seeds="torchtrim",
+        steps=steps,
+        reason=_reason(links),
+    )
+
+
+def _reason(links: Links) -> str:
+    sums, pipeline = links.sums, links.pipeline
+    parts = f"{pipeline.microbatches} micro-batches"
+    apart = f"{sums.difference:.1e}, in float64 {sums.double:.1e}"
+    if sums.verdict == "NOT EQUAL":
+        return (
+            f"the sum over {parts} is not the whole batch's: gradients differ by {apart}. Samples "
+            f"are mixed, or "
+            "the loss is no mean in which all samples count alike"
+        )
+    how = f"up to rounding ({apart})" if sums.difference else "bit for bit"
+    first = (
+        f"the whole batch equals the sum over {parts}, in the order of {pipeline.schedule}, {how}"
+    )
+    if links.differs:
+        return f"{first}; but the pipeline does not equal that: {links.differs} differs"
+    return f"{first}; and that equals the pipeline, bit for bit"
+
+
+def _notes(links: Links) -> tuple[str, ...]:
+    if not links.dropped:
+        return ()
+    return (
+        "the model drops out: each micro-batch draws its own numbers, so that a run differs from "
+        "the original as "
+        "with another seed. The first link was shown with nothing dropped out, the second as it is.",
+    )

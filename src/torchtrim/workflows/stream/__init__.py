@@ -1,0 +1,1 @@
+"""What grows in a stream, and whether its bounds change what it computes."""

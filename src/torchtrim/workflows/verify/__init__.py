@@ -1,0 +1,1 @@
+"""Whether a planned script, or another one, computes the same."""

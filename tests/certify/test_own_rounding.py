@@ -1,0 +1,69 @@
+"""A model that enlarges rounding is told from a bug: behind a norm its loss hardly depends on anything."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import torchtrim
+from steps import encoder, squared, train_step
+from torchtrim.planner.plans import made_plan
+from torchtrim.records.certificate import Certificate
+from torchtrim.records.plan import Prediction, Technique
+from torchtrim.records.terms import Terms
+from torchtrim.records.trial import Request
+from torchtrim.runner.settings.float64 import prepare
+from torchtrim.techniques.micro_batch import running as parted
+from torchtrim.workflows.optimize.fitting import Fitting
+
+PLACE = "TransformerEncoder.layers.0.self_attn"
+
+
+def certified() -> Certificate:
+    """Of an encoder whose last norm makes its squares nearly a constant, a part of it in micro-batches."""
+    torch.manual_seed(0)
+    step = train_step(encoder(16, 2), torch.randn(4, 24, 16), "SGD")
+    fitting = Fitting(step, Request(steps=2), lambda _: None, Terms(allow="ROUNDING"))
+    where = Technique(name="micro_batch", where=(PLACE,), options={"parts": 4})
+    plan = made_plan(
+        "",
+        fingerprint={},
+        techniques=(where,),
+        predicted=Prediction(peak_bytes=0, step_seconds=0.0),
+        budget_bytes=1,
+    )
+    return fitting.verify(fitting.observe(), plan)
+
+
+def test_enlarged_rounding_is_no_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchtrim.certify.certify.SHRINKS_BY", 1e30)
+    found = certified()
+    assert found.verdict == "ROUNDING"
+    assert "one rounding away" in found.reason
+
+
+def test_an_error_a_little_larger_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = parted._run_backward
+
+    def wrong(pairs: list[tuple[torch.autograd.graph.GradientEdge, torch.Tensor]]) -> None:
+        own([(edge, grad * (1 + 1e-8)) for edge, grad in pairs])
+
+    monkeypatch.setattr(parted, "_run_backward", wrong)
+    monkeypatch.setattr("torchtrim.certify.certify.SHRINKS_BY", 1e30)
+    found = certified()
+    assert found.verdict == "NOT EQUAL"
+    assert "float64" in found.reason
+
+
+def test_parameters_are_moved_by_one_rounding_and_put_back() -> None:
+    net = torch.nn.Linear(3, 3)
+    before = net.weight.detach().clone()
+    prepare(net, Request(nudged=True))
+    gap = (net.weight.detach() - before).abs() / before.abs()
+    assert 0 < float(gap.max()) <= 2 * torch.finfo(torch.float32).eps
+    step = torchtrim.TrainStep(
+        net, squared, torch.optim.SGD(net.parameters(), 0.1), torch.randn(2, 3)
+    )
+    state = net.weight.detach().clone()
+    Fitting(step, Request(steps=1, nudged=True), lambda _: None).observe()
+    assert torch.equal(net.weight.detach(), state)

@@ -1,0 +1,175 @@
+"""The table of workspaces against the allocator's own events, an operator at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.autograd.profiler import profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchtrim.attention import RelativeAttention, get_rpe_config
+from torchtrim.dispatch.modes import tensors_among
+from torchtrim.dryrun import convolution
+from torchtrim.dryrun import workspace as table
+from torchtrim.dryrun.machine import Machine
+from torchtrim.dryrun.run import dry_run
+from torchtrim.dryrun.workspace import workspace
+
+aten = torch.ops.aten
+SLACK = 16_384
+"""Bytes that are not told apart: tables of indices, padding of buffers."""
+SAMPLES = 5
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is told of this machine is measured now."""
+    here = Machine("here", None)
+    for module in (convolution, table):
+        monkeypatch.setattr(module, "machine", lambda: here)
+
+
+def needed(call: Callable[[], Any]) -> tuple[int, Any]:
+    """`(bytes that a call needs beside its results, the results)`; the second call is measured."""
+    call()
+    with profile(profile_memory=True) as seen:
+        result = call()
+    events: Any = seen.kineto_results
+    level = highest = 0
+    for event in events.events():
+        if event.name() == "[memory]":
+            level += event.nbytes()
+            highest = max(highest, level)
+    storages = {one.untyped_storage() for one in tensors_among((result,))}
+    return highest - sum(one.nbytes() for one in storages), result
+
+
+def check(operator: Any, *args: Any) -> None:
+    """The table says within 5 % of the bytes that are touched what the operator needs."""
+    found, result = needed(lambda: operator(*args))
+    touched = sum(one.nbytes for one in tensors_among((*args, result)))
+    told = workspace(operator, args, {}, result)
+    assert abs(told - found) <= 0.05 * (touched + found) + SLACK
+
+
+def convolved(x: Any, w: Any, args: tuple[Any, ...]) -> None:
+    """A convolution, with a bias and without, and both of its gradients."""
+    check(aten.convolution.default, x, w, None, *args)
+    check(aten.convolution.default, x, w, torch.randn(w.shape[1 if args[3] else 0]), *args)
+    gradient = torch.randn_like(aten.convolution.default(x, w, None, *args))
+    check(aten.convolution_backward.default, gradient, x, w, None, *args, [True, True, False])
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("inner", [1, 3, 8, 12, 16, 24, 32])
+@pytest.mark.parametrize("outer", [3, 8, 24, 32])
+def test_convolutions_of_few_channels(inner: int, outer: int, stride: int) -> None:
+    x, w = torch.randn(SAMPLES, inner, 32, 32), torch.randn(outer, inner, 3, 3)
+    convolved(x, w, ([stride] * 2, [1, 1], [1, 1], False, [0, 0], 1))
+
+
+@pytest.mark.parametrize(("size", "stride"), [(2, 2), (3, 1), (3, 2), (4, 2)])
+@pytest.mark.parametrize(
+    ("inner", "outer"), [(24, 3), (16, 8), (8, 8), (3, 24), (32, 32), (20, 40)]
+)
+def test_transposed_convolutions(inner: int, outer: int, size: int, stride: int) -> None:
+    x, w = torch.randn(SAMPLES, inner, 32, 32), torch.randn(inner, outer, size, size)
+    convolved(x, w, ([stride] * 2, [(size - 1) // 2] * 2, [1, 1], True, [0, 0], 1))
+
+
+@pytest.mark.parametrize("dilation", [2, 4, 12, 18])
+@pytest.mark.parametrize("side", [8, 16, 32])
+def test_dilated_convolutions_on_small_maps(side: int, dilation: int) -> None:
+    x, w = torch.randn(SAMPLES, 64, side, side), torch.randn(32, 64, 3, 3)
+    found = [dilation] * 2
+    gradient = torch.randn(SAMPLES, 32, side, side)
+    rest = (None, [1, 1], found, found, False, [0, 0], 1, [True, True, False])
+    check(aten.convolution_backward.default, gradient, x, w, *rest)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("inner", "outer", "size"), [(16, 32, 3), (32, 8, 1)])
+def test_convolutions_in_half_precision(
+    inner: int, outer: int, size: int, dtype: torch.dtype
+) -> None:
+    x = torch.randn(SAMPLES, inner, 12, 12, dtype=dtype)
+    w = torch.randn(outer, inner, size, size, dtype=dtype)
+    around = [size // 2] * 2
+    check(aten.convolution.default, x, w, None, [1, 1], around, [1, 1], False, [0, 0], 1)
+    gradient = torch.randn(SAMPLES, outer, 12, 12, dtype=dtype)
+    rest = (None, [1, 1], around, [1, 1], False, [0, 0], 1, [True, True, False])
+    check(aten.convolution_backward.default, gradient, x, w, *rest)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("rows", "columns"), [(64, 96), (400, 700)])
+def test_products(rows: int, columns: int, dtype: torch.dtype) -> None:
+    x, w = torch.randn(rows, columns, dtype=dtype), torch.randn(columns, 80, dtype=dtype)
+    check(aten.mm.default, x, w)
+    check(aten.addmm.default, torch.randn(80, dtype=dtype), x, w)
+
+
+LOSSES = (F.mse_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy_with_logits)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("loss", [*LOSSES, F.soft_margin_loss, F.binary_cross_entropy])
+def test_losses(loss: Any, reduction: str) -> None:
+    x, y = torch.rand(200, 300), torch.rand(200, 300)
+    if loss in LOSSES:
+        number = {"none": 0, "mean": 1, "sum": 2}[reduction]
+        given = (None, None) if loss is F.binary_cross_entropy_with_logits else ()
+        operator = getattr(aten, loss.__name__).default
+        check(operator, x, y, *given, number)
+    with dry_run(".", owned_only=True):
+        told = loss(x * 1, y, reduction=reduction)
+    real = loss(x * 1, y, reduction=reduction)
+    assert told.shape == real.shape
+    assert told.untyped_storage().nbytes() == real.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("size", [60, 96, 200])
+@pytest.mark.parametrize("channels", [1, 3, 8])
+@pytest.mark.parametrize("mode", ["bilinear", "nearest"])
+def test_interpolation(mode: str, channels: int, size: int) -> None:
+    x, to = torch.randn(2, channels, 48, 48), [size, size]
+    given = (x, to, False) if mode == "bilinear" else (x, to)
+    check(getattr(aten, f"upsample_{mode}2d").default, *given)
+
+
+class _Calls(TorchDispatchMode):
+    """Checks each call of relative attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.checked = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "torchtrim":
+            check(func, *args)
+            self.checked += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("on", ["k", "v", "qkv"])
+@pytest.mark.parametrize(("side", "skip"), [(8, 0), (12, 0), (14, 1), (28, 0)])
+def test_relative_attention(side: int, skip: int, on: str) -> None:
+    pytest.importorskip("numba")
+    module = RelativeAttention(64, 2, True, rpe_config=get_rpe_config(rpe_on=on, skip=skip))
+    x = torch.randn(2, side * side + skip, 64, requires_grad=True)
+    with _Calls() as calls:
+        module(x, height=side, width=side).sum().backward()
+    assert calls.checked == 2

@@ -1,0 +1,73 @@
+"""Whether the source says that an expression is a number of Python's."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from torchtrim.source.numbers import is_known_number
+from torchtrim.source.source import Source
+
+KNOWN = (
+    "keep(1.5)",
+    "keep(-1)",
+    "keep(n)",
+    "keep(f)",
+    "keep(o)",
+    "keep(n / 2 if n else -n)",
+    "keep(float(a))",
+    "keep(a.item() + len(b))",
+    "keep(x.shape[0] * x.size(1))",
+    "keep(math.sqrt(n))",
+    "for k in range(a):\n    keep(k)",
+    "t = 0\nfor k in range(3):\n    t += n\n    t = t * 2\nkeep(t)",
+    "if isinstance(a, float):\n    keep(a)",
+    "if isinstance(a, (int, float)) and b:\n    a = keep(a)",
+    "keep(a) if isinstance(a, int | float) else None",
+)
+OPEN = (
+    "keep(a)",
+    "keep(self.a)",
+    "keep(a * 2)",
+    "keep(s)",
+    "keep(u)",
+    "keep(x.shape)",
+    "keep(x.shape[:2])",
+    "keep(x.size())",
+    "keep([n])",
+    "keep(None)",
+    "keep('1')",
+    "n = [n]\nkeep(n)",
+    "n = a\nkeep(n)",
+    "for k in a:\n    keep(k)",
+    "for k, v in enumerate(a):\n    keep(v)",
+    "if isinstance(a, float):\n    a = [a]\n    keep(a)",
+    "if isinstance(a, float):\n    pass\nelse:\n    keep(a)",
+    "if not isinstance(a, float):\n    keep(a)",
+    "if isinstance(a, (float, list)):\n    keep(a)",
+    "if isinstance(a, float) or b:\n    keep(a)",
+    "float = torch.tensor\nkeep(float(a))",
+)
+
+
+def read(body: str) -> bool:
+    lines = "".join(f"    {line}\n" for line in body.splitlines())
+    head = "def f(self, x, a, b, n: int, f: float, o: float | None, s: str, u: 'int | list'):"
+    source = Source("case.py", f"import math\nimport torch\n{head}\n{lines}")
+    (call,) = [
+        node
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "keep"
+    ]
+    return is_known_number(call.args[0], source)
+
+
+@pytest.mark.parametrize("body", KNOWN)
+def test_what_is_known_to_be_a_number(body: str) -> None:
+    assert read(body)
+
+
+@pytest.mark.parametrize("body", OPEN)
+def test_what_may_be_something_else(body: str) -> None:
+    assert not read(body)

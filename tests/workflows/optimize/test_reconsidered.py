@@ -1,0 +1,104 @@
+"""A budget is not refused because of a technique that saves less than it says."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from steps import squared
+from torchtrim import TrainStep, techniques
+from torchtrim.executor.registry import technique
+from torchtrim.planner.plans import made_plan
+from torchtrim.records.plan import Prediction, Technique
+from torchtrim.records.terms import Terms
+from torchtrim.records.trial import Request
+from torchtrim.workflows.optimize.fitting import Fit, Fitting
+from torchtrim.workflows.optimize.reconsidered import Outcome, suspects
+
+
+class Block(nn.Module):
+    """What can be computed again, and of what the technique makes promises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.b(torch.tanh(self.a(x)))
+
+
+WASTES = pytest.mark.parametrize("_liar", [True], indirect=True, ids=["wastes"])
+EITHER = pytest.mark.parametrize(
+    "_liar", [False, True], indirect=True, ids=["saves nothing", "wastes"]
+)
+
+
+@pytest.fixture
+def _liar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[None]:
+    """A technique that promises more than it keeps, dropped in."""
+    source = Path(__file__).parents[2] / "techniques" / "promises.py"
+    shutil.copy(source, tmp_path)
+    monkeypatch.setattr(techniques, "__path__", [*techniques.__path__, str(tmp_path)])
+    sys.modules[type(technique("promises")).__module__].WASTES[0] = request.param
+    yield
+    sys.modules.pop("torchtrim.techniques.promises", None)
+
+
+def fitted(memory: str) -> Fit:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(6)))
+    step = TrainStep(model, squared, torch.optim.SGD(model.parameters(), 0.1), torch.randn(256, 32))
+    return Fitting(step, Request(steps=1), lambda _: None, Terms()).nearest(memory)
+
+
+@EITHER
+@pytest.mark.usefixtures("_liar")
+def test_a_budget_that_honest_techniques_meet_is_met() -> None:
+    found = fitted("58%")
+    assert found.missed is None
+    assert found.certificate is not None
+    assert found.certificate.verdict == "BITWISE"
+    assert found.planned is not None
+    assert found.planned.peak_bytes <= found.budget_bytes
+    assert "promises" not in {one.name for one in found.plan.techniques}
+    assert any("promises" in note and "saved less" in note for note in found.notes)
+
+
+@WASTES
+@pytest.mark.usefixtures("_liar")
+def test_a_refusal_names_no_floor_above_its_own_levers() -> None:
+    found = fitted("2%")
+    assert found.missed is not None
+    assert found.missed.levers
+    allowed = [one for one in found.missed.levers if not one.needs]
+    assert found.missed.smallest_bytes <= min(one.peak_bytes for one in allowed)
+    assert "promises" not in {one.name for one in found.plan.techniques}
+
+
+def outcome(used: int, simulated: int, *names: str) -> Outcome:
+    plan = made_plan(
+        "Net",
+        fingerprint={},
+        techniques=tuple(Technique(name=name, where=("Net",)) for name in names),
+        predicted=Prediction(peak_bytes=simulated, step_seconds=1.0),
+        budget_bytes=100,
+    )
+    return Outcome(plan, used, simulated)
+
+
+def test_who_is_to_blame() -> None:
+    held = outcome(100, 100, "recompute")
+    missed = outcome(150, 100, "recompute", "overwrite")
+    both = outcome(150, 100, "replay", "overwrite")
+    assert suspects([held]) == []
+    assert suspects([held, missed]) == [{"overwrite"}]
+    assert suspects([missed]) == [{"overwrite"}, {"recompute"}, {"overwrite", "recompute"}]
+    assert suspects([held, missed, both])[-1] == {"overwrite", "replay"}
