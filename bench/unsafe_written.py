@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
-from torchtrim.fixes.base import Rewrite
 from torchtrim.linter import text as linting
 from torchtrim.linter.files import Selected, files_of, fix_files, write_fixed
+from torchtrim.rewriter.fix import Rewrite
 from torchtrim.source.source import Source
 
 FILES = Path(__file__).parent / "unsafe_files.json"

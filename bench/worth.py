@@ -26,8 +26,8 @@ import torchtrim
 from bench.machine import save
 from torchtrim.capture.probes import Probes
 from torchtrim.emulator import emulate
-from torchtrim.fixes.registry import matches
-from torchtrim.fixes.writing.edits import patch
+from torchtrim.rewriter.edits import patch
+from torchtrim.rewriter.registry import matches
 from torchtrim.source.facts import Facts
 from torchtrim.source.source import Source
 from torchtrim.workflows.fix.worth import costs_more, modelled

@@ -43,7 +43,7 @@ def check(profile):
 RULE = Rule(code="{code}", name="it-fails", check=check)
 '''
 FIX = '''"""It fails."""
-from torchtrim.fixes.base import Fix, of_forms
+from torchtrim.rewriter.fix import Fix, of_forms
 def write(match, facts):
     raise KeyError("of the fix")
 def find(source):

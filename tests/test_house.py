@@ -17,7 +17,7 @@ import pytest
 import torchtrim
 from torchtrim.cli.main import torchtrim as command_line
 from torchtrim.executor.registry import names, technique
-from torchtrim.fixes.registry import all_fixes
+from torchtrim.rewriter.registry import all_fixes
 from torchtrim.rules.registry import all_rules
 
 ROOT = Path(__file__).parents[1]
@@ -210,7 +210,7 @@ def test_every_rule_fix_technique_and_verb_is_found_by_its_file() -> None:
     assert {found.name for found in all_fixes()} == files("fixes", "FIX")
     techniques = "techniques", "TECHNIQUE = "
     assert set(names()) == files(*techniques) | folders(*techniques)
-    assert {verb.replace("-", "_") for verb in verbs} == files("cli", "def command(")
+    assert {verb.replace("-", "_") for verb in verbs} == files("cli/verbs", "def command(")
 
 
 @pytest.mark.parametrize("name", names())
@@ -240,7 +240,7 @@ def test_help_needs_no_torch() -> None:
         "with contextlib.suppress(SystemExit):\n"
         "    runpy.run_module('torchtrim', run_name='__main__')"
     )
-    assert "torchtrim.cli.optimize" in loaded
+    assert "torchtrim.cli.verbs.optimize" in loaded
     assert not HEAVY & loaded
 
 
@@ -255,19 +255,14 @@ def test_what_only_reads_needs_no_torch(tmp_path: Path) -> None:
             "with contextlib.suppress(SystemExit):\n"
             "    runpy.run_module('torchtrim', run_name='__main__')"
         )
-        assert {"torchtrim.api", f"torchtrim.cli.{words[0]}"} <= loaded
+        assert {"torchtrim.api", f"torchtrim.cli.verbs.{words[0]}"} <= loaded
         assert "torch" not in loaded
 
 
 def test_rooms_that_work_on_records_need_no_torch() -> None:
     rooms = (
-        "errors",
-        "units",
-        "records",
-        "memory",
-        "rules",
-        "fixes",
-        "linter",
+        *("errors", "core", "records", "memory", "syncs", "costs", "step", "analysis", "traces"),
+        *("rules", "source", "rewriter", "fixes", "linter"),
         "planner",
         "report",
     )

@@ -24,8 +24,8 @@ import draws
 import torchtrim
 from fixes.foreign import Inputs, foreign
 from torchtrim.capture.probes import Probes
-from torchtrim.fixes.base import Fix, Rewrite
-from torchtrim.fixes.writing.edits import patch
+from torchtrim.rewriter.edits import patch
+from torchtrim.rewriter.fix import Fix, Rewrite
 from torchtrim.source.facts import Facts, Refused
 from torchtrim.source.source import Source
 

@@ -10,7 +10,7 @@ import torch
 
 from fixes import proving
 from torchtrim.fixes.counted_values import FIX
-from torchtrim.fixes.writing.edits import patch
+from torchtrim.rewriter.edits import patch
 from torchtrim.source.facts import Refused
 
 HEAD = "import torch\ndef function(x, w, k):\n"

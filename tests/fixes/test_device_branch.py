@@ -11,7 +11,7 @@ import torch
 
 from fixes import proving
 from torchtrim.fixes.device_branch import FIX
-from torchtrim.fixes.writing.edits import patch
+from torchtrim.rewriter.edits import patch
 from torchtrim.source.facts import Facts, NoTensor, Refused, Told
 from torchtrim.source.source import Source
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fixes import proving
-from torchtrim.fixes.base import Rewrite
 from torchtrim.fixes.device_branch import FIX
-from torchtrim.fixes.writing.edits import patch
+from torchtrim.rewriter.edits import patch
+from torchtrim.rewriter.fix import Rewrite
 from torchtrim.source.facts import Facts, Refused, Told
 from torchtrim.source.source import Source
 

@@ -10,7 +10,7 @@ import torch
 
 from fixes import proving
 from torchtrim.fixes.index_assignment import FIX
-from torchtrim.fixes.writing.edits import patch
+from torchtrim.rewriter.edits import patch
 from torchtrim.source.facts import Facts, NoTensor, Refused, Told
 from torchtrim.source.source import Source
 from torchtrim.syncs.lookup import is_from

@@ -10,7 +10,7 @@ import torch
 
 from fixes import proving
 from torchtrim.fixes.masked_reduction import FIX
-from torchtrim.fixes.writing.edits import patch
+from torchtrim.rewriter.edits import patch
 from torchtrim.source.facts import Facts, Refused
 from torchtrim.source.source import Source
 

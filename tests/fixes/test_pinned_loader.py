@@ -9,7 +9,7 @@ import pytest
 
 from fixes import proving
 from torchtrim.fixes.pinned_loader import FIX
-from torchtrim.fixes.writing.edits import compatible, patch
+from torchtrim.rewriter.edits import compatible, patch
 from torchtrim.source.facts import Facts, Refused
 from torchtrim.source.source import Source
 

@@ -11,7 +11,7 @@ import torch
 import draws
 from fixes import proving
 from torchtrim.fixes.repeated_list import FIX
-from torchtrim.fixes.writing.edits import patch
+from torchtrim.rewriter.edits import patch
 from torchtrim.source.facts import Facts, Refused
 from torchtrim.source.source import Source
 

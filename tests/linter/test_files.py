@@ -10,7 +10,6 @@ import pytest
 
 import torchtrim
 from torchtrim.errors import UnreadableInput, UsageError
-from torchtrim.fixes.writing.files import undo_sources
 from torchtrim.linter import files as lint_files
 from torchtrim.linter.files import (
     Selected,
@@ -19,6 +18,7 @@ from torchtrim.linter.files import (
     project_of,
     write_fixed,
 )
+from torchtrim.rewriter.files import undo_sources
 
 WAITS = "import torch\n\n\ndef f(x: torch.Tensor, m: torch.Tensor):\n    x[m.nonzero(as_tuple=True)] = 0\n"
 

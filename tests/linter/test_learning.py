@@ -56,9 +56,7 @@ def test_what_a_file_asks_for() -> None:
     assert not is_asked_for("g", text, method=False)
 
 
-@pytest.mark.parametrize(
-    "room", ["attention", "stream", "executor", "runner", "certify"]
-)
+@pytest.mark.parametrize("room", ["attention", "stream", "executor", "runner", "certify"])
 def test_the_same_is_found_where_only_what_is_asked_for_is_followed(room: str) -> None:
     found = 0
     for path in sorted((PACKAGE / room).rglob("*.py")):

@@ -6,11 +6,11 @@ import ast
 
 import pytest
 
-from torchtrim.fixes.registry import matches
 from torchtrim.linter.kinds import Kind
 from torchtrim.linter.static_syncs import static_syncs
 from torchtrim.linter.text import fixed_text, lint_source
 from torchtrim.linter.told import told_of
+from torchtrim.rewriter.registry import matches
 from torchtrim.source.source import Source
 
 HEAD = "import torch\n\n\ndef f(x: torch.Tensor, mask: torch.BoolTensor, t: torch.Tensor, a, n: int):\n"

@@ -21,7 +21,8 @@ from torchtrim.step.from_profile import step_of
 from torchtrim.step.simulate import simulate
 from torchtrim.step.step import Step
 from torchtrim.techniques.recompute.technique import TECHNIQUE as RECOMPUTE
-from torchtrim.techniques.replay.technique import TECHNIQUE, recipes
+from torchtrim.techniques.replay import recipes
+from torchtrim.techniques.replay.technique import TECHNIQUE
 
 
 class Language(nn.Module):

@@ -21,7 +21,8 @@ from steps import Rereading, train_step
 from torchtrim.executor.registry import Handle
 from torchtrim.records.plan import Technique
 from torchtrim.step.from_profile import step_of
-from torchtrim.techniques.replay.technique import TECHNIQUE, groups
+from torchtrim.techniques.replay import groups
+from torchtrim.techniques.replay.technique import TECHNIQUE
 
 Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

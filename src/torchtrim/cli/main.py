@@ -15,10 +15,10 @@ from typing import Any
 import click
 
 from torchtrim import __version__
+from torchtrim.cli import verbs
 from torchtrim.core import isolation as parts
 from torchtrim.errors import ScriptFailed, TorchtrimError, UsageError, is_out_of_memory
 
-_SERVING = ("limits", "main", "options", "output", "sources")
 CRASHED = 70
 """The exit code where torchtrim itself fails: EX_SOFTWARE of sysexits.h, which no verb gives otherwise."""
 _MOST_BYTES = 2**22
@@ -26,21 +26,18 @@ _SETTINGS = ("memory", "memory_kind", "steps", "warmup", "timeout", "device", "o
 
 
 class Verbs(click.Group):
-    """The verbs: each file of this folder has a `command`. A verb is imported when it is wanted."""
+    """The verbs: each file of `verbs/` has a `command`. A verb is imported when it is wanted."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Names of the verbs."""
-        from torchtrim import cli
-
-        files = [m.name for m in pkgutil.iter_modules(cli.__path__)]
-        return [name.replace("_", "-") for name in files if name not in _SERVING]
+        return [one.name.replace("_", "-") for one in pkgutil.iter_modules(verbs.__path__)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """One verb, None if there is none of that name."""
         if cmd_name not in self.list_commands(ctx):
             return None
         stem = cmd_name.replace("-", "_")
-        command: click.Command = importlib.import_module(f"torchtrim.cli.{stem}").command
+        command: click.Command = importlib.import_module(f"{verbs.__name__}.{stem}").command
         return command
 
 

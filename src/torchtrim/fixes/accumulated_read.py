@@ -15,8 +15,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from torchtrim.fixes.base import Edit, Equivalence, Fix, Match, Writing
-from torchtrim.fixes.writing.deferred import (
+from torchtrim.rewriter.deferred import (
     Computed,
     computed_of,
     gives_int,
@@ -24,8 +23,9 @@ from torchtrim.fixes.writing.deferred import (
     on_device,
     widest_loop,
 )
-from torchtrim.fixes.writing.guarded import check_bound, names_tested, with_names
-from torchtrim.fixes.writing.replace import check_comments, insert_after, torch_of
+from torchtrim.rewriter.fix import Edit, Equivalence, Fix, Match, Writing
+from torchtrim.rewriter.guarded import check_bound, names_tested, with_names
+from torchtrim.rewriter.replace import check_comments, insert_after, torch_of
 from torchtrim.source.facts import Facts, Refused
 from torchtrim.source.names import literal_stores
 from torchtrim.source.reads import is_whole

@@ -15,8 +15,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from torchtrim.fixes.base import Edit, Fix, Match, Writing
-from torchtrim.fixes.writing.deferred import (
+from torchtrim.rewriter.deferred import (
     Computed,
     computed_of,
     gives_int,
@@ -24,7 +23,8 @@ from torchtrim.fixes.writing.deferred import (
     on_device,
     widest_loop,
 )
-from torchtrim.fixes.writing.replace import check_comments, fresh, insert_after, torch_of
+from torchtrim.rewriter.fix import Edit, Fix, Match, Writing
+from torchtrim.rewriter.replace import check_comments, fresh, insert_after, torch_of
 from torchtrim.source.facts import Facts, Refused
 from torchtrim.source.names import assigned_to, only_reads
 from torchtrim.source.source import Loop, Source

@@ -14,11 +14,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from torchtrim.fixes.base import Fix, Match, Writing
-from torchtrim.fixes.writing.guarded import for_names_seen, with_names
-from torchtrim.fixes.writing.replace import replace
-from torchtrim.fixes.writing.tensor_uses import need_tensor_uses, with_companions
 from torchtrim.records.seen import Seen
+from torchtrim.rewriter.fix import Fix, Match, Writing
+from torchtrim.rewriter.guarded import for_names_seen, with_names
+from torchtrim.rewriter.replace import replace
+from torchtrim.rewriter.tensor_uses import need_tensor_uses, with_companions
 from torchtrim.source.facts import Facts, Refused, is_floating, is_integral, is_number, is_tensor
 from torchtrim.source.names import stays
 from torchtrim.source.reads import read_of

@@ -12,8 +12,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from torchtrim.fixes.base import Edit, Fix, Match, Writing
-from torchtrim.fixes.writing.replace import check_comments
+from torchtrim.rewriter.fix import Edit, Fix, Match, Writing
+from torchtrim.rewriter.replace import check_comments
 from torchtrim.source.facts import Facts, Refused
 from torchtrim.source.forms import match_form
 from torchtrim.source.purity import is_simple

@@ -19,10 +19,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from torchtrim.fixes.base import Edit, Fix, Match, Writing
-from torchtrim.fixes.writing.deferred import is_count
-from torchtrim.fixes.writing.guarded import check_bound, names_tested, with_names
-from torchtrim.fixes.writing.replace import (
+from torchtrim.records.seen import Seen
+from torchtrim.rewriter.deferred import is_count
+from torchtrim.rewriter.fix import Edit, Fix, Match, Writing
+from torchtrim.rewriter.guarded import check_bound, names_tested, with_names
+from torchtrim.rewriter.replace import (
     atom,
     check_comments,
     fresh,
@@ -30,7 +31,6 @@ from torchtrim.fixes.writing.replace import (
     runs_first,
     torch_of,
 )
-from torchtrim.records.seen import Seen
 from torchtrim.source.facts import Facts, Refused, is_floating, is_integral, need_tensor
 from torchtrim.source.forms import equal
 from torchtrim.source.names import literal_stores

@@ -8,8 +8,8 @@ as in the run that was watched.
 
 from __future__ import annotations
 
-from torchtrim.fixes.base import Fix, Match, Writing, of_forms
-from torchtrim.fixes.writing.replace import replace
+from torchtrim.rewriter.fix import Fix, Match, Writing, of_forms
+from torchtrim.rewriter.replace import replace
 from torchtrim.source.facts import Facts, Refused, Values, is_floating, is_integral, is_tensor
 
 _LIST = "torch.stack(tuple(X)).tolist() if X else []"

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import ast
 
-from torchtrim.fixes.base import Fix, Match, Writing, of_forms
-from torchtrim.fixes.writing.guarded import for_kinds_seen
-from torchtrim.fixes.writing.replace import replace
+from torchtrim.rewriter.fix import Fix, Match, Writing, of_forms
+from torchtrim.rewriter.guarded import for_kinds_seen
+from torchtrim.rewriter.replace import replace
 from torchtrim.source.facts import Facts, Refused, Values, is_tensor
 from torchtrim.source.names import only_reads_at, stays
 from torchtrim.source.uses import loads

@@ -16,9 +16,9 @@ import ast
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from torchtrim.fixes.base import Edit, Fix, Match, Writing
-from torchtrim.fixes.writing.replace import atom, comments, instead, torch_of
 from torchtrim.records.seen import Seen
+from torchtrim.rewriter.fix import Edit, Fix, Match, Writing
+from torchtrim.rewriter.replace import atom, comments, instead, torch_of
 from torchtrim.source.facts import Facts, Refused, is_floating, is_number, is_tensor
 from torchtrim.source.forms import equal, match_form
 from torchtrim.source.names import is_private, only_reads, was_fresh

@@ -10,8 +10,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from torchtrim.fixes.base import Fix, Match, Writing
 from torchtrim.fixes.conditional_fill import fills
+from torchtrim.rewriter.fix import Fix, Match, Writing
 from torchtrim.source.branches import branches
 from torchtrim.source.facts import Facts, Refused
 from torchtrim.source.source import Source

@@ -10,8 +10,8 @@ Refused without `minlength`, where the length is the data's, and with weights: o
 
 from __future__ import annotations
 
-from torchtrim.fixes.base import Fix, Match, Writing, of_forms
-from torchtrim.fixes.writing.replace import replace
+from torchtrim.rewriter.fix import Fix, Match, Writing, of_forms
+from torchtrim.rewriter.replace import replace
 from torchtrim.source.facts import Facts, Refused, is_integral
 
 _KNOWN = ("torch.bincount(X, minlength=K)", "X.bincount(minlength=K)")

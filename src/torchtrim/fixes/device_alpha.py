@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import re
 
-from torchtrim.fixes.base import Fix, Match, Writing, of_forms
-from torchtrim.fixes.writing.guarded import for_names_seen, with_names
-from torchtrim.fixes.writing.replace import replace
+from torchtrim.rewriter.fix import Fix, Match, Writing, of_forms
+from torchtrim.rewriter.guarded import for_names_seen, with_names
+from torchtrim.rewriter.replace import replace
 from torchtrim.source.facts import Facts, Refused, Values, is_floating, is_tensor
 from torchtrim.source.names import stays
 from torchtrim.source.reads import bare

@@ -12,8 +12,8 @@ a bound where a gradient is wanted: at an element that equals it a tensor and a 
 
 from __future__ import annotations
 
-from torchtrim.fixes.base import Fix, Match, Writing, of_forms
-from torchtrim.fixes.writing.replace import replace
+from torchtrim.rewriter.fix import Fix, Match, Writing, of_forms
+from torchtrim.rewriter.replace import replace
 from torchtrim.source.facts import Facts, Refused, is_floating
 from torchtrim.source.names import stays
 from torchtrim.source.reads import bare

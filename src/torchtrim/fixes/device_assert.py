@@ -10,8 +10,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from torchtrim.fixes.base import Edit, Fix, Match, Writing
-from torchtrim.fixes.writing.replace import atom, check_comments, torch_of
+from torchtrim.rewriter.fix import Edit, Fix, Match, Writing
+from torchtrim.rewriter.replace import atom, check_comments, torch_of
 from torchtrim.source.facts import Facts, Refused
 from torchtrim.source.reads import is_single, read_of
 from torchtrim.source.source import Source

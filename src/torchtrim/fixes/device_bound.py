@@ -10,7 +10,7 @@ import ast
 from collections.abc import Iterator
 
 from torchtrim.fixes import padding_mask
-from torchtrim.fixes.base import Fix, Match, Writing
+from torchtrim.rewriter.fix import Fix, Match, Writing
 from torchtrim.source.facts import Facts, Refused, is_tensor
 from torchtrim.source.source import Source
 

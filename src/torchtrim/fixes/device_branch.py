@@ -26,16 +26,11 @@ import ast
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torchtrim.fixes.base import Edit, Fix, Match, Writing
-from torchtrim.fixes.writing.guarded import guarded, kinds_seen
-from torchtrim.fixes.writing.replace import (
-    check_comments,
-    comments,
-    fresh,
-    insert_before,
-    torch_of,
-)
-from torchtrim.fixes.writing.truth import (
+from torchtrim.records.seen import Seen
+from torchtrim.rewriter.fix import Edit, Fix, Match, Writing
+from torchtrim.rewriter.guarded import guarded, kinds_seen
+from torchtrim.rewriter.replace import check_comments, comments, fresh, insert_before, torch_of
+from torchtrim.rewriter.truth import (
     as_tensor,
     need_operands,
     operand_parts,
@@ -43,7 +38,6 @@ from torchtrim.fixes.writing.truth import (
     seen_operands,
     used_as_tensors,
 )
-from torchtrim.records.seen import Seen
 from torchtrim.source.alike import Form, common_form
 from torchtrim.source.branches import Assigns, Branch, branches, origins
 from torchtrim.source.facts import Facts, Refused, Values, is_tensor, need_tensor

@@ -10,10 +10,10 @@ tensors of float32 or float64: a 16-bit one would round it.
 
 from __future__ import annotations
 
-from torchtrim.fixes.base import Fix, Match, Writing, of_forms
-from torchtrim.fixes.writing.guarded import for_names_seen, with_names
-from torchtrim.fixes.writing.replace import replace
-from torchtrim.fixes.writing.tensor_uses import need_tensor_uses, need_wide_uses, with_companions
+from torchtrim.rewriter.fix import Fix, Match, Writing, of_forms
+from torchtrim.rewriter.guarded import for_names_seen, with_names
+from torchtrim.rewriter.replace import replace
+from torchtrim.rewriter.tensor_uses import need_tensor_uses, need_wide_uses, with_companions
 from torchtrim.source.facts import Facts, is_integral, is_number
 
 _ALL = "(X.flatten().sort().values.diff() != 0).sum() + (X.numel() > 0)"

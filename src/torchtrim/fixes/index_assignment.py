@@ -16,10 +16,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from torchtrim.fixes.base import Edit, Fix, Match, Writing
-from torchtrim.fixes.writing.dense import hoisted
-from torchtrim.fixes.writing.replace import atom, check_comments, torch_of
 from torchtrim.records.seen import Seen
+from torchtrim.rewriter.dense import hoisted
+from torchtrim.rewriter.fix import Edit, Fix, Match, Writing
+from torchtrim.rewriter.replace import atom, check_comments, torch_of
 from torchtrim.source.facts import Facts, Refused, Values, is_floating, is_number, is_tensor
 from torchtrim.source.numbers import is_known_number
 from torchtrim.source.purity import is_pure

@@ -17,9 +17,9 @@ import ast
 import re
 from collections.abc import Iterator
 
-from torchtrim.fixes.base import Edit, Fix, Match, Writing
-from torchtrim.fixes.writing.guarded import names_tested, with_names
-from torchtrim.fixes.writing.replace import atom, check_comments, fresh, insert_before
+from torchtrim.rewriter.fix import Edit, Fix, Match, Writing
+from torchtrim.rewriter.guarded import names_tested, with_names
+from torchtrim.rewriter.replace import atom, check_comments, fresh, insert_before
 from torchtrim.source.facts import Facts, Refused, need_tensor
 from torchtrim.source.loops import keeps, loops_around
 from torchtrim.source.purity import is_pure

@@ -14,8 +14,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from torchtrim.fixes.base import Edit, Fix, Match, Writing
-from torchtrim.fixes.writing.replace import atom, check_comments
+from torchtrim.rewriter.fix import Edit, Fix, Match, Writing
+from torchtrim.rewriter.replace import atom, check_comments
 from torchtrim.source.facts import Facts, Refused, is_tensor
 from torchtrim.source.loops import changes_nothing, keeps
 from torchtrim.source.names import is_private

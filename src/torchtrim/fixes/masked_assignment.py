@@ -27,10 +27,10 @@ import ast
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from torchtrim.fixes.base import Edit, Fix, Match, Writing
-from torchtrim.fixes.writing.dense import Dense, hoisted, is_own
-from torchtrim.fixes.writing.guarded import guarded, kinds_tested, of_same_rank
-from torchtrim.fixes.writing.replace import atom, check_comments, torch_of
+from torchtrim.rewriter.dense import Dense, hoisted, is_own
+from torchtrim.rewriter.fix import Edit, Fix, Match, Writing
+from torchtrim.rewriter.guarded import guarded, kinds_tested, of_same_rank
+from torchtrim.rewriter.replace import atom, check_comments, torch_of
 from torchtrim.source.facts import (
     Facts,
     Refused,

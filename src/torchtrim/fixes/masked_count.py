@@ -15,10 +15,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from torchtrim.fixes.base import Edit, Fix, Match, Writing, of_forms
-from torchtrim.fixes.writing.guarded import for_names_seen, with_names
-from torchtrim.fixes.writing.replace import replace
-from torchtrim.fixes.writing.tensor_uses import (
+from torchtrim.rewriter.fix import Edit, Fix, Match, Writing, of_forms
+from torchtrim.rewriter.guarded import for_names_seen, with_names
+from torchtrim.rewriter.replace import replace
+from torchtrim.rewriter.tensor_uses import (
     bounds_of,
     need_tensor_uses,
     need_wide_uses,

@@ -19,11 +19,11 @@ import ast
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from torchtrim.fixes.base import Edit, Fix, Match, Writing
-from torchtrim.fixes.writing.dense import named_mask, need_order, spliced
-from torchtrim.fixes.writing.guarded import for_kinds_seen
-from torchtrim.fixes.writing.named import named_values
-from torchtrim.fixes.writing.replace import atom, check_comments, torch_of
+from torchtrim.rewriter.dense import named_mask, need_order, spliced
+from torchtrim.rewriter.fix import Edit, Fix, Match, Writing
+from torchtrim.rewriter.guarded import for_kinds_seen
+from torchtrim.rewriter.named import named_values
+from torchtrim.rewriter.replace import atom, check_comments, torch_of
 from torchtrim.source.facts import Facts, Refused, Values, is_floating, is_mask
 from torchtrim.source.forms import equal
 from torchtrim.source.purity import is_simple

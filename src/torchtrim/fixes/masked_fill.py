@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import ast
 
-from torchtrim.fixes.base import Edit, Fix, Match, Writing, of_forms
-from torchtrim.fixes.writing.replace import replace, replace_if
+from torchtrim.rewriter.fix import Edit, Fix, Match, Writing, of_forms
+from torchtrim.rewriter.replace import replace, replace_if
 from torchtrim.source.facts import Facts, is_integral, is_number, is_tensor
 from torchtrim.source.forms import equal
 

@@ -26,11 +26,11 @@ import ast
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from torchtrim.fixes.base import Fix, Match, Writing
-from torchtrim.fixes.writing.dense import Dense
-from torchtrim.fixes.writing.guarded import for_kinds_seen
-from torchtrim.fixes.writing.named import named_values
-from torchtrim.fixes.writing.replace import check_comments, instead, torch_of
+from torchtrim.rewriter.dense import Dense
+from torchtrim.rewriter.fix import Fix, Match, Writing
+from torchtrim.rewriter.guarded import for_kinds_seen
+from torchtrim.rewriter.named import named_values
+from torchtrim.rewriter.replace import check_comments, instead, torch_of
 from torchtrim.source.facts import Facts, is_floating, is_integral
 from torchtrim.source.selections import LOSSES, Tree, need_fit, read_tree
 from torchtrim.source.source import Source

@@ -15,8 +15,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from torchtrim.fixes.base import Edit, Fix, Match, Writing
-from torchtrim.fixes.writing.replace import check_comments, fresh, insert_before
+from torchtrim.rewriter.fix import Edit, Fix, Match, Writing
+from torchtrim.rewriter.replace import check_comments, fresh, insert_before
 from torchtrim.source.facts import Facts, Refused
 from torchtrim.source.names import is_private, only_reads, only_reads_at
 from torchtrim.source.source import Function, Source

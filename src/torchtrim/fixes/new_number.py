@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import ast
 
-from torchtrim.fixes.base import Fix, Match, Writing, of_forms
-from torchtrim.fixes.writing.replace import replace
+from torchtrim.rewriter.fix import Fix, Match, Writing, of_forms
+from torchtrim.rewriter.replace import replace
 from torchtrim.source.facts import Facts, Refused, is_floating
 
 _FORMS = {

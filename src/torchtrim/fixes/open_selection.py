@@ -17,7 +17,7 @@ from torchtrim.fixes import (
     masked_reduction,
     partition,
 )
-from torchtrim.fixes.base import Fix, Match, Writing
+from torchtrim.rewriter.fix import Fix, Match, Writing
 from torchtrim.source.facts import Facts, Refused, Values, is_tensor
 from torchtrim.source.forms import match_form
 from torchtrim.source.selections import mask_of_index, selection

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from torchtrim.fixes import distinct_count, masked_count, masked_fill
-from torchtrim.fixes.base import Fix, Match, Writing
+from torchtrim.rewriter.fix import Fix, Match, Writing
 from torchtrim.source.facts import Facts, Refused
 from torchtrim.source.forms import match_form, root
 from torchtrim.source.selections import selection

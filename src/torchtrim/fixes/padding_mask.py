@@ -17,10 +17,10 @@ import ast
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from torchtrim.fixes.base import Edit, Fix, Match, Writing
-from torchtrim.fixes.writing.dense import widened
-from torchtrim.fixes.writing.guarded import for_kinds_seen
-from torchtrim.fixes.writing.replace import check_comments, fresh, torch_of
+from torchtrim.rewriter.dense import widened
+from torchtrim.rewriter.fix import Edit, Fix, Match, Writing
+from torchtrim.rewriter.guarded import for_kinds_seen
+from torchtrim.rewriter.replace import check_comments, fresh, torch_of
 from torchtrim.source.facts import Facts, Refused, Values, is_floating, is_number, is_tensor
 from torchtrim.source.forms import equal, match_form
 from torchtrim.source.purity import is_pure, is_simple

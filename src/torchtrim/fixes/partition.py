@@ -17,10 +17,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from torchtrim.fixes.base import Edit, Fix, Match, Writing
-from torchtrim.fixes.writing.dense import hoisted, need_order, widened
-from torchtrim.fixes.writing.guarded import for_kinds_seen
-from torchtrim.fixes.writing.replace import atom, check_comments, instead, torch_of
+from torchtrim.rewriter.dense import hoisted, need_order, widened
+from torchtrim.rewriter.fix import Edit, Fix, Match, Writing
+from torchtrim.rewriter.guarded import for_kinds_seen
+from torchtrim.rewriter.replace import atom, check_comments, instead, torch_of
 from torchtrim.source.facts import Facts, Values, is_mask
 from torchtrim.source.forms import equal
 from torchtrim.source.selections import Selection, Tree, selection, syncs_of, tensor_part

@@ -12,8 +12,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from torchtrim.fixes.base import Fix, Match, Writing
-from torchtrim.fixes.writing.replace import replace
+from torchtrim.rewriter.fix import Fix, Match, Writing
+from torchtrim.rewriter.replace import replace
 from torchtrim.source.facts import Facts, Refused
 from torchtrim.source.source import Source
 from torchtrim.source.uploads import need_device, uploads

@@ -8,9 +8,9 @@ Needs a tensor of zero dimensions: of floats, whose copy has the default type or
 
 from __future__ import annotations
 
-from torchtrim.fixes.base import Fix, Match, Writing, of_forms
-from torchtrim.fixes.writing.guarded import for_kinds_seen
-from torchtrim.fixes.writing.replace import replace
+from torchtrim.rewriter.fix import Fix, Match, Writing, of_forms
+from torchtrim.rewriter.guarded import for_kinds_seen
+from torchtrim.rewriter.replace import replace
 from torchtrim.source.facts import Facts, Refused, Values, is_floating
 from torchtrim.source.uploads import need_device
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from torchtrim.fixes.base import Fix, Match, Writing
-from torchtrim.fixes.writing.replace import replace
 from torchtrim.records.seen import Seen
+from torchtrim.rewriter.fix import Fix, Match, Writing
+from torchtrim.rewriter.replace import replace
 from torchtrim.source.facts import Facts, Refused, is_number, is_tensor
 from torchtrim.source.forms import match_form, root
 from torchtrim.source.source import Source

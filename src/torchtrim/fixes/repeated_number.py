@@ -11,8 +11,8 @@ import ast
 from collections.abc import Iterator
 from dataclasses import replace as changed
 
-from torchtrim.fixes.base import Fix, Match, Writing, of_forms
-from torchtrim.fixes.writing.replace import replace
+from torchtrim.rewriter.fix import Fix, Match, Writing, of_forms
+from torchtrim.rewriter.replace import replace
 from torchtrim.source.facts import Facts, Refused
 from torchtrim.source.forms import match_form
 from torchtrim.source.source import Source

@@ -8,8 +8,8 @@ Needs a tensor that wants no gradient where none is cut off, as NumPy's arrays d
 
 from __future__ import annotations
 
-from torchtrim.fixes.base import Fix, Match, Writing, of_forms
-from torchtrim.fixes.writing.replace import replace
+from torchtrim.rewriter.fix import Fix, Match, Writing, of_forms
+from torchtrim.rewriter.replace import replace
 from torchtrim.source.facts import Facts, Values, is_tensor
 from torchtrim.source.uploads import need_device
 

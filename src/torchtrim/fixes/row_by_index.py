@@ -17,9 +17,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from torchtrim.fixes.base import Fix, Match, Writing
-from torchtrim.fixes.writing.guarded import for_kinds_seen
-from torchtrim.fixes.writing.replace import replace
+from torchtrim.rewriter.fix import Fix, Match, Writing
+from torchtrim.rewriter.guarded import for_kinds_seen
+from torchtrim.rewriter.replace import replace
 from torchtrim.source.facts import Facts, Refused, Values, is_tensor
 from torchtrim.source.forms import match_form
 from torchtrim.source.names import only_reads_at

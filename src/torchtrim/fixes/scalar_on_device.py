@@ -16,8 +16,8 @@ import ast
 import math
 from collections.abc import Iterator
 
-from torchtrim.fixes.base import Fix, Match, Writing
-from torchtrim.fixes.writing.replace import replace
+from torchtrim.rewriter.fix import Fix, Match, Writing
+from torchtrim.rewriter.replace import replace
 from torchtrim.source.facts import Facts, Refused, is_number
 from torchtrim.source.numbers import is_known_number
 from torchtrim.source.source import Source

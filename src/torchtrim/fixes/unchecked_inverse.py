@@ -8,8 +8,8 @@ Never applied without being asked for: of a singular matrix it gives infinities 
 
 from __future__ import annotations
 
-from torchtrim.fixes.base import Fix, Match, Writing, of_forms
-from torchtrim.fixes.writing.replace import replace
+from torchtrim.rewriter.fix import Fix, Match, Writing, of_forms
+from torchtrim.rewriter.replace import replace
 from torchtrim.source.facts import Facts, is_floating
 
 _INVERSE, _SOLVED = "torch.linalg.inv_ex(A).inverse", "torch.linalg.solve_ex(A, B).result"

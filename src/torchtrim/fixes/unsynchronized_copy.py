@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from torchtrim.fixes.base import Fix, Match, Writing
+from torchtrim.rewriter.fix import Fix, Match, Writing
 from torchtrim.source.facts import Facts, Refused
 from torchtrim.source.source import Source
 

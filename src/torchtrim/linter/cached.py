@@ -22,7 +22,7 @@ from torchtrim.records.finding import Finding
 from torchtrim.syncs.lookup import is_from
 
 _MOST = 20_000
-_ROOMS = ("linter", "fixes", "source", "syncs", "rules")
+_ROOMS = ("linter", "fixes", "rewriter", "source", "syncs", "rules")
 Digest = Callable[[str], str]
 
 

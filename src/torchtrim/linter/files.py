@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from torchtrim.core.isolation import Failure, collected, note
 from torchtrim.errors import UnreadableInput, UsageError
-from torchtrim.fixes.writing.edits import diff_of
-from torchtrim.fixes.writing.files import why_not, write_sources
 from torchtrim.linter.text import fixed_text, lint_text
 from torchtrim.records.finding import Finding
+from torchtrim.rewriter.edits import diff_of
+from torchtrim.rewriter.files import why_not, write_sources
 from torchtrim.source.source import read_source
 
 CODES = ("TT101", "TT102", "TT103", "TT104")

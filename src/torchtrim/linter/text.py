@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 from torchtrim.analysis.ignores import ignored_codes
 from torchtrim.errors import UnreadableInput
-from torchtrim.fixes.base import Match, Rewrite
-from torchtrim.fixes.registry import matches
-from torchtrim.fixes.writing.edits import compatible, diff_of, patch
 from torchtrim.linter.kinds import Kind
 from torchtrim.linter.project import is_cpu_test, outside_of
 from torchtrim.linter.static_syncs import StaticSync, static_syncs
 from torchtrim.linter.told import told_of
 from torchtrim.records.finding import Finding, Suggestion
+from torchtrim.rewriter.edits import compatible, diff_of, patch
+from torchtrim.rewriter.fix import Match, Rewrite
+from torchtrim.rewriter.registry import matches
 from torchtrim.source.branches import is_fallback
 from torchtrim.source.facts import Facts, Refused
 from torchtrim.source.source import Source, spot

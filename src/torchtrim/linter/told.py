@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping
 
-from torchtrim.fixes.base import Match
 from torchtrim.linter.kinds import UNKNOWN, Kind
+from torchtrim.rewriter.fix import Match
 from torchtrim.source.facts import NoTensor, Told
 
 _NO_TENSORS = frozenset(

@@ -10,8 +10,8 @@ import msgspec
 from torchtrim.analysis.syncs import CODES
 from torchtrim.analysis.user_source import Source as Lines
 from torchtrim.errors import UnreadableInput
-from torchtrim.fixes.advice import Advice, advice_at, advice_for
 from torchtrim.records.finding import Finding, Suggestion
+from torchtrim.rewriter.advice import Advice, advice_at, advice_for
 from torchtrim.source.source import Source, read_source
 
 

@@ -10,13 +10,13 @@ import msgspec
 
 from torchtrim.data.rebuild import keywords_of, written
 from torchtrim.errors import TorchtrimError, Unsupported
-from torchtrim.fixes.base import Edit
 from torchtrim.fixes.pinned_loader import added_keyword
-from torchtrim.fixes.writing.edits import diff_of
 from torchtrim.records.loader import LoaderSettings, Tuning
 from torchtrim.records.profile import is_emulated
 from torchtrim.records.report import Result, TunedLoader
 from torchtrim.records.trial import Request, Trial, Tunes
+from torchtrim.rewriter.edits import diff_of
+from torchtrim.rewriter.fix import Edit
 from torchtrim.rules.tt301_loader_wait import compared
 from torchtrim.runner.script import Script, working_folder
 from torchtrim.runner.trials import Progress, run_trial

@@ -6,8 +6,8 @@ import contextlib
 from pathlib import Path
 
 from torchtrim.errors import TorchtrimError
-from torchtrim.fixes.writing.files import Undone, settle_killed, undo_sources
-from torchtrim.fixes.writing.journal import holder_of, last_write
+from torchtrim.rewriter.files import Undone, settle_killed, undo_sources
+from torchtrim.rewriter.journal import holder_of, last_write
 
 
 def undo(start: Path) -> Undone:

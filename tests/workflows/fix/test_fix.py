@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import torchtrim
-from torchtrim.fixes import registry
-from torchtrim.fixes.base import Fix, Match, Writing, of_forms
-from torchtrim.fixes.writing.replace import replace
 from torchtrim.records.fix import Fixes
 from torchtrim.records.trial import Request
+from torchtrim.rewriter import registry
+from torchtrim.rewriter.fix import Fix, Match, Writing, of_forms
+from torchtrim.rewriter.replace import replace
 from torchtrim.runner import trials
 from torchtrim.source.facts import Facts
 from torchtrim.workflows.fix.rounds import Fixing

@@ -9,10 +9,10 @@ from typing import NamedTuple
 from torchtrim.records.operator_names import base_name
 from torchtrim.step.edits import Block, Drop, Edit, Insert, Need
 from torchtrim.step.step import DEVICE, Span, Step
+from torchtrim.techniques.replay import norms
 from torchtrim.techniques.replay.groups import GroupCall
 from torchtrim.techniques.replay.reading import Made
 from torchtrim.techniques.replay.table import BATCH_NORMS, NAMESPACE
-from torchtrim.techniques.replay.technique import norms
 
 _BATCH_NORMS = frozenset(f"{NAMESPACE}{name}" for name in BATCH_NORMS)
 _PACKING, _UNPACKING = 0.10, 0.12

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from torchtrim.analysis.syncs import waits_in
 from torchtrim.errors import ScriptFailed
-from torchtrim.fixes.base import Match, Rewrite
-from torchtrim.fixes.writing.edits import patch
 from torchtrim.records.certificate import Certificate
 from torchtrim.records.profile import Profile
 from torchtrim.records.trial import Trial
+from torchtrim.rewriter.edits import patch
+from torchtrim.rewriter.fix import Match, Rewrite
 from torchtrim.source.facts import Refused
 from torchtrim.workflows.fix.worth import Region, growth_ms
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import msgspec
 
 from torchtrim.analysis.syncs import CODES
-from torchtrim.fixes.writing.edits import diff_of
-from torchtrim.fixes.writing.files import write_sources
 from torchtrim.records.finding import Finding, Suggestion
 from torchtrim.records.fix import Fixes, FixRecord
 from torchtrim.records.report import Report, Result
 from torchtrim.records.trial import Request, Trial
 from torchtrim.report.assemble import with_planned
+from torchtrim.rewriter.edits import diff_of
+from torchtrim.rewriter.files import write_sources
 from torchtrim.runner.script import Script
 from torchtrim.runner.trials import Progress
 from torchtrim.workflows.findings import report_of

@@ -10,14 +10,14 @@ import msgspec
 
 from torchtrim.certify.certify import Contest, certify
 from torchtrim.errors import UnreadableInput
-from torchtrim.fixes.base import Match, Rewrite
-from torchtrim.fixes.registry import matches
-from torchtrim.fixes.writing.edits import compatible, diff_of, line_before, patch
 from torchtrim.records.certificate import Certificate
 from torchtrim.records.fix import FixRecord, State
 from torchtrim.records.profile import Profile
 from torchtrim.records.seen import Observed
 from torchtrim.records.trial import Request, Trial
+from torchtrim.rewriter.edits import compatible, diff_of, line_before, patch
+from torchtrim.rewriter.fix import Match, Rewrite
+from torchtrim.rewriter.registry import matches
 from torchtrim.runner.script import Script, working_folder
 from torchtrim.runner.trials import Progress, run_trial
 from torchtrim.source.facts import Facts, Refused

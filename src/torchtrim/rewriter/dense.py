@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping
 
-from torchtrim.fixes.base import Edit, Match
-from torchtrim.fixes.writing.replace import atom, fresh, insert_before
+from torchtrim.rewriter.fix import Edit, Match
+from torchtrim.rewriter.replace import atom, fresh, insert_before
 from torchtrim.source.facts import Facts, Refused, Values
 from torchtrim.source.forms import equal
 from torchtrim.source.purity import is_pure, is_simple

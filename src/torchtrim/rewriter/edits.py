@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from torchtrim.fixes.base import Edit, Rewrite
+from torchtrim.rewriter.fix import Edit, Rewrite
 from torchtrim.source.facts import Refused
 from torchtrim.source.source import Source
 

@@ -9,7 +9,7 @@ import tokenize
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from torchtrim.fixes.base import Edit, Match
+from torchtrim.rewriter.fix import Edit, Match
 from torchtrim.source.facts import Refused
 from torchtrim.source.forms import form
 from torchtrim.source.purity import is_pure, is_simple

@@ -6,9 +6,9 @@ import ast
 
 import pytest
 
-from torchtrim.fixes.base import Fix, Match, Rewrite, Writing, of_forms
-from torchtrim.fixes.writing.edits import patch
-from torchtrim.fixes.writing.replace import replace
+from torchtrim.rewriter.edits import patch
+from torchtrim.rewriter.fix import Fix, Match, Rewrite, Writing, of_forms
+from torchtrim.rewriter.replace import replace
 from torchtrim.source.facts import Facts, Refused
 from torchtrim.source.source import Source
 

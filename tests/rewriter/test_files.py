@@ -13,13 +13,13 @@ import pytest
 
 import draws
 from torchtrim.errors import UsageError
-from torchtrim.fixes.writing.files import settle_killed, undo_sources, why_not, write_sources
+from torchtrim.rewriter.files import settle_killed, undo_sources, why_not, write_sources
 from torchtrim.source.source import read_source
 
 WRITER = """
 import sys
 from pathlib import Path
-from torchtrim.fixes.writing.files import write_sources
+from torchtrim.rewriter.files import write_sources
 project = Path(sys.argv[1])
 names = [str(project / f"file{n}.py") for n in range(3)]
 texts = [f"# {kind}\\n" + f"value = '{kind}'\\n" * 40_000 for kind in ("old", "new")]

@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from torchtrim.fixes.writing.truth import as_tensor, operands
+from torchtrim.rewriter.truth import as_tensor, operands
 from torchtrim.source.source import Source
 
 

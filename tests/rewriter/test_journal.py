@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from torchtrim.errors import UnreadableInput, UsageError
-from torchtrim.fixes.writing import journal
-from torchtrim.fixes.writing.files import settle_killed, undo_sources, write_sources
 from torchtrim.records.source_write import FileWrite, SourceWrite
+from torchtrim.rewriter import journal
+from torchtrim.rewriter.files import settle_killed, undo_sources, write_sources
 
 OLD = {"a.py": "a = 1\n", "b.py": "b = 1\n", "c.py": "c = 1\n"}
 NEW = {name: text.replace("1", "2") for name, text in OLD.items()}

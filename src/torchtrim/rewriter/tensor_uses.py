@@ -6,7 +6,7 @@ import ast
 from collections.abc import Callable, Iterator
 from dataclasses import replace as changed
 
-from torchtrim.fixes.base import Match
+from torchtrim.rewriter.fix import Match
 from torchtrim.source.facts import Facts, Refused, is_floating
 from torchtrim.source.source import Function, Source
 from torchtrim.source.uses import loads, stores

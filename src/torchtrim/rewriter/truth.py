@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, cast
 
-from torchtrim.fixes.base import Match
-from torchtrim.fixes.writing.replace import atom
 from torchtrim.records.seen import Seen
+from torchtrim.rewriter.fix import Match
+from torchtrim.rewriter.replace import atom
 from torchtrim.source.branches import is_guard
 from torchtrim.source.facts import Facts, Refused, Values, is_tensor
 from torchtrim.source.source import Source

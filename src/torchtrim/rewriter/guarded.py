@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace as changed
 from typing import TypeVar
 
-from torchtrim.fixes.base import Edit, Match
-from torchtrim.fixes.writing.replace import atom, torch_of
 from torchtrim.records.seen import Seen
+from torchtrim.rewriter.fix import Edit, Match
+from torchtrim.rewriter.replace import atom, torch_of
 from torchtrim.source.facts import Facts, Refused, is_tensor
 from torchtrim.source.purity import is_pure, is_simple
 from torchtrim.source.source import Function, Source

@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from torchtrim.fixes.advice import ADVICE, advice_at, advice_for, advice_in
+from torchtrim.rewriter.advice import ADVICE, advice_at, advice_for, advice_in
 from torchtrim.source.source import Source
 
 SITE = "/venv/lib/python3.11/site-packages"

@@ -1,4 +1,4 @@
-"""Finds the fixes. To add one, add a file beside this one that defines `FIX`."""
+"""Finds the fixes. To add one, add a file to `fixes/` that defines `FIX`."""
 
 from __future__ import annotations
 
@@ -7,32 +7,29 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib import import_module
 
-from torchtrim import fixes
 from torchtrim.core.isolation import Failure, collected, isolated, note
-from torchtrim.fixes.base import Fix, Match
+from torchtrim.rewriter.fix import Fix, Match
 from torchtrim.source.source import Source
 
-_SERVING = frozenset(("advice", "base", "pages", "registry"))
+_HOME = "torchtrim.fixes"
 
 
 def all_fixes() -> tuple[Fix, ...]:
     """Every fix of the package, by name; not those whose file cannot be imported."""
-    found, failed = _imported(tuple(fixes.__path__))
+    found, failed = _imported(tuple(import_module(_HOME).__path__))
     for one in failed:
         note(one)
     return found
 
 
 @cache
-def _imported(_: tuple[str, ...]) -> tuple[tuple[Fix, ...], tuple[Failure, ...]]:
+def _imported(folders: tuple[str, ...]) -> tuple[tuple[Fix, ...], tuple[Failure, ...]]:
     """The fixes in these folders, and what failed in importing others."""
-    modules = pkgutil.iter_modules(fixes.__path__)
     found: list[Fix] = []
     with collected() as failed:
-        for name in sorted(one.name for one in modules if not one.ispkg):
-            if name not in _SERVING:
-                with isolated("fix", name):
-                    found.append(import_module(f"{fixes.__name__}.{name}").FIX)
+        for name in sorted(one.name for one in pkgutil.iter_modules(folders)):
+            with isolated("fix", name):
+                found.append(import_module(f"{_HOME}.{name}").FIX)
     return tuple(found), tuple(failed)
 
 

@@ -1,4 +1,4 @@
-"""Writes the page of all fixes: `python -m torchtrim.fixes.pages docs/fixes.md`."""
+"""Writes the page of all fixes: `python -m torchtrim.rewriter.pages docs/fixes.md`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from torchtrim.fixes.base import Fix
-from torchtrim.fixes.registry import all_fixes
 from torchtrim.records.files import write_atomically
+from torchtrim.rewriter.fix import Fix
+from torchtrim.rewriter.registry import all_fixes
 
 _HEAD = """# Fixes
 
@@ -43,7 +43,7 @@ def _codes(fix: Fix) -> str:
 def main(arguments: list[str]) -> None:
     """The command: one argument, the file."""
     if len(arguments) != 1:
-        raise SystemExit("give one file: python -m torchtrim.fixes.pages docs/fixes.md")
+        raise SystemExit("give one file: python -m torchtrim.rewriter.pages docs/fixes.md")
     write_atomically(Path(arguments[0]), page().encode())
 
 

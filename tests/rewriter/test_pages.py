@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from torchtrim.fixes.base import Fix
-from torchtrim.fixes.pages import page
-from torchtrim.fixes.registry import all_fixes
+from torchtrim.rewriter.fix import Fix
+from torchtrim.rewriter.pages import page
+from torchtrim.rewriter.registry import all_fixes
 
 PAGE = Path(__file__).parents[2] / "docs" / "fixes.md"
 
 
 def test_the_page_is_current() -> None:
-    assert PAGE.read_text() == page(), "python -m torchtrim.fixes.pages docs/fixes.md"
+    assert PAGE.read_text() == page(), "python -m torchtrim.rewriter.pages docs/fixes.md"
 
 
 @pytest.mark.parametrize("fix", all_fixes(), ids=lambda fix: fix.name)

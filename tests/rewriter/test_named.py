@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from torchtrim.fixes.writing.named import named_values
+from torchtrim.rewriter.named import named_values
 from torchtrim.source.source import Source
 
 

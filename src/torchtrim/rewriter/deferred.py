@@ -6,9 +6,9 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torchtrim.fixes.base import Match
-from torchtrim.fixes.writing.replace import atom
 from torchtrim.records.seen import Seen
+from torchtrim.rewriter.fix import Match
+from torchtrim.rewriter.replace import atom
 from torchtrim.source.facts import (
     Facts,
     Refused,

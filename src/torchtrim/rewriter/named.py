@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from torchtrim.fixes.writing.replace import runs_first
+from torchtrim.rewriter.replace import runs_first
 from torchtrim.source.purity import is_pure
 from torchtrim.source.selections import selection
 from torchtrim.source.source import Source

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import draws
-from torchtrim.fixes.base import Edit, Fix, Match, Rewrite, Writing
-from torchtrim.fixes.writing.edits import compatible, diff_of, line_before, patch
+from torchtrim.rewriter.edits import compatible, diff_of, line_before, patch
+from torchtrim.rewriter.fix import Edit, Fix, Match, Rewrite, Writing
 from torchtrim.source.facts import Refused
 from torchtrim.source.source import Source
 
