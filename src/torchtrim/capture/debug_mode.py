@@ -1,7 +1,7 @@
 """CUDA's own count of waits: `torch.cuda.set_sync_debug_mode`, which warns of most of them.
 
 It does not see `synchronize()` of the device and of events, nor copies that only the driver makes block;
-`observe.calls` and `sync.table` tell of those.
+`dispatch.calls` and `syncs` tell of those.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ _SCALARS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.devi
 
 
 class RawOperator(NamedTuple):
-    """An operator as recorded; `observe.build` makes it a `records.profile.Operator`."""
+    """An operator as recorded; `capture.build` makes it a `records.profile.Operator`."""
 
     func: Any
     phase: Phase
@@ -99,7 +99,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     `recomputing` is above zero while a module's forward runs inside backward. `mark_operators` wraps each
     operator in a profiler range, so that a profiler that runs at the same time can cut the allocator's
-    events at operators (`observe.allocator`); `raised` are the numbers of the ranges that have no
+    events at operators (`capture.allocator`); `raised` are the numbers of the ranges that have no
     operator, since it raised. `look`, if given, is called with what each operator gives, and its arguments
     where it writes to them. `workspaces`: in a dry run, what each operator's kernel would need beside
     its results. Bytes are counted on `device`, on all where it is empty. `saves`: read what autograd saved.

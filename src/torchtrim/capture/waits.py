@@ -23,7 +23,7 @@ _COPIES = ("aten::_to_copy.default", "aten::copy_.default")
 
 
 class RawSync(NamedTuple):
-    """A wait as noted: row of `sync.table`, and operator; -1 for a call of no operator."""
+    """A wait as noted: row of `syncs`, and operator; -1 for a call of no operator."""
 
     row: str
     operator: int

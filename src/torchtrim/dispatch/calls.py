@@ -13,7 +13,7 @@ from torchtrim.dispatch.storages import PLAIN
 
 
 class Hearer(Protocol):
-    """Hears of calls, after they were made. `row` is of `sync.table`."""
+    """Hears of calls, after they were made. `row` is of `syncs`."""
 
     def synchronized(self, row: str, subject: Any) -> None:
         """The host has waited: for the whole device (`subject` None), a stream or an event."""

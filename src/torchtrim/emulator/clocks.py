@@ -31,7 +31,7 @@ class Access:
 
 
 class Race(NamedTuple):
-    """What may go wrong, as a row of `sync.table`, and the operator that is to be changed."""
+    """What may go wrong, as a row of `syncs`, and the operator that is to be changed."""
 
     row: str
     access: Access

@@ -95,7 +95,7 @@ class _Call(NamedTuple):
 class Orders:
     """Runs the operators of one emulated device in an order that its streams allow.
 
-    It hears of events and waits as `observe.calls.Hearer`. Its `clocks` know the races, whether or not a
+    It hears of events and waits as `dispatch.calls.Hearer`. Its `clocks` know the races, whether or not a
     value came out wrong.
     """
 

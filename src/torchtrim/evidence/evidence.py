@@ -317,7 +317,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes | memoryview:
 
 
 def keep_value(file: Path, tensor: torch.Tensor) -> None:
-    """Write a value as `verifier.compare.load_kept` reads it."""
+    """Write a value as `certify.compare.load_kept` reads it."""
     header = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}\n".encode()
     write_atomically(file, header + bytes(bytes_of(tensor)))
 

@@ -43,7 +43,7 @@ def apply_to_its_own(plan: Plan, roots: Iterable[Root]) -> Applied:
 
 
 def named_roots(roots: Iterable[Root]) -> dict[str, Root]:
-    """Modules after their class, optimizers as `observe.optimizers` names them."""
+    """Modules after their class, optimizers as `capture.optimizers` names them."""
     every = list(roots)
     optimizers = [root for root in every if isinstance(root, torch.optim.Optimizer)]
     modules = {type(root).__name__: root for root in every if isinstance(root, nn.Module)}

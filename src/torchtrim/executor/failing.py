@@ -33,7 +33,7 @@ def ran_again(where: str) -> None:
 
 
 class Place:
-    """A changed place that tells of what happens in it (`techniques.rerun.Untold`)."""
+    """A changed place that tells of what happens in it (`techniques.recompute.rerun.Untold`)."""
 
     def __init__(self, where: str) -> None:
         self._where = where

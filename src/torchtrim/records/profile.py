@@ -195,7 +195,7 @@ class LoaderWait(Struct, frozen=True, array_like=True, gc=False):
 class Sync(Struct, frozen=True, array_like=True, gc=False):
     """A host-device sync, or a read of data that may not have arrived yet.
 
-    `row` names the row of `sync.table` that says why. `operator` is the one that waits; -1 for a call
+    `row` names the row of `syncs` that says why. `operator` is the one that waits; -1 for a call
     of no operator, such as `torch.cuda.synchronize()`, whose `phase`, `place` and `caller` are its own.
     `seconds` is how long the host was blocked, None where no device was.
     """

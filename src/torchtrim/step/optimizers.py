@@ -64,7 +64,7 @@ def seen_of(step: Step) -> dict[str, list[Seen]]:
 def chunked(updates: Sequence[Update], sizes: Sequence[int], most: int) -> Chunks:
     """Updates in their order, each group's in chunks of at most so many bytes, or of one update.
 
-    `techniques.stepping` cuts live parameter groups by the same rule.
+    `executor.stepping` cuts live parameter groups by the same rule.
     """
     chunks: list[tuple[int, ...]] = []
     for _, numbers in groupby(range(len(updates)), key=lambda n: updates[n].group):

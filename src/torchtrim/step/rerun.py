@@ -2,7 +2,7 @@
 
 The first unpacking of anything that a span saved runs the span again, up to the last thing that it saved;
 what it saved is then held until backward has used it, and its inputs until backward has left the span. So
-does torch.utils.checkpoint without re-entrance, which `techniques.rerun` rests on.
+does torch.utils.checkpoint without re-entrance, which `techniques.recompute.rerun` rests on.
 """
 
 from __future__ import annotations
@@ -117,8 +117,7 @@ def _inputs(step: Step, span: Span) -> list[int]:
 
 
 def _kept_bytes(step: Step, span: Iterable[int]) -> int:
-    """Of the generator's state, and of the buffers that the span reads: `techniques.rerun` keeps both as
-    they were before."""
+    """Bytes of the generator's state and of the buffers that the span reads: kept for the rerun."""
     read = {number for i in span for number in step.tasks[i].reads}
     buffers = sum(step.tensors[n].bytes for n in read if step.tensors[n].kind == "buffer")
     return step.overhead.random_state + buffers

@@ -1,7 +1,7 @@
 """Release: in a call without gradients, let go of each result when no operator looks at it again.
 
 Python holds what it gives a function until that returns, so eager keeps the input of every block that is
-running. The network runs by its graph instead (`techniques.network`). Gradients of parameters, which such
+running. The network runs by its graph instead (`executor.network`). Gradients of parameters, which such
 a call does not need, are put aside (`aside`), and put back when it is reverted.
 """
 

@@ -2,7 +2,7 @@
 
 Below the bytes that are alive at once no plan of places can come; parts of the batch can. The first
 layers are as many as keep samples apart, up to where the least is left to carry over
-(`techniques.network.parts`). Kernels may choose another order of additions for fewer samples, so it is
+(`executor.network.parts`). Kernels may choose another order of additions for fewer samples, so it is
 ROUNDING; where every bit agrees at the size that was checked, the certificate says BITWISE.
 """
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ByGraph:
-    """A technique whose `where` names modules, which run by their graphs (`techniques.network`)."""
+    """A technique whose `where` names modules, which run by their graphs (`executor.network`)."""
 
     name = ""
     equivalence: Equivalence = "BITWISE"

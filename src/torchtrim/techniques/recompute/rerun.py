@@ -2,7 +2,7 @@
 
 The random numbers are kept (`torch.utils.checkpoint`, non-reentrant), and what the part writes beside its
 results, such as BatchNorm's statistics, is written once: while it runs again, scratch copies with the values
-of before the first run stand in their place (`techniques.block_state`). A part whose code writes what cannot
+of before the first run stand in their place (`executor.block_state`). A part whose code writes what cannot
 be put back, such as a list, is refused; one that comes to do so later runs once from then on, and says so.
 """
 

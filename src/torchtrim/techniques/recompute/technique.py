@@ -1,7 +1,7 @@
 """Recompute: drop what a block saved for backward, and run the block again when backward comes to it.
 
 The technique is that of Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016), here chosen
-block by block; `techniques.rerun` does it.
+block by block; `techniques.recompute.rerun` does it.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def spread_over(
     """Stages x replicas x shards for a step of `batch` samples on so many devices, the quickest first.
 
     The workload runs dry once, with the few samples that it has; nothing is computed, and nothing is
-    allocated for a function that makes it. Seconds are the device's at its full rates (`sync.model.devices`),
+    allocated for a function that makes it. Seconds are the device's at its full rates (`costs.devices`),
     so a real step takes longer: the order of layouts is what they are for. Raises `InfeasibleBudget`,
     `Unsupported`, `UsageError`.
     """
