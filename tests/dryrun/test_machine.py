@@ -175,8 +175,8 @@ def convolutions() -> None:
 )
 def test_with_fewer_instructions(instructions: str, tmp_path: Path) -> None:
     """oneDNN is held to some instructions; a processor that has fewer uses those that it has."""
-    code = "from observe.dry.test_machine import convolutions; convolutions()"
-    paths = (str(HERE.parents[2]), os.environ.get("PYTHONPATH", ""))
+    code = "from dryrun.test_machine import convolutions; convolutions()"
+    paths = (str(HERE.parents[1]), os.environ.get("PYTHONPATH", ""))
     environment = {
         **os.environ,
         "ONEDNN_MAX_CPU_ISA": instructions,

@@ -49,7 +49,7 @@ def test_a_repaired_form_waits_less() -> None:
 
 def test_labels_do_not_come_from_the_table() -> None:
     for path in (Path(__file__).parents[2] / "bench" / "corpus").glob("*.py"):
-        assert "sync.table.lookup" not in path.read_text(encoding="utf-8")
+        assert "syncs.lookup" not in path.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("one", CORPUS, ids=lambda one: f"{one.family}-{one.name}")

@@ -196,7 +196,7 @@ def test_the_optimizers_state_is_in_a_file_and_equal(kind: str, device: str) -> 
 
 KILLED = """
 import os, signal, sys
-from torchtrim.techniques import scratch
+from torchtrim.executor import mapped_files as scratch
 
 def killed(*_): os.kill(os.getpid(), signal.SIGKILL)
 

@@ -1,1 +1,6 @@
 """Packs buffers, plans the memory of a network's graph, and models the caching allocator."""
+
+from torchtrim.memory.packing import Buffer as Buffer
+from torchtrim.memory.packing import Packing as Packing
+from torchtrim.memory.packing import pack as pack
+from torchtrim.memory.packing import why_invalid as why_invalid
