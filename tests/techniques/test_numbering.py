@@ -106,7 +106,7 @@ def test_what_is_named_after_a_part_of_a_block_is_replayed_where_that_part_runs_
     place, step = "TransformerEncoder.layers.1", from_profile.step_of(original.profile)
     plans = (
         Technique(name="micro_batch", where=(f"{place}.self_attn",), options={"parts": parts}),
-        Technique(name="replay", where=(f"{place}:native_layer_norm.0,addmm.1,relu.0",)),
+        Technique(name="replay", where=(f"{place}:layer_norm.0,addmm.1,relu.0",)),
     )
     edits = [
         edit

@@ -179,10 +179,10 @@ def test_places_name_calls_of_functions_and_of_modules() -> None:
     places = {option.where for option in TECHNIQUE.options(step_of(profile_of(model, batch)))}
     assert {
         "Language.blocks.0:gelu.0",
-        "Language.blocks.1:native_layer_norm.1",
+        "Language.blocks.1:layer_norm.1",
         "Language.blocks.0:addmm.2,gelu.0",
         "Language.blocks.0:empty_like.1,bernoulli_.1,div_.1",
-        "Language:native_layer_norm.4",
+        "Language:layer_norm.4",
     } <= places
     model, batch = case("functions")
     places = {option.where for option in TECHNIQUE.options(step_of(profile_of(model, batch)))}

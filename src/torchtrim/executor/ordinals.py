@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchtrim.records.roles import role_of
+
 AsBefore = Callable[[bool], contextlib.AbstractContextManager[None]]
 Skip = Callable[[Counter[str]], None]
 
@@ -59,7 +61,7 @@ def _at(depth: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def counting(skip: Skip) -> Iterator[None]:
-    """Meanwhile `skip` is told of operators in whose place others ran: how many, by their names."""
+    """Call `skip(counts)` for operators that were substituted: how many, by their roles."""
     before = _thread.counting
     _thread.counting = (*before, (_thread.depth, skip))
     try:
@@ -76,7 +78,7 @@ def passed(counts: Counter[str]) -> None:
 
 
 class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts torch's operators by their names, but for those of techniques, and of backward."""
+    """Count torch's operators by their roles, except those of techniques and of backward."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -95,5 +97,5 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _thread.depth == self._depth and torch._C._current_autograd_node() is None:
-            self.counts[func._schema.name.removeprefix("aten::")] += 1
+            self.counts[role_of(func._schema.name.removeprefix("aten::"))] += 1
         return func(*args, **(kwargs or {}))

@@ -10,7 +10,7 @@ import re
 import stat
 import tempfile
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from io import FileIO
 from pathlib import Path
@@ -22,6 +22,7 @@ from torchtrim import __version__
 from torchtrim.errors import UnreadableInput, UsageError
 from torchtrim.records.plan import Plan
 from torchtrim.records.profile import Profile, check
+from torchtrim.records.roles import with_roles
 
 MOST_BYTES = 2**30
 _MOST_PLAN_BYTES = 2**22
@@ -30,7 +31,7 @@ _MOST_NAME = 80
 _NUMBER = re.compile(r"\d{1,9}")
 _UPDATE = "It was made by a newer torchtrim: update, or plan again with this version."
 _CORRECT = "Correct or remove that field, or plan again."
-_TABLES = ("techniques", "fingerprint", "predicted", "pins", "pipeline")
+_TABLES = ("techniques", "fingerprint", "predicted", "pins", "pipeline", "sizes", "graphs")
 T = TypeVar("T")
 
 
@@ -196,20 +197,54 @@ def load_plan(path: Path) -> Plan:
         most=_MOST_PLAN_BYTES,
         newer=_UPDATE,
         mend=_CORRECT,
+        upgrade=_upgraded,
     )
 
 
-def load_toml(path: Path, kind: type[T], *, name: str, most: int, newer: str, mend: str) -> T:
+def _upgraded(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return a plan of schema 1 as schema 2 has it: with roles in place of kernels."""
+
+    def renamed(places: Any) -> Any:
+        several = isinstance(places, list)
+        return (
+            [with_roles(one) if isinstance(one, str) else one for one in places]
+            if several
+            else places
+        )
+
+    units, pins = tree.get("techniques"), tree.get("pins")
+    for unit in units if isinstance(units, list) else ():
+        if isinstance(unit, dict) and "where" in unit:
+            unit["where"] = renamed(unit["where"])
+    if isinstance(pins, dict):
+        tree["pins"] = {name: renamed(places) for name, places in pins.items()}
+    return {**tree, "schema_version": 2}
+
+
+def load_toml(
+    path: Path,
+    kind: type[T],
+    *,
+    name: str,
+    most: int,
+    newer: str,
+    mend: str,
+    upgrade: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+) -> T:
     """Load a record from TOML of at most `most` bytes. Raises `UnreadableInput`, naming the field.
 
-    `newer` and `mend` say what to do with a file of another version and with a wrong field.
+    `newer` and `mend` say what to do with a file of another version and with a wrong field. `upgrade` makes
+    what is read of the version before.
     """
     data = read_bounded(path, most)
     tree = _toml(path, data, name)
-    if tree.get("schema_version", 1) != 1:
-        version = tree["schema_version"]
+    reads = _version_of(kind) or 1
+    version = tree.get("schema_version", 1)
+    if upgrade is not None and version == reads - 1:
+        tree = upgrade(tree)
+    elif version != reads:
         raise UnreadableInput(
-            f"{path} has schema_version {version!r}, and this torchtrim reads 1. {newer}"
+            f"{path} has schema_version {version!r}, and this torchtrim reads {reads}. {newer}"
         )
     advice = newer if _is_newer(tree.get("torchtrim")) else mend
     try:
@@ -257,6 +292,8 @@ def load_pins(path: Path) -> dict[str, tuple[str, ...]]:
         raise UnreadableInput(
             f"{path} is no plan: {unknown}. {_UPDATE if _is_newer(tree.get('torchtrim')) else _CORRECT}"
         )
+    if tree.get("schema_version") == 1:
+        pins = _upgraded(tree).get("pins", {})
     try:
         return msgspec.convert(pins, dict[str, tuple[str, ...]])
     except msgspec.ValidationError as error:
@@ -284,7 +321,12 @@ def plan_text(plan: Plan) -> str:
         *_table(msgspec.to_builtins(plan.predicted)),
     ]
     for technique in plan.techniques:
-        lines += ["", "[[techniques]]", *_table(msgspec.to_builtins(technique))]
+        skip = () if technique.assumes else ("assumes",)
+        lines += ["", "[[techniques]]", *_table(msgspec.to_builtins(technique), skip)]
+    for one in plan.sizes:
+        lines += ["", "[[sizes]]", *_table(msgspec.to_builtins(one))]
+    if plan.graphs:
+        lines += ["", "[graphs]", *_table(plan.graphs)]
     if plan.pipeline is not None:
         lines += ["", "[pipeline]", *_table(msgspec.to_builtins(plan.pipeline), skip=("stages",))]
     for stage in plan.pipeline.stages if plan.pipeline is not None else ():

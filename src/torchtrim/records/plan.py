@@ -16,12 +16,26 @@ Status = Literal["optimal", "feasible"]
 
 
 class Technique(Struct, frozen=True, kw_only=True):
-    """One technique at some places. `where` are module paths, the root's name first."""
+    """One technique at some places.
+
+    `where`: module paths, the root's name first, some with the role and ordinal of an operator in a call of
+    the module. `assumes`: what has to hold in later steps, in words.
+    """
 
     name: Text
     where: tuple[Text, ...]
     options: dict[Text, Text | int | float | bool] = {}
     equivalence: Equivalence = "BITWISE"
+    assumes: tuple[Text, ...] = ()
+
+
+class Sizes(Struct, frozen=True, kw_only=True):
+    """Sizes of one dimension of a root's input: from `least` to `most`, both included."""
+
+    input: Text
+    dimension: Annotated[int, Meta(ge=0, le=64)]
+    least: Bytes
+    most: Bytes
 
 
 class Prediction(Struct, frozen=True, kw_only=True):
@@ -44,10 +58,13 @@ class Plan(Struct, frozen=True, kw_only=True):
     as the simulator knows; `bound_seconds`: what a step within the budget takes at least, None if unknown.
     `pins` are a person's: patterns of places by what holds there in every plan, `keep` for nothing at all,
     or the name of a technique. `pipeline`: the model in stages, in several processes; such a plan has no
-    techniques.
+    techniques. `sizes`: the inputs for which the plan holds, those of the recorded step where none is given.
+    `graphs`: a digest of each compiled graph that places name.
+
+    Schema 1 named kernels in its places where schema 2 names roles (`records.roles`); both are read.
     """
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     torchtrim: Text
     script: Text
     script_sha256: Text = ""
@@ -60,6 +77,8 @@ class Plan(Struct, frozen=True, kw_only=True):
     status: Status = "feasible"
     bound_seconds: Annotated[float, Meta(ge=0)] | None = None
     pipeline: Pipeline | None = None
+    sizes: tuple[Sizes, ...] = ()
+    graphs: dict[Text, Text] = {}
 
     @property
     def gap(self) -> float | None:

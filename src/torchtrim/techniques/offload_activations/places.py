@@ -6,6 +6,7 @@ import re
 from typing import NamedTuple
 
 from torchtrim.errors import ApplyFailed
+from torchtrim.records.roles import role_of
 from torchtrim.techniques.replay.places import Run
 
 _RUN = r"\w+(?:\.\d+)?"
@@ -80,4 +81,4 @@ def _text(run: Run) -> str:
 
 def _run(text: str) -> Run:
     name, _, ordinal = text.partition(".")
-    return Run(name, int(ordinal or 0))
+    return Run(role_of(name), int(ordinal or 0))

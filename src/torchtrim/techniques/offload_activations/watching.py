@@ -19,6 +19,7 @@ from torchtrim.executor.places import module_at
 from torchtrim.executor.registry import Handle, Handles
 from torchtrim.executor.saved_tensor_hooks import Lost, chains, foreign, on_top
 from torchtrim.executor.swap import Swapped
+from torchtrim.records.roles import role_of
 from torchtrim.techniques.offload_activations.moving import Moved, Mover, View
 from torchtrim.techniques.offload_activations.places import UNSEEN, Place, Room, placed
 from torchtrim.techniques.replay.places import Run
@@ -205,8 +206,8 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for position, argument in enumerate(func._schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         )
-        plain = name.partition(".")[0] if namespace == "aten" else ""
-        known = self._known[func] = (plain, written)
+        role = role_of(name.partition(".")[0]) if namespace == "aten" else ""
+        known = self._known[func] = (role, written)
         return known
 
     def _settle(self, call: _Call, value: Any) -> None:

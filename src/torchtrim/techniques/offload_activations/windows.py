@@ -262,13 +262,13 @@ class _Reading:
     @cached_property
     def _among(self) -> dict[str, list[int]]:
         found: defaultdict[str, list[int]] = defaultdict(list)
-        for index, name in enumerate(self._reader.names):
+        for index, name in enumerate(self._reader.roles):
             if self._step.tasks[index].phase == "forward":
                 found[name].append(index)
         return dict(found)
 
     def _run(self, call: Call, task: int) -> Run:
-        name = self._reader.names[task]
+        name = self._reader.roles[task]
         among = self._among[name]
         return Run(name, bisect_left(among, task) - bisect_left(among, call.span.first))
 

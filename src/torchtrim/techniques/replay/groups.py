@@ -70,7 +70,7 @@ class _Finder:
         for call in step.calls:
             self._calls[call.module] += call.graded
         self._places: defaultdict[str, list[int]] = defaultdict(list)
-        for index, name in enumerate(self._reader.names):
+        for index, name in enumerate(self._reader.roles):
             if step.tasks[index].phase == "forward":
                 self._places[name].append(index)
         self._nest()
@@ -193,8 +193,8 @@ class _Finder:
         return Place(self._step.modules[group.call.module].path, tuple(runs))
 
     def _run(self, task: int, first: int) -> Run:
-        """The name of a task and the how manieth of it it is since another."""
-        name = self._reader.names[task]
+        """The task's role, and its ordinal among tasks of that role since `first`."""
+        name = self._reader.roles[task]
         among = self._places[name]
         return Run(name, bisect_left(among, task) - bisect_left(among, first))
 

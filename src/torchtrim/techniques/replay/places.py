@@ -1,7 +1,8 @@
-"""How a plan writes the operators that run again: `Net.mlp:gelu.0` is the first gelu of a call of `Net.mlp`.
+"""How a plan writes operators that run again: `Net.mlp:gelu.0` is the first gelu of a call of `Net.mlp`.
 
 All that runs in the call counts, its children's operators too. Operators with a comma between them run again
-together: `Net.mlp:addmm.0,gelu.0` drops what both make.
+together: `Net.mlp:addmm.0,gelu.0` drops what both make. Operators go by their roles, so a place holds on
+every device.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import re
 from typing import NamedTuple
 
 from torchtrim.errors import ApplyFailed
+from torchtrim.records.roles import role_of
 
 _WHERE = re.compile(r"(?P<path>[^:]+):(?P<runs>\w+(\.\d+)?(,\w+(\.\d+)?)*)")
 
 
 class Run(NamedTuple):
-    """An operator of a call of a module: the how manieth of its name."""
+    """One operator inside a module call: its role, and its ordinal among operators of that role."""
 
     name: str
     ordinal: int
@@ -44,4 +46,4 @@ def place_of(where: str) -> Place:
 
 def _run(text: str) -> Run:
     name, _, ordinal = text.partition(".")
-    return Run(name, int(ordinal or 0))
+    return Run(role_of(name), int(ordinal or 0))

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from torchtrim.records.profile import Profile
+from torchtrim.records.roles import role_of
 from torchtrim.step.step import DEVICE, Hold, Step
 from torchtrim.techniques.replay.table import (
     BATCH_NORMS,
@@ -71,8 +72,13 @@ class Reader:
 
     @cached_property
     def names(self) -> list[str]:
-        """The operators' names as plans write them; empty for what is no operator of torch's own."""
+        """The operators' names; empty for operators that are not torch's own."""
         return [self._name(index) for index in range(len(self.step.tasks))]
+
+    @cached_property
+    def roles(self) -> list[str]:
+        """The operators' roles, as plans write them; empty for operators that are not torch's own."""
+        return [role_of(name) for name in self.names]
 
     def _name(self, index: int) -> str:
         task = self.step.tasks[index]

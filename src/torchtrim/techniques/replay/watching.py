@@ -27,6 +27,7 @@ from torchtrim.executor.saved_tensor_hooks import (
     own,
 )
 from torchtrim.executor.swap import Swapped
+from torchtrim.records.roles import role_of
 from torchtrim.techniques.replay.normalized import with_statistics, without_writes
 from torchtrim.techniques.replay.places import Place, place_of
 from torchtrim.techniques.replay.recipes import NEVER, SELF, Kept, Noise, Part, Recipe, Saved, Step
@@ -69,7 +70,7 @@ def _watched(
 
 
 Named = dict[str, dict[int, str]]
-"""The places of a module: by an operator's name, then by its number among those of the name."""
+"""The places of a module: by an operator's role, then by its ordinal among those of the role."""
 
 
 def _by_name(places: Sequence[Place]) -> Named:
@@ -112,9 +113,10 @@ class _Noted(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """What is known of an operator: its name if plans name it, and the arguments that it writes."""
+    """An operator: its name and role if plans name its role, and the arguments that it writes."""
 
     name: str
+    role: str
     writes: tuple[tuple[int, str], ...]
 
 
@@ -124,9 +126,9 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     What it notes of a call it forgets with that; only what autograd saved then holds a recipe.
     """
 
-    def __init__(self, names: set[str]) -> None:
+    def __init__(self, roles: set[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._names = names
+        self._roles = roles
         self._kinds: dict[Any, _Kind] = {}
         self._calls: list[_Call] = []
         self._noted: dict[int, _Noted] = {}
@@ -182,7 +184,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if types and any(map(_is_own, types)):
             return NotImplemented
         kind = self._kinds.get(func) or self._know(func)
-        found = self._count(kind.name) if kind.name else None
+        found = self._count(kind.role) if kind.role else None
         if kind.writes:
             return self._write(func, args, kwargs, kind, found)
         if found is None:
@@ -207,20 +209,21 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for position, argument in enumerate(func._schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         )
-        planned = namespace == "aten" and plain in self._names
-        kind = self._kinds[func] = _Kind(plain if planned else "", writes)
+        role = role_of(plain)
+        planned = namespace == "aten" and role in self._roles
+        kind = self._kinds[func] = _Kind(*((plain, role) if planned else ("", "")), writes)
         return kind
 
-    def _count(self, name: str) -> _Found | None:
-        """One more operator of a name runs; for which place, if any names it."""
+    def _count(self, role: str) -> _Found | None:
+        """Count one more operator of a role; return what the plan says of it, if anything."""
         if torch._C._current_autograd_node() is not None or not is_numbered():
             return None
         found = None
         for call in self._calls:
-            if name in call.counts:
-                number = call.counts[name]
-                call.counts[name] = number + 1
-                place = call.named[name].get(number)
+            if role in call.counts:
+                number = call.counts[role]
+                call.counts[role] = number + 1
+                place = call.named[role].get(number)
                 if place is not None and torch.is_grad_enabled():
                     found = _Found(call, place)
         return found
