@@ -22,11 +22,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from tests.cases import nets, zoo
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import torchtrim
-from bench import batch_rivals, nets, zoo
+from bench import batch_rivals
 from bench.machine import RESULTS, save, slug
 from torchtrim import TrainStep
 from torchtrim.records.trial import Request

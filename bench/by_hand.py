@@ -28,6 +28,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
+from tests.cases import zoo
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_map
@@ -38,7 +39,6 @@ from torch.utils.checkpoint import (
 )
 
 import torchtrim
-from bench import zoo
 from bench.machine import keep_memory, save, saved
 from bench.models import MODELS
 from torchtrim import TrainStep

@@ -3,7 +3,7 @@
 python -m bench.clean [--pairs 300] [--scripts 24] [--json]
 
 A pair is a model with a plan that recomputes places drawn at random, which keeps the function: each verdict
-but BITWISE and ROUNDING is a false alarm. Others are one step made twice, and a program of `bench/faulty`
+but BITWISE and ROUNDING is a false alarm. Others are one step made twice, and a program of `cases/faulty`
 beside a copy of itself.
 """
 

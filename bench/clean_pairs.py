@@ -4,8 +4,8 @@ python -m bench.clean_pairs [MODEL ...] [--seeds 3] [--scripts 24] [--only TECHN
 
 A pair is a model of `bench.clean` with an optimizer, and a plan of one technique: the smallest peak that it
 reaches, and one or two on the way there; places drawn at random where it lowers no peak alone. A verdict
-weaker than the plan's own equivalence is a false alarm. Programs of `bench/faulty` stand beside copies of
-themselves, which save and load on the way; those of `bench/faulty/varying` vary from run to run, and every
+weaker than the plan's own equivalence is a false alarm. Programs of `cases/faulty` stand beside copies of
+themselves, which save and load on the way; those of `cases/faulty/varying` vary from run to run, and every
 verdict on them but UNDECIDED is wrong. A plan that this model refuses is no pair, and is counted apart.
 Each run replaces the parts of the result that it is asked for.
 
@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.cases import nets, zoo
 from torch import nn
 
-from bench import nets, zoo
 from bench.clean import MODELS, STEPS, recomputing, script, step_of
 from bench.faults import PROGRAMS
 from bench.machine import RESULTS, save, slug

@@ -17,8 +17,8 @@ import time
 from typing import Any
 
 import torch
+from tests.cases import zoo
 
-from bench import zoo
 from bench.machine import RESULTS, save, slug
 from torchtrim import InfeasibleBudget, TrainStep
 from torchtrim.executor.apply import apply_plan, named_roots

@@ -2,7 +2,7 @@
 
     python -m bench.cuts [NAME ...] [--library DIR] [--save]
 
-Each model of `bench.zoo` that can be cut is run dry, with the times of an A100 by the roofline. It is cut for
+Each model of `cases.zoo` that can be cut is run dry, with the times of an A100 by the roofline. It is cut for
 1F1B and for Interleaved1F1B on 2, 3 and 4 ranks and 8 micro-batches, as `torchtrim plan --stages` does, and
 in all other ways where these are at most 2,000. Said is by how much a step with the chosen cut is slower
 than with the best of all, as simulated.
@@ -19,8 +19,9 @@ from math import comb
 from typing import Any, cast
 
 import torch
+from tests.cases import zoo
 
-from bench import machine, zoo
+from bench import machine
 from torchtrim import TrainStep, estimate
 from torchtrim.costs.devices import DEVICES
 from torchtrim.costs.roofline import estimate as roofline

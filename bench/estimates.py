@@ -2,7 +2,7 @@
 
     python -m bench.estimates [--only NAME ...] [--set SET ...] [--part models|others] [--save]
 
-Each model of `bench.zoo` runs in evaluation and trains with SGD and Adam, plain and recomputed: with the
+Each model of `cases.zoo` runs in evaluation and trains with SGD and Adam, plain and recomputed: with the
 plan of the smallest peak that torchtrim makes for its training, or, where none saves anything, with each
 of the model's children that has parameters run again. Measured is a step after one of warm-up, by the
 allocator's own events; estimated is the same step dry. The table of workspaces was made with the models for
@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.cases import zoo
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from bench import machine, zoo
+from bench import machine
 from torchtrim import Inference, TrainStep, estimate
 from torchtrim.capture.build import Setting
 from torchtrim.executor.apply import Applied

@@ -2,7 +2,7 @@
 
 python -m bench.faults [--only PATTERN] [--program PATTERN] [--json]
 
-Each fault of `bench/faulty/faults.toml` is a small change of a program there, made after a real bug, whose
+Each fault of `cases/faulty/faults.toml` is a small change of a program there, made after a real bug, whose
 report it links to. Both programs run three steps, four where memory and checkpoints are looked at. A place is
 named rightly if it is a line that the change touches, or the line after it, on either side, or what `names`
 says: the module, buffer or setting.
@@ -32,7 +32,7 @@ from torchtrim.records.trial import Request, Trial
 from torchtrim.runner.script import Script
 from torchtrim.runner.trials import run_trial
 
-PROGRAMS = Path(__file__).parent / "faulty"
+PROGRAMS = Path(__file__).parents[1] / "tests" / "cases" / "faulty"
 STEPS = Request(warmup=1, steps=1, measured=False)
 MORE_STEPS = Request(warmup=1, steps=2, round_trip=True)
 EYE = 1e-4

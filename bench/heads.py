@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.cases import zoo
 
-from bench import zoo
 from bench.machine import RESULTS, save, slug
 from torchtrim import TrainStep
 from torchtrim.executor.registry import names

@@ -21,10 +21,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from tests.cases import zoo
 from torch import nn
 
 import torchtrim
-from bench import zoo
 from bench.machine import RESULTS, save, slug, with_spread
 
 ROUNDS, LEAST_SAVING, MOST_TIME, LONG_CALL = 7, 0.25, 1.05, 0.02

@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
+from tests.cases import nets, zoo
 from torch import nn
 
-from bench import nets, zoo
 from bench.machine import keep_memory, keeps_memory, save, saved
 from torchtrim import TrainStep
 from torchtrim.analysis.timeline import by_kind, peak_operator

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from tests.cases.clock import DeviceClock, clocked, seconds_of
 from torch import nn
 
 import torchtrim
-from bench.clock import DeviceClock, clocked, seconds_of
 from bench.machine import RESULTS, save, slug
 from torchtrim.analysis.prices import device_of
 from torchtrim.capture.workload import TrainStep

@@ -18,9 +18,10 @@ import time
 from typing import Any
 
 import torch
+from tests.cases import nets, zoo
 from torch import nn
 
-from bench import models, nets, zoo
+from bench import models
 from bench.machine import RESULTS, save, slug
 from torchtrim import TrainStep
 from torchtrim.executor.apply import named_roots

@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 import torch
+from tests.cases import zoo
 
-from bench import zoo
 from bench.machine import save
 from torchtrim import TrainStep
 from torchtrim.analysis.timeline import by_kind, peak_operator

@@ -18,8 +18,8 @@ from typing import Any
 from unittest import mock
 
 import torch
+from tests.cases import zoo
 
-from bench import zoo
 from bench.machine import RESULTS, save, slug
 from bench.simulate import trained
 from torchtrim.planner.planner import Planner

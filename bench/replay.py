@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from tests.cases import nets
 from torch import nn
 
 import torchtrim
-from bench import nets
 from bench.machine import save
 from torchtrim import InfeasibleBudget, TrainStep
 from torchtrim.analysis.timeline import by_kind, peak_operator

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tests.cases import zoo
 from torch import nn
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -34,7 +35,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.multiprocessing.spawn import spawn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from bench import llama, machine, models, zoo
+from bench import llama, machine, models
 from bench.estimates import measured
 from torchtrim import Sharding, TrainStep, estimate
 from torchtrim.capture.recording import tensors_in

@@ -24,10 +24,10 @@ from itertools import combinations
 from typing import Any
 
 import torch
+from tests.cases import zoo
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits as cross_entropy
 
-from bench import zoo
 from bench.examples import NAMES, script
 from bench.machine import RESULTS, save, slug
 from bench.optnet import OPTNET, prepared

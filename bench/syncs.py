@@ -24,16 +24,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.cases.corpus import Snippet, snippets
+from tests.cases.corpus.snippet import Body
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.corpus import Snippet, snippets
-from bench.corpus.snippet import Body
 from bench.machine import save
 from torchtrim.capture.one_call import record_call
 from torchtrim.emulator import emulate
 from torchtrim.syncs.lookup import row
 
-_CORPUS = Path(__file__).parent / "corpus"
+_CORPUS = Path(__file__).parents[1] / "tests" / "cases" / "corpus"
 _PLAIN = "plain_corpus"
 _NAMES = re.compile(
     r"aten::(_local_scalar_dense|item|nonzero|masked_select|_?unique\w*|bincount|equal|allclose)\b"
@@ -45,7 +45,7 @@ _TO_CPU = (
     (".cuda()", ".cpu()"),
     (".pin_memory()", ""),
     ("pin_memory=True)", "pin_memory=False)"),
-    ("bench.corpus", _PLAIN),
+    ("tests.cases.corpus", _PLAIN),
 )
 
 Judge = Callable[[Snippet], int]

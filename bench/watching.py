@@ -20,10 +20,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from tests.cases import nets, zoo
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from bench import machine, nets, zoo
+from bench import machine
 from torchtrim.executor.block_state import Before, BlockState
 from torchtrim.records.plan import Technique
 from torchtrim.techniques.optimizer_in_backward import running as early_update

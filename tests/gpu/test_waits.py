@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from bench.corpus import Snippet, snippets
 from bench.syncs import is_counted
+from tests.cases.corpus import Snippet, snippets
 from torch import nn
 from torch.nn.functional import cross_entropy
 

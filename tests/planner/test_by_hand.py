@@ -6,8 +6,8 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from bench import zoo
 from bench.by_hand import HALVES, Trained, peak, ways_of
+from tests.cases import zoo
 from torch import Tensor, nn
 
 from steps import fitting

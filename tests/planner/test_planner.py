@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from bench import zoo
+from tests.cases import zoo
 from torch import nn
 
 from steps import STEPS, train_step, trial

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from bench.corpus import Snippet, snippets
-from bench.corpus.snippet import Thread
 from bench.syncs import Verdict, is_counted, on_cpu, ours, score, waits_of
+from tests.cases.corpus import Snippet, snippets
+from tests.cases.corpus.snippet import Thread
 
 from torchtrim.emulator import emulate
 
@@ -48,7 +48,7 @@ def test_a_repaired_form_waits_less() -> None:
 
 
 def test_labels_do_not_come_from_the_table() -> None:
-    for path in (Path(__file__).parents[2] / "bench" / "corpus").glob("*.py"):
+    for path in (Path(__file__).parents[1] / "cases" / "corpus").glob("*.py"):
         assert "syncs.lookup" not in path.read_text(encoding="utf-8")
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bench.clock import DeviceClock, clocked, seconds_of
 from bench.offload import MODELS, every, is_never_slower, joint, priced, recorded, squared, stalls
+from tests.cases.clock import DeviceClock, clocked, seconds_of
 from torch import nn
 
 import torchtrim

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from bench.corpus.snippet import Thread
+from tests.cases.corpus.snippet import Thread
+
 from torchtrim.syncs.base import Evidence
 
 _REF = "v2.12.1"

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-
-from bench.corpus.snippet import Body, snippet
-from bench.corpus.sources import CHECK, ELEMENTWISE, REDUCTION, aten
+from tests.cases.corpus.snippet import Body, snippet
+from tests.cases.corpus.sources import CHECK, ELEMENTWISE, REDUCTION, aten
 
 
 def _matrix() -> torch.Tensor:

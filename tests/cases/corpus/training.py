@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import nn
-from torch.optim.swa_utils import AveragedModel
-
-from bench.corpus.snippet import Body, snippet
-from bench.corpus.sources import (
+from tests.cases.corpus.snippet import Body, snippet
+from tests.cases.corpus.sources import (
     CLIP,
     COPY,
     ELEMENTWISE,
@@ -23,6 +20,8 @@ from bench.corpus.sources import (
     line,
     thread,
 )
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 _STEP = line("torch/optim/adam.py", 772, "_get_value(step) for each parameter")
 _STEP_AGAIN = line("torch/optim/adam.py", 775, "_get_value(step) once more")

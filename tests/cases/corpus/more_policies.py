@@ -7,12 +7,8 @@ import math
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
-from torch.distributions import Beta, Categorical, Normal, TransformedDistribution, kl_divergence
-from torch.distributions.transforms import TanhTransform
-
-from bench.corpus.snippet import Body, snippet
-from bench.corpus.sources import (
+from tests.cases.corpus.snippet import Body, snippet
+from tests.cases.corpus.sources import (
     COPY,
     ELEMENTWISE,
     EXPAND,
@@ -34,6 +30,9 @@ from bench.corpus.sources import (
     aten,
     line,
 )
+from torch import nn
+from torch.distributions import Beta, Categorical, Normal, TransformedDistribution, kl_divergence
+from torch.distributions.transforms import TanhTransform
 
 _SPARSE_SIZE = aten("sparse/SparseTensor.cpp", 332, "least and greatest index copied to the host")
 _SQUASHED = line("torch/distributions/transformed_distribution.py", 174, "the sample is validated")

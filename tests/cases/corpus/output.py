@@ -5,10 +5,8 @@ from __future__ import annotations
 import io
 
 import torch
-from torch import nn
-
-from bench.corpus.snippet import Body, snippet
-from bench.corpus.sources import (
+from tests.cases.corpus.snippet import Body, snippet
+from tests.cases.corpus.sources import (
     BINS_HIGH,
     BINS_LOW,
     COPY,
@@ -20,6 +18,7 @@ from bench.corpus.sources import (
     line,
     thread,
 )
+from torch import nn
 
 _FORMAT = line("torch/_tensor.py", 1150, "item(), then formatted")
 _WIDTH = line("torch/_tensor_str.py", 142, "each integer formatted for its width")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-
-from bench.corpus.snippet import Body, Since, snippet
-from bench.corpus.sources import (
+from tests.cases.corpus.snippet import Body, Since, snippet
+from tests.cases.corpus.sources import (
     BINS_HIGH,
     BINS_LOW,
     COPY,

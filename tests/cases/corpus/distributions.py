@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import torch
+from tests.cases.corpus.snippet import Body, snippet
+from tests.cases.corpus.sources import ELEMENTWISE, RANDOM, READ, SAMPLE, SCATTER, STD, VALID, aten
 from torch.distributions import (
     Bernoulli,
     Categorical,
@@ -11,9 +13,6 @@ from torch.distributions import (
     Normal,
     kl_divergence,
 )
-
-from bench.corpus.snippet import Body, snippet
-from bench.corpus.sources import ELEMENTWISE, RANDOM, READ, SAMPLE, SCATTER, STD, VALID, aten
 
 
 @snippet(2, VALID, READ)

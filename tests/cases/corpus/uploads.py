@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-from bench.corpus.snippet import Body, snippet
-from bench.corpus.sources import (
+from tests.cases.corpus.snippet import Body, snippet
+from tests.cases.corpus.sources import (
     COPY,
     ELEMENTWISE,
     FILL,
@@ -24,6 +21,8 @@ from bench.corpus.sources import (
     aten,
     thread,
 )
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 _LARGE = 70_000
 

@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from tests.cases import nets
 from torch import nn
-
-from bench import nets
 
 _OPERATOR = re.compile(r"""register_(?:fake|meta)\(\s*["'](?:torchvision::)?(\w+)["']""")
 
@@ -120,7 +119,7 @@ def timm(name: str, size: int = 96, count: int = 4, **options: Any) -> Maker:
 
 
 def own(net: Callable[[], nn.Module], batch: Callable[[], Any], loss: Any = classified) -> Maker:
-    """A network of `bench.nets`."""
+    """A network of `tests.cases.nets`."""
     return lambda: Sample(net(), batch(), loss)
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-
-from bench.corpus.snippet import Body, snippet
-from bench.corpus.sources import (
+from tests.cases.corpus.snippet import Body, snippet
+from tests.cases.corpus.sources import (
     ACCUMULATE,
     COPY,
     ELEMENTWISE,

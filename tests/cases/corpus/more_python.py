@@ -9,11 +9,8 @@ import pickle
 
 import numpy as np
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
-
-from bench.corpus.snippet import Body, snippet
-from bench.corpus.sources import (
+from tests.cases.corpus.snippet import Body, snippet
+from tests.cases.corpus.sources import (
     ATTENTION,
     COPY,
     ELEMENTWISE,
@@ -32,6 +29,8 @@ from bench.corpus.sources import (
     UNIQUE,
     line,
 )
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 _BOOLS = line("torch/csrc/utils/tensor_new.cpp", 858, "a mask made with the options of the tensor")
 _STORAGE = line("torch/storage.py", 264, "a copy that is not late")

@@ -6,11 +6,8 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, unpad_sequence
-
-from bench.corpus.snippet import Body, snippet
-from bench.corpus.sources import (
+from tests.cases.corpus.snippet import Body, snippet
+from tests.cases.corpus.sources import (
     COPY,
     ELEMENTWISE,
     EMBEDDING,
@@ -32,6 +29,8 @@ from bench.corpus.sources import (
     aten,
     line,
 )
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, unpad_sequence
 
 _CTC_CHECK = aten("LossCTC.cpp", 569, "targets are copied to the host, and again at 516")
 _CTC_LENGTHS = aten("cuda/LossCTC.cu", 287, "lengths and offsets are moved: three copies")

@@ -6,10 +6,8 @@ import io
 import math
 
 import torch
-from torch import nn
-
-from bench.corpus.snippet import Body, snippet
-from bench.corpus.sources import (
+from tests.cases.corpus.snippet import Body, snippet
+from tests.cases.corpus.sources import (
     COPY,
     ELEMENTWISE,
     FILL,
@@ -25,6 +23,7 @@ from bench.corpus.sources import (
     aten,
     line,
 )
+from torch import nn
 
 _ANOMALY = line("torch/csrc/autograd/engine.cpp", 1152, "isnan().any().item() of each output")
 _STORAGE = line("torch/_utils.py", 107, "untyped_storage.copy_(self)")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-
-from bench.corpus.snippet import Body, snippet
-from bench.corpus.sources import COPY, NONZERO, aten
+from tests.cases.corpus.snippet import Body, snippet
+from tests.cases.corpus.sources import COPY, NONZERO, aten
 
 _COUNTED = aten("sparse/cuda/SparseCUDATensor.cu", 90, "this forces device-host synchronization")
 _PRODUCT = aten("sparse/cuda/SparseCUDATensorMath.cu", 116, "coalesces the sparse factor")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from pathlib import Path
 
-from bench.corpus.snippet import SNIPPETS, Snippet
+from tests.cases.corpus.snippet import SNIPPETS, Snippet
 
 _NO_FAMILY = ("__init__", "snippet", "sources")
 
@@ -14,5 +14,5 @@ def snippets() -> tuple[Snippet, ...]:
     """All of the corpus, by family."""
     for path in sorted(Path(__file__).parent.glob("*.py")):
         if path.stem not in _NO_FAMILY:
-            import_module(f"bench.corpus.{path.stem}")
+            import_module(f"tests.cases.corpus.{path.stem}")
     return tuple(SNIPPETS.values())

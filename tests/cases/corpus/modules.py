@@ -6,12 +6,8 @@ import copy
 
 import torch
 import torch.nn.functional as F
-from torch import nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
-from torch.utils.checkpoint import checkpoint
-
-from bench.corpus.snippet import Body, snippet
-from bench.corpus.sources import (
+from tests.cases.corpus.snippet import Body, snippet
+from tests.cases.corpus.sources import (
     ATTENTION,
     COPY,
     DROPOUT,
@@ -26,6 +22,9 @@ from bench.corpus.sources import (
     aten,
     line,
 )
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
+from torch.utils.checkpoint import checkpoint
 
 
 @snippet(0, NORMALIZATION)

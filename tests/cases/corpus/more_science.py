@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import nn
-
-from bench.corpus.snippet import Body, Since, snippet
-from bench.corpus.sources import (
+from tests.cases.corpus.snippet import Body, Since, snippet
+from tests.cases.corpus.sources import (
     CHECK,
     COPY,
     ELEMENT,
@@ -32,6 +30,7 @@ from bench.corpus.sources import (
     WHERE,
     aten,
 )
+from torch import nn
 
 _SORTER = aten("BucketizationUtils.h", 139, "the smallest and the largest of the sorter are read")
 _QUANTILE = aten("Sorting.cpp", 261, "only the CPU checks q")

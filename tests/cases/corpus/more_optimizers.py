@@ -6,12 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.optim.swa_utils import update_bn
-
-from bench.corpus.snippet import Body, snippet
-from bench.corpus.sources import (
+from tests.cases.corpus.snippet import Body, snippet
+from tests.cases.corpus.sources import (
     COPY,
     ELEMENTWISE,
     FOREACH,
@@ -24,6 +20,9 @@ from bench.corpus.sources import (
     aten,
     line,
 )
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.swa_utils import update_bn
 
 _CUMULATIVE = line("torch/nn/modules/batchnorm.py", 192, "float(num_batches_tracked)")
 _PLATEAU = line("torch/optim/lr_scheduler.py", 1691, "float(metrics)")
