@@ -3,17 +3,179 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from statistics import median, median_low
+from itertools import pairwise
+from statistics import fmean, median, median_low
 
 from torchtrim.costs.replay.program import NO_SITE, Activity, Does, Program, Step
-from torchtrim.records.trace_events import Lane, Trace
+from torchtrim.records.trace_events import Event, Lane, Trace
 from torchtrim.traces.calls import is_pageable
-from torchtrim.traces.hand_over import hand_overs
-from torchtrim.traces.latencies import Latencies, measure
 from torchtrim.traces.launches import Launch, Schedule, Stream, Work, is_waiting, schedule
+from torchtrim.traces.stacks import lane_of
 from torchtrim.traces.targets import SKEW_US, Ends, Targets, ends, targets
+
+_ENGINE = "autograd::engine::evaluate_function"
+_RUN_US = 200.0
+_NEAR = 0.2
+_MOST_ENGINES = 64
+
+
+def hand_overs(trace: Trace, plan: Schedule) -> dict[int, tuple[Lane, float]]:
+    """By `id` of a launch: the thread that its own had waited for, and how long after it began.
+
+    A thread of the autograd engine begins when another calls `backward()`, which is then blocked until
+    the engine is done. Other threads count as taking turns where one's burst of calls fills the
+    gap in the other's.
+    """
+    owners = _engines(trace, plan)
+    found: dict[int, tuple[Lane, float]] = {}
+    pairs = [(owner, engine, True) for engine, owner in owners.items()]
+    pairs += [(a, b, False) for a, b in _others(plan, owners)]
+    for first, second, named in pairs:
+        both = [launch for launch in plan.launches if launch.lane in (first, second)]
+        for run_before, run in _switches(both):
+            before, after = run_before[-1], run[0]
+            if named or _fills(run_before, run):
+                found.setdefault(id(after), (_lane(before), after.time - before.end))
+    return found
+
+
+def _lane(launch: Launch) -> Lane:
+    assert launch.lane is not None
+    return launch.lane
+
+
+def _engines(trace: Trace, plan: Schedule) -> dict[Lane, Lane]:
+    """Threads of the autograd engine, each with the thread that calls it."""
+    calls = Counter(launch.lane for launch in plan.launches if launch.lane is not None)
+    engines = {lane_of(op) for op in trace.operators if _is_engines(op)}
+    forward = [lane for lane, _ in calls.most_common() if lane not in engines]
+    marked = _forward_lanes(trace)
+    found = {}
+    for engine in sorted(engines & calls.keys() - marked)[:_MOST_ENGINES]:
+        same = next((lane for lane in forward if lane[0] == engine[0]), None)
+        if same is not None:
+            found[engine] = same
+    return found
+
+
+def _is_engines(operator: Event) -> bool:
+    if operator.name.startswith(_ENGINE):
+        return True
+    args = operator.args
+    return args is not None and bool(args.forward_thread) and args.sequence is not None
+
+
+def _forward_lanes(trace: Trace) -> set[Lane]:
+    """Threads on which the profiler's steps are marked: never the engine's."""
+    marks = (*trace.annotations, *(op for op in trace.operators if op.name.startswith("Profiler")))
+    return {lane_of(mark) for mark in marks if mark.name.startswith("ProfilerStep")}
+
+
+def _others(plan: Schedule, owners: dict[Lane, Lane]) -> list[tuple[Lane, Lane]]:
+    calls = Counter(launch.lane for launch in plan.launches if launch.lane is not None)
+    lanes = [lane for lane, count in calls.most_common(4) if lane not in owners and count > 8]
+    return [(a, b) for i, a in enumerate(lanes) for b in lanes[i + 1 :] if a[0] == b[0]]
+
+
+def _switches(launches: list[Launch]) -> list[tuple[list[Launch], list[Launch]]]:
+    """Runs of launches of one thread, each with the run of the other thread before it."""
+    runs: list[list[Launch]] = []
+    for launch in launches:
+        if runs and runs[-1][-1].lane == launch.lane:
+            runs[-1].append(launch)
+        else:
+            runs.append([launch])
+    return list(pairwise(runs))
+
+
+def _fills(before: list[Launch], run: list[Launch]) -> bool:
+    """Whether the run begins right after the one before it, and both are long."""
+    lengths = [one[-1].end - one[0].time for one in (before, run)]
+    between = run[0].time - before[-1].end
+    return min(lengths) > _RUN_US and 0 <= between < _NEAR * min(lengths)
+
+
+_NEAR_US = 200.0
+_IDLE_US = 2.0
+_FEWEST = 3
+_LAUNCH_US, _GAP_US, _BACK_US = 5.0, 1.5, 5.0
+
+
+@dataclass(kw_only=True, slots=True)
+class Latencies:
+    """`launch`: from the call to the start on an idle stream. `gap`: between two activities of a stream.
+
+    `cost`: what a call that launches keeps the host. `back`: from the end of the awaited work to the wait's
+    return. `least`: what a waiting call costs that need not wait. The first three by the activity's kind,
+    the others by the wait's.
+    """
+
+    launch: dict[str, float]
+    gap: dict[str, float]
+    cost: dict[str, float]
+    back: dict[str, float] = field(default_factory=dict)
+    least: dict[str, float] = field(default_factory=dict)
+
+    def launch_of(self, work: Work) -> float:
+        """From the beginning of the call to the activity's start on an idle stream."""
+        return self.launch.get(work.kind, self.launch.get("", _LAUNCH_US))
+
+    def gap_of(self, work: Work) -> float:
+        """From the end of the activity before it on a busy stream to its start."""
+        return self.gap.get(work.kind, self.gap.get("", _GAP_US))
+
+    def cost_of(self, work: Work) -> float:
+        """What the call that launches it keeps the host."""
+        return self.cost.get(work.kind, self.cost.get("", _LAUNCH_US))
+
+    def back_of(self, kind: str) -> float:
+        """From the end of the awaited work to the return of the call."""
+        return self.back.get(kind, _BACK_US)
+
+    def least_of(self, kind: str) -> float:
+        """What the call costs where the work is done already."""
+        return self.least.get(kind, _LAUNCH_US)
+
+
+def measure(plan: Schedule) -> Latencies:
+    """The latencies of the machine on which the trace was recorded."""
+    launch: dict[str, list[float]] = defaultdict(list)
+    gap: dict[str, list[float]] = defaultdict(list)
+    cost: dict[str, list[float]] = defaultdict(list)
+    for work in plan.works:
+        call = work.call
+        if call is None:
+            continue
+        cost[work.kind].append(call.dur)
+        free = work.before.event.end if work.before is not None else 0.0
+        since, idle = work.event.ts - call.ts, work.event.ts - free
+        if free + _IDLE_US < call.ts:
+            if 0 <= since < _NEAR_US:
+                launch[work.kind].append(since)
+        elif since > 2 * _LAUNCH_US and -_IDLE_US < idle < _NEAR_US:
+            gap[work.kind].append(max(idle, 0.0))
+    return Latencies(
+        launch=_summary(launch, median),
+        gap=_summary(gap, _trimmed),
+        cost=_summary(cost, median),
+    )
+
+
+def _summary(samples: dict[str, list[float]], figure: object) -> dict[str, float]:
+    assert callable(figure)
+    found = {kind: figure(values) for kind, values in samples.items() if len(values) >= _FEWEST}
+    every = [value for values in samples.values() for value in values]
+    return found | ({"": figure(every)} if every else {})
+
+
+def _trimmed(values: Iterable[float]) -> float:
+    """The mean without the highest tenth: many small gaps add up, and outliers have other reasons."""
+    ordered = sorted(values)
+    return fmean(ordered[: max(1, len(ordered) * 9 // 10)])
+
 
 _NOISE_US = 25.0
 _OUTSIDE_US = 50.0

@@ -11,8 +11,7 @@ from typing import Any
 
 from torchtrim.errors import UnreadableInput, Unsupported
 from torchtrim.records.trace_events import Args, Event, Trace
-from torchtrim.traces.compressed import MOST_BYTES, read_bytes
-from torchtrim.traces.decode import Decoded, Meta, decode
+from torchtrim.traces.decode import MOST_BYTES, Decoded, Meta, decode, read_bytes
 
 _KINDS = {
     "cpu_op": "operators",
