@@ -314,7 +314,7 @@ def test_there_is_one_maker_of_plans() -> None:
 def test_there_is_one_sum_of_bytes() -> None:
     """Whoever adds up what is alive over time calls it; the others that run a sum over bytes are few."""
     summing = {m.rpartition(".")[0] for m in calls_of("bytes_over_time")}
-    assert {"torchtrim.memory", "torchtrim.memory.network", "torchtrim.step"} <= summing
+    assert {"torchtrim.analysis", "torchtrim.memory.network", "torchtrim.step"} <= summing
     allowed = {
         "torchtrim.memory.curve",
         "torchtrim.memory.network.cut",
