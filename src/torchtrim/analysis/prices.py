@@ -16,7 +16,7 @@ from torchtrim.records.profile import Profile, is_emulated
 from torchtrim.records.report import Waiting, WaitSet
 
 _DEFAULT = "a100"
-_NOTHING = 0.003
+_NOTHING = 0.003  # Said in _LITTLE. Arbitrary; a modelled step is not known to three in a thousand.
 _MOVES = "; without it alone the next wait takes over, no gain expected"
 _LITTLE = "; all waits together are worth less than 0.3 % of the step"
 

@@ -34,7 +34,7 @@ from torchtrim.attention.compiled_tiles import mask_row, slopes_row, softmax_row
 from torchtrim.attention.core import Gradients, Inputs, Outcome, blocks
 from torchtrim.attention.dropout import threshold
 
-TURNS = 4
+TURNS = 4  # Adding to one place twice in a row stalls on the first; four sums in turn hide that.
 
 
 @jit
@@ -186,8 +186,8 @@ def scatter(d: Any, ids: Any, length: int, flat: Any) -> None:
 
 _SCORES = 1 << 17
 _MOST_KEPT = _SCORES + 2 * LANES
-_SHORT = 100
-_MOST_ROOMS = 64
+_SHORT = 100  # Up to here it pays to write out all buckets of a query; docs/attention.md says it.
+_MOST_ROOMS = 64  # As many as _maps keeps: more shapes than a model has layers of different size.
 _EMPTY, _NONE = np.empty((0, 0, 0), np.float32), np.empty((0, 0), np.float32)
 Array = Any
 Parts = tuple[tuple[slice, slice], ...]

@@ -131,7 +131,7 @@ Call = tuple[Any, ...]
 Lookups = tuple[Tensor | None, Tensor | None]
 _SEVEN, _TENSORS = 7, 9
 _PLAIN = (Tensor, torch.nn.Parameter)
-_SHORT = 100
+_SHORT = 100  # As in compiled.py: the loops of short sequences are those that can use what is kept.
 
 
 def attend(*call: Any) -> Tensor:

@@ -73,7 +73,8 @@ def other(module: nn.Module) -> Other | None:
 
 Forward = Callable[..., Any]
 _CLOSE = 1e-4
-_MOST_ROWS = 31
+"""The trial is in float64: other mathematics differs far more, a float32 cast inside less."""
+_MOST_ROWS = 31  # Tables of 16 places a side, as known.py tries: 2 * 16 - 1.
 
 
 class Beside(NamedTuple):

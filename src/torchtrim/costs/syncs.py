@@ -19,9 +19,9 @@ from torchtrim.costs.roofline import Estimate, estimate
 from torchtrim.records.profile import Profile
 
 _RACES = "async-"
-_US = 1e6
-_BACK_US = 5.0
-_GAP_US = 1.5
+_US = 1e6  # Microseconds in a second.
+_BACK_US = 5.0  # Usual in public traces, as in traces/build.py.
+_GAP_US = 1.5  # Usual in public traces, as in traces/build.py.
 
 
 class ModelledWait(Struct, frozen=True, kw_only=True):

@@ -15,8 +15,8 @@ from torchtrim.core.clock import CLOCK, Clock
 from torchtrim.data.packing import narrowed, tensors_in
 from torchtrim.records.loader import BatchParts
 
-_MOST_SECONDS = 2.0
-_LEAST = 2
+_MOST_SECONDS = 2.0  # Said in parts_of. Arbitrary; as long as a person waits for one figure.
+_LEAST = 2  # The first sample opens files and fills caches, the second shows that it is done.
 
 
 class Source(NamedTuple):

@@ -23,7 +23,7 @@ from torchtrim.data.search import Limits, Search
 from torchtrim.errors import UsageError
 from torchtrim.records.loader import LoaderSettings, Tuning
 
-_STEPS = 5
+_STEPS = 5  # Arbitrary; enough for a mean, few enough for a step of seconds.
 Step = Callable[[Any], object]
 
 

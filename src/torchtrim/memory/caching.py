@@ -15,7 +15,7 @@ from bisect import bisect_left, insort
 from typing import NamedTuple
 
 _MIB = 2**20
-_UNIT = 512
+_UNIT = 512  # kMinBlockSize of CUDACachingAllocator.cpp.
 _SMALL = _MIB
 _SMALL_SEGMENT = 2 * _MIB
 _LARGE_SEGMENT = 20 * _MIB

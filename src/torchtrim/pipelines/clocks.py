@@ -28,8 +28,8 @@ from torchtrim.pipelines.promise import Node
 from torchtrim.pipelines.window import Shapes, Window
 from torchtrim.records.pipeline import Clocked, Pipeline
 
-_ROUNDS = 7
-_PATIENCE = 15.0
+_ROUNDS = 7  # One that warms up, and six for a median.
+_PATIENCE = 15.0  # Arbitrary; as long as a person waits. A slow model has fewer rounds.
 _Notes = defaultdict[tuple[str, int], list[float]]
 
 

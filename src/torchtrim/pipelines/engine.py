@@ -30,7 +30,7 @@ from torchtrim.pipelines.promise import (
 from torchtrim.pipelines.window import Shapes, Window
 from torchtrim.records.pipeline import Pipeline
 
-_SEED = 1_000_003
+_SEED = 1_000_003  # A prime: seeds of neighbouring stages and steps do not meet.
 _MOST_SUM = 2**20
 
 

@@ -22,7 +22,7 @@ PRODUCTS = frozenset(
 )
 """What selective checkpointing keeps, as torchtitan's policy has it: results that are dear to make again."""
 _EACH, _SECOND = "each block checkpointed", "every second block checkpointed"
-_NEARLY_ALL = 0.9
+_NEARLY_ALL = 0.9  # The rest is the loss and the like, which a person would split too.
 _NUMBERED = re.compile(r"(.+)\.(\d+)")
 
 

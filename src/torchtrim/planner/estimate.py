@@ -14,8 +14,8 @@ from torchtrim.records.profile import Profile
 
 _LONGEST = 2**30
 _BLOCKS = (2, 8, 16, 32, 64, 128, 256)
-_RESTARTS = 3
-_LEAST_SAVING = 0.01
+_RESTARTS = 3  # Arbitrary; each dip of the peak that is found costs a handful of dry runs.
+_LEAST_SAVING = 0.01  # Arbitrary; a hundredth of the peak is within an estimate's error.
 
 
 class Largest(NamedTuple):

@@ -21,7 +21,7 @@ KEEP = "keep"
 Patterns = Mapping[str, Sequence[str]]
 """Patterns by what they pin: `keep`, or the name of a technique."""
 Spans = tuple[Span, ...]
-_SHOWN = 6
+_SHOWN = 6  # Arbitrary; as many places as a message shows.
 _ONE = r"[^\[\]]"
 
 

@@ -20,7 +20,7 @@ from torchtrim.stream.tombstones import Evicted, Newest, Tombstone
 from torchtrim.stream.unbounded import bounded, is_unbounded
 
 _ADVICE = "The module reads further back than was declared: declare a longer window."
-_REMEMBERED = 256
+_REMEMBERED = 256  # As many as a store remembers (store.py).
 Entry = tuple[str, tuple[int, int]]
 
 

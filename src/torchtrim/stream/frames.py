@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-_MOST_RANGES = 64
+_MOST_RANGES = 64  # Arbitrary; a stream that is steady but for some gaps has a few.
 
 
 @dataclass(slots=True)

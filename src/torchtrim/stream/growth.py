@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from torchtrim.stream.sessions import SESSIONS
 
-LEAST_FRAMES = 6
-_LEAST_SHARE = 0.25
+LEAST_FRAMES = 6  # Halves of three frames, so that each has two rises.
+_LEAST_SHARE = 0.25  # Arbitrary, as keeps_growing says: what fills up slows down further.
 _BOUND = {"Objects", "Records"}
 _CACHES = {"DynamicCache", "DynamicLayer"}
 

@@ -21,6 +21,7 @@ from torchtrim.stream.tombstones import Evicted, Key, Tombstone, split
 from torchtrim.stream.unbounded import bounded, is_unbounded
 
 _REMEMBERED = 256
+"""Arbitrary; entries that went and whose reading still gets an error that names them."""
 
 
 class _Shared:

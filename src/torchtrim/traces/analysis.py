@@ -106,9 +106,8 @@ def mended(sites: Iterable[TraceSite], versions: Mapping[str, str]) -> list[str]
     return notes
 
 
-MOST_ERROR = 0.10
-_SHARE = 0.05
-_DIGITS = 3
+MOST_ERROR = 0.10  # Arbitrary; a replay that is further off its own trace is not believed.
+_SHARE = 0.05  # Arbitrary; less of the trace does not change what is said.
 
 
 def analyse(trace: Trace, source: Path | None = None) -> TraceReport:
@@ -273,4 +272,4 @@ def _doubts(trace: Trace, program: Program) -> list[str]:
 
 
 def _ms(microseconds: float) -> float:
-    return round(microseconds / 1e3, _DIGITS)
+    return round(microseconds / 1e3, 3)

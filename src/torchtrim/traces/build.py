@@ -17,9 +17,9 @@ from torchtrim.traces.stacks import lane_of
 from torchtrim.traces.targets import SKEW_US, Ends, Targets, ends, targets
 
 _ENGINE = "autograd::engine::evaluate_function"
-_RUN_US = 200.0
-_NEAR = 0.2
-_MOST_ENGINES = 64
+_RUN_US = 200.0  # Some tens of launches: a shorter burst may follow another by chance.
+_NEAR = 0.2  # Arbitrary; threads that take turns leave hardly a gap.
+_MOST_ENGINES = 64  # Arbitrary; autograd has one thread for each device of the process.
 
 
 def hand_overs(trace: Trace, plan: Schedule) -> dict[int, tuple[Lane, float]]:
@@ -99,8 +99,10 @@ def _fills(before: list[Launch], run: list[Launch]) -> bool:
 
 
 _NEAR_US = 200.0
+"""Arbitrary; a start or gap that is longer has another reason than the machine's latency."""
 _IDLE_US = 2.0
-_FEWEST = 3
+"""Arbitrary; how far aligned clocks of host and device may differ."""
+_FEWEST = 3  # The fewest with a median that one outlier does not set.
 _LAUNCH_US, _GAP_US, _BACK_US = 5.0, 1.5, 5.0
 
 
@@ -178,10 +180,12 @@ def _trimmed(values: Iterable[float]) -> float:
 
 
 _NOISE_US = 25.0
+"""Arbitrary; a start that is later than modelled by less is noise, not a dependency."""
 _OUTSIDE_US = 50.0
-_QUEUE = 256
-_LONG = 20.0
-_LONG_US = 100.0
+"""Arbitrary; returns that are later have a reason outside of the trace, such as the scheduler."""
+_QUEUE = 256  # A queue of launches is never full with fewer; CUDA's holds about a thousand.
+_LONG = 20.0  # Arbitrary; a launch that takes twenty times as long as usual was held up.
+_LONG_US = 100.0  # Arbitrary; so short a launch was not held up by a full queue.
 
 
 def build(trace: Trace, sites: Mapping[int, int]) -> Program:

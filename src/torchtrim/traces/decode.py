@@ -18,7 +18,7 @@ MOST_BYTES = 2**30
 _GZIP = b"\x1f\x8b"
 _PIECE = 2**24
 _RATIO_FROM = 2**26
-_MOST_RATIO = 250
+_MOST_RATIO = 250  # Far above what a trace reaches; deflate itself goes up to 1032.
 
 
 def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes | bytearray:
@@ -90,8 +90,9 @@ _VERSIONS = (
 _NO_NUMBER = re.compile(rb'("(?:[^"\\]|\\.)*+")|(?<![\w.])-?(?:NaN|nan|Infinity|inf)(?![\w.])')
 _EVENT_START = re.compile(rb',\s*\{\s*"(?:ph|name|cat|pid|ts|args)"\s*:')
 _TAIL = 2**20
-MOST_OBJECTS = 12_000_000
+MOST_OBJECTS = 12_000_000  # Arbitrary; a trace of 1 GiB has fewer, unless its objects are empty.
 _MOST_COMMAS = 30_000_000
+"""Arbitrary; the tolerant reader keeps plain dicts, which are larger than events."""
 
 
 class Meta(Struct):

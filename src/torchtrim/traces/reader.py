@@ -29,10 +29,10 @@ _KINDS = {
     "memset": "activities",
     "cuda_sync": "waits",
 }
-_FURTHEST_US = 86_400e6
+_FURTHEST_US = 86_400e6  # A day: events further from the others have broken clocks.
 _PACKAGES = ("torch", "transformers", "diffusers", "accelerate", "lightning", "torchmetrics")
 _PACKAGE = re.compile(r"([A-Za-z0-9_.-]+)==(\S{1,40})")
-_MOST_TEXT = 200
+_MOST_TEXT = 200  # Arbitrary; names of devices and versions are shorter.
 _EMPTY = Args()
 
 

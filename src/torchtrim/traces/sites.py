@@ -25,7 +25,7 @@ from torchtrim.traces.stacks import (
 from torchtrim.traces.waiting import Wait, same_stand
 
 _STEP = "ProfilerStep"
-_MOST_FRAMES = 20_000
+_MOST_FRAMES = 20_000  # Arbitrary; bounds the search for one line.
 Key = tuple[str, str, int, str, str, bool]
 
 

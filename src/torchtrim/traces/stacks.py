@@ -11,9 +11,9 @@ from torchtrim.records.trace_events import Event, Lane, Trace
 
 _FRAME = re.compile(r"(?P<path>.+?)\((?P<line>\d{1,9})\): (?P<function>.+)", re.DOTALL)
 _BACKWARD = "autograd::engine::evaluate_function"
-_HOST_ROUNDING_US = 1.0
-_MOST_TEXT = 512
-_DEEPEST = 512
+_HOST_ROUNDING_US = 1.0  # Traces write times in whole microseconds, or round them so.
+_MOST_TEXT = 512  # Arbitrary; a frame's name is a path, a line and a function.
+_DEEPEST = 512  # Arbitrary; half of Python's own limit of 1,000 frames.
 _INSTALLED = ("site-packages/", "dist-packages/")
 _PLUMBING = frozenset(
     ("asyncio", "concurrent", "contextlib", "functools", "importlib", "multiprocessing", "queue")

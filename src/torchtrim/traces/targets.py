@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from torchtrim.records.trace_events import Event, Lane, Number, Trace
 from torchtrim.traces.launches import Launch, Schedule, Stream, Work, stream_of
 
-SKEW_US = 5.0
-_NEAR_US = 60.0
-_FURTHEST = 4096
+SKEW_US = 5.0  # By how much clocks of host and device may differ in a trace. Arbitrary.
+_NEAR_US = 60.0  # Arbitrary; how long before a wait returns what it awaited may have ended.
+_FURTHEST = 4096  # Arbitrary; bounds the way back along a stream.
 
 
 @dataclass(kw_only=True)

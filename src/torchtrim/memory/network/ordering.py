@@ -10,8 +10,9 @@ from typing import NamedTuple
 from torchtrim.memory.network.graph import Graph, bytes_alive, homes_of
 
 Order = tuple[int, ...]
-_WIDTH = 16
+_WIDTH = 16  # Arbitrary; a wider beam takes longer in proportion.
 _MOST_NODES = 3000
+"""Arbitrary; sets of operators are bits of one number, so steps get slower with the size."""
 
 
 def best_order(graph: Graph) -> Order:

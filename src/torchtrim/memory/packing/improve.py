@@ -35,8 +35,8 @@ class Effort:
 
 
 _QUANTA = (0.01, 0.02, 0.05, 0.1, 0.2)
-_NOISE = 0.1
-_FAMILIES = 4
+_NOISE = 0.1  # Arbitrary; one tenth reorders neighbours, and keeps the order as a whole.
+_FAMILIES = 4  # The four orders that `ranks` lists.
 
 
 def ranks(problem: Problem, number: int) -> list[int]:
@@ -63,7 +63,7 @@ def ranks(problem: Problem, number: int) -> list[int]:
     return sorted(range(problem.count), key=keys.__getitem__)
 
 
-_GREEDY_SECONDS = 5.0
+_GREEDY_SECONDS = 5.0  # Arbitrary; the first two orders are always tried.
 _HOISTING_SECONDS, _ROUNDS = 25.0, 100
 
 
@@ -106,7 +106,7 @@ class Placing:
 
 
 _FORWARD = (0.0, 0.3, 0.6)
-_ORDERS = 3
+_ORDERS = 3  # Arbitrary; it is not known beforehand which leads down, and each takes a turn.
 
 Place = Callable[[Sequence[int], bool], list[int]]
 Start = tuple[int, list[int], bool]
@@ -154,9 +154,9 @@ _MOMENT, _SHORT_EFFORT, _LONG_EFFORT = 4e6, 8e7, 7e9
 _FEW_NODES, _NODES = 200, 1500
 _FEWER, _EASY = 4, 32
 _LONG, _LONGER = 128, 16
-_PATIENCE = 4
-_LOADING_SECONDS = 5.0
-_FEW_PAIRS = 2_000_000
+_PATIENCE = 4  # Arbitrary; failures in a row before the target comes nearer.
+_LOADING_SECONDS = 5.0  # About what numba takes to be imported and to load what it compiled.
+_FEW_PAIRS = 2_000_000  # Where plain loops take about as long as loading the compiled ones.
 
 
 @dataclass(frozen=True, kw_only=True)

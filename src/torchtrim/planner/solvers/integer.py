@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _LOWEST = 5.0
 """Seconds for which the lowest is looked for."""
-_MOST_TERMS = 400_000
+_MOST_TERMS = 400_000  # Arbitrary; larger programs are not solved in the seconds that there are.
 _NEAR = 2.5e-3
 """By how much of the step a choice may be slower than the quickest, where that takes long to find."""
 _NEAR_UNITS = 4.0

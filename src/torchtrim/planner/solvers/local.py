@@ -19,7 +19,7 @@ from torchtrim.planner.problem import Chosen, Problem
 from torchtrim.planner.solvers.base import Solved
 from torchtrim.step.simulate import Outcome
 
-_KEPT = 4
+_KEPT = 4  # Arbitrary; beginnings of a partition that are kept, besides the quickest.
 
 
 class Chains:
@@ -81,15 +81,15 @@ class Chains:
                     yield (have - out) | {one, self._ranges[chain, cut, end]}
 
 
-_BUDGETS = 20
-_TRIES = 6000
-_WORK = 8_000_000
-_FEW = 60
-_NEAR = 10
-_STARTS = 4
-_PRICES = 40
-_PEAKS = 3
-_LEAST_SECONDS = 1e-7
+_BUDGETS = 20  # Arbitrary; the front has about as many points between its lowest and the original.
+_TRIES = 6000  # Arbitrary; bounds the search where simulating is quick.
+_WORK = 8_000_000  # Tasks simulated: bounds the search to seconds where steps are long. Arbitrary.
+_FEW = 60  # Arbitrary; up to here all neighbours are simulated.
+_NEAR = 10  # Arbitrary; where options are many, those that free most at the peak are tried.
+_STARTS = 4  # Arbitrary; the tries are shared out among the starts.
+_PRICES = 40  # Arbitrary; neighbouring prices choose nearly the same options.
+_PEAKS = 3  # Arbitrary; the peak seldom moves to a third place.
+_LEAST_SECONDS = 1e-7  # Less is the rounding of sums of seconds.
 _NONE: frozenset[int] = frozenset()
 Exchange = tuple[float, frozenset[int], frozenset[int]]
 """Seconds that are saved, the options that go, and those that come."""

@@ -21,7 +21,7 @@ from torchtrim.planner.linear import Linear, Moment, Row
 from torchtrim.planner.problem import Chosen
 from torchtrim.planner.solvers.base import Answer
 
-_GAP = 1e-6
+_GAP = 1e-6  # As small as the solver's tolerance: what it calls proven is so apart from rounding.
 _PATIENCE = 4.0
 """How many times its seconds a solver may take by the wall, on a machine that does other work too."""
 
@@ -143,8 +143,8 @@ def _model(highspy: Any, program: Program) -> Any:
 # Bytes are given in units of which the peak has so many, and the solver takes what is off by 1e-6 for equal.
 # Its rounding adds up, hence the slack; every choice is simulated before it counts.
 _UNITS = 4096
-_SLACK = 1e-4
-_JOIN = 24
+_SLACK = 1e-4  # In units, as said above.
+_JOIN = 24  # Arbitrary; enough that few rounds are needed, few enough that the program stays small.
 _ENOUGH = 1.0
 """Seconds for which the best is looked for, when what is near it is known."""
 _IMPOSSIBLE = Answer(None, math.inf, proven=True)

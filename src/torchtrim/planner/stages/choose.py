@@ -23,10 +23,10 @@ from torchtrim.records.pipeline import (
 )
 
 Orders = Callable[[Schedule, int, int, int], Order | None]
-_MOST_MICROBATCHES = 64
+_MOST_MICROBATCHES = 64  # Arbitrary; a pipeline's bubble is small long before.
 _STAGES_A_RANK = (1, 2)
-_IMPROVED = 8
-_SHORT = 2
+_IMPROVED = 8  # Arbitrary; moving cuts simulates hundreds of steps for each.
+_SHORT = 2  # Arbitrary; those that are clocked besides the best of a schedule.
 
 
 class Ways(NamedTuple):

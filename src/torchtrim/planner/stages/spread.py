@@ -23,8 +23,9 @@ from torchtrim.planner.stages.timing import step_seconds
 from torchtrim.records.pipeline import Order, Schedule
 
 _SCHEDULE: Schedule = "1F1B"
-_MOST_MICROBATCHES = 512
+_MOST_MICROBATCHES = 512  # Arbitrary; bounds the layouts. The bubble is nothing long before.
 _MOST_SAMPLES = 16
+"""Arbitrary; where micro-batches are larger, more of them are as quick and need less memory."""
 _SIMULATED = 3
 """Micro-batches for each stage that are simulated one by one."""
 
