@@ -243,20 +243,20 @@ def _tables(
 
 def _halved(x: Tensor, shape: Shape, how: str) -> Tensor:
     """Skip tokens as they are, the grid with half the rows and columns."""
-    grid = x[:, :, shape.skip :].unflatten(2, (shape.height, shape.width))  # type: ignore[no-untyped-call]
+    grid = torch.unflatten(x[:, :, shape.skip :], 2, (shape.height, shape.width))
     if how == "stride":
         small = grid[:, :, ::_HALVED, ::_HALVED].flatten(2, 3)
     else:
         images = grid.flatten(0, 1).permute(0, 3, 1, 2)
         pooled = F.avg_pool2d(images, _HALVED, ceil_mode=True)
-        small = pooled.flatten(2).transpose(1, 2).unflatten(0, x.shape[:2])  # type: ignore[no-untyped-call]
+        small = torch.unflatten(pooled.flatten(2).transpose(1, 2), 0, x.shape[:2])
     return torch.cat([x[:, :, : shape.skip], small], 2)
 
 
 def _repeated(x: Tensor, shape: Shape) -> Tensor:
     """Every token of the halved grid in four places."""
     height, width = (-(-size // _HALVED) for size in (shape.height, shape.width))
-    grid = x[:, :, shape.skip :].unflatten(2, (height, width))  # type: ignore[no-untyped-call]
+    grid = torch.unflatten(x[:, :, shape.skip :], 2, (height, width))
     full = grid.repeat_interleave(_HALVED, 2).repeat_interleave(_HALVED, 3)
     full = full[:, :, : shape.height, : shape.width].flatten(2, 3)
     return torch.cat([x[:, :, : shape.skip], full], 2)

@@ -233,8 +233,9 @@ def _encoded(encoding: Any) -> Encoded | None:
 def _encoding_table(encoding: Any) -> Table:
     if hasattr(encoding, "rp_rows") and hasattr(encoding, "rp_cols"):
         rows, columns = (_encoding_table(one) for one in (encoding.rp_rows, encoding.rp_cols))
-        both = isinstance(rows, Tensor) and isinstance(columns, Tensor)
-        return (rows, columns) if both else None  # type: ignore[return-value]
+        if isinstance(rows, Tensor) and isinstance(columns, Tensor):
+            return rows, columns
+        return None
     if not hasattr(encoding, "rpe_config"):
         return None
     found = _first(encoding, ("lookup_table_weight", "lookup_table_bias"))

@@ -234,7 +234,8 @@ def _bias_given(
     """For a later layer of T5 the bias written out, and the table that it comes from."""
     if not one.follows:
         return {}
-    number = int(one.module.relative_attention_num_buckets)  # type: ignore[arg-type]
+    module: Any = one.module
+    number = int(module.relative_attention_num_buckets)
     weight = _random((number, one.kind.heads(one.module)), generator).to(x)
     return {"position_bias": (written_out_bias(one.module, weight, x.shape[1]), weight)}
 

@@ -9,15 +9,16 @@ image.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-triton: Any = import_module("triton")
+jit: Callable[[Any], Any] = import_module("triton").jit
 tl: Any = import_module("triton.language")
 constexpr = Any
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@jit
 def row_tokens(number: Any, rows: Any, height: Any, width: Any, skip: Any, size: constexpr) -> Any:
     """The image row (-1 for skip tokens), columns, tokens and which of them exist. Rows have a
     number, those of the next part of the columns after all rows of the first."""
@@ -28,7 +29,7 @@ def row_tokens(number: Any, rows: Any, height: Any, width: Any, skip: Any, size:
     return y, x, token, x < count
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@jit
 def pair_code(yi: Any, yj: Any, group: Any, height: Any, groups: Any) -> Any:
     """The pattern of two image rows; beyond all patterns where one of them is of skip tokens."""
     inside = (yi >= 0) & (yj >= 0)
@@ -37,7 +38,7 @@ def pair_code(yi: Any, yj: Any, group: Any, height: Any, groups: Any) -> Any:
     return tl.where(inside, found, groups + special)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@jit
 def pair_ids(
     code: Any,
     xi: Any,
@@ -56,7 +57,7 @@ def pair_ids(
     return tl.where(code < groups, found, tl.load(windows + 2 * code))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@jit
 def add_by_bucket(
     sums: Any, waiting: Any, ids: Any, code: Any, windows: Any, size: constexpr
 ) -> Any:
@@ -68,7 +69,7 @@ def add_by_bucket(
     return sums
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@jit
 def load_rows(start: Any, token: Any, exists: Any, width: Any, size: constexpr) -> Any:
     """Rows of a (L, width) tensor, with zeros up to `size` columns."""
     column = tl.arange(0, size)
@@ -76,7 +77,7 @@ def load_rows(start: Any, token: Any, exists: Any, width: Any, size: constexpr) 
     return tl.load(start + token[:, None] * width + column[None, :], mask=inside, other=0.0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@jit
 def store_rows(
     start: Any, value: Any, token: Any, exists: Any, width: Any, size: constexpr
 ) -> None:
@@ -87,13 +88,13 @@ def store_rows(
     tl.store(to, value.to(start.dtype.element_ty), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@jit
 def looked_up(start: Any, rows: Any, exists: Any, ids: Any, buckets: Any) -> Any:
     """What the lookup of one token says of each pair; `rows` and `exists` are (size, size)."""
     return tl.load(start + rows * buckets + ids, mask=exists, other=0.0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@jit
 def with_mask(
     scores: Any,
     i: Any,
@@ -114,7 +115,7 @@ def with_mask(
     return tl.where(exists, scores, float("-inf"))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@jit
 def mixed(x: Any) -> Any:
     """See `dropout.mixed`."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
@@ -122,7 +123,7 @@ def mixed(x: Any) -> Any:
     return x ^ (x >> 16)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@jit
 def kept(seed: Any, row: Any, j: Any, below: Any, up: Any) -> Any:
     """0 or `up` for each pair; see `dropout.kept`."""
     number = tl.load(seed)
@@ -133,7 +134,7 @@ def kept(seed: Any, row: Any, j: Any, below: Any, up: Any) -> Any:
     return tl.where(bits.to(tl.int64) >= below, up, 0.0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@jit
 def without_dropped(
     p: Any, d: Any, seed: Any, row: Any, j: Any, below: Any, up: Any, drops: constexpr
 ) -> Any:
@@ -145,7 +146,7 @@ def without_dropped(
     return dropped, d
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@jit
 def add_both(
     first: Any,
     second: Any,
@@ -166,7 +167,7 @@ def add_both(
     return first, second
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@jit
 def forward(
     q: Any, k: Any, v: Any, tk: Any, tq: Any, mask: Any, seed: Any, out: Any, lse: Any, sums: Any,
     group: Any, pattern: Any, windows: Any, strides_b: Any, strides_h: Any, stride_i: Any, stride_j:
@@ -225,7 +226,7 @@ def forward(
         store_rows(sums + n * length * buckets, added * share[:, None], i, mi, buckets, bins)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@jit
 def backward_of_queries(
     q: Any, k: Any, v: Any, tk: Any, tq: Any, tv: Any, mask: Any, seed: Any, grad: Any, lse: Any,
     delta: Any, of_q: Any, of_tk: Any, sums: Any, group: Any, pattern: Any, windows: Any, strides_b:
@@ -287,7 +288,7 @@ def backward_of_queries(
         store_rows(of_tk + n * length * buckets, s_added, i, mi, buckets, bins)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@jit
 def backward_of_keys(
     q: Any, k: Any, v: Any, tk: Any, tq: Any, tv: Any, mask: Any, seed: Any, grad: Any, lse: Any,
     delta: Any, of_k: Any, of_v: Any, of_tq: Any, group: Any, pattern: Any, windows: Any, strides_b:

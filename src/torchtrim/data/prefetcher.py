@@ -87,7 +87,8 @@ class _Ahead(Iterator[T]):
             raise entry.error
         if entry.arrived is not None:
             self._receive(entry)
-        return entry.batch  # type: ignore[no-any-return]
+        batch: T = entry.batch
+        return batch
 
     def _fill(self) -> None:
         """Fetch until there is one to give and `depth` more; nothing beyond an error."""

@@ -30,6 +30,7 @@ from torchtrim.pipelines.promise import (
 from torchtrim.pipelines.window import Shapes, Window
 from torchtrim.records.pipeline import Pipeline
 
+_mode_stack: Callable[[], list[Any]] = _get_current_function_mode_stack
 _SEED = 1_000_003  # A prime: seeds of neighbouring stages and steps do not meet.
 _MOST_SUM = 2**20
 
@@ -208,14 +209,14 @@ def _surroundings() -> Callable[[], contextlib.AbstractContextManager[None]]:
     """What the model is called in, autocast and modes of functions, to be entered again later."""
     kinds = [one for one in ("cpu", "cuda") if torch.is_autocast_enabled(one)]
     devices = [(one, torch.get_autocast_dtype(one)) for one in kinds]
-    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    modes = _mode_stack()
 
     @contextlib.contextmanager
     def entered() -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for device, dtype in devices:
                 stack.enter_context(torch.autocast(device, dtype))
-            now = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+            now = _mode_stack()
             for mode in modes:
                 if not any(mode is one for one in now):
                     stack.enter_context(mode)

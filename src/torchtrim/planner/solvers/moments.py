@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy
@@ -60,9 +61,8 @@ def solve(
 
     The best is looked for during `enough` seconds even where what is found is near it.
     """
-    import highspy
-
-    solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+    highspy: Any = import_module("highspy")
+    solver = highspy.Highs()
     for name, value in (
         ("output_flag", False),
         ("random_seed", 0),
