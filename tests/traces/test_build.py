@@ -6,16 +6,16 @@ import pytest
 
 from recordings import BACKWARD, MAIN, PAGEABLE, Recording
 from torchtrim.costs.replay.engine import replay
-from torchtrim.costs.replay.program import Activity, Does, Program, Step
+from torchtrim.costs.replay.program import Activity, Does, ReplayProgram, ReplayStep
 from torchtrim.traces.build import Latencies, build, hand_overs, measure
 from torchtrim.traces.launches import schedule
 
 
-def program(made: Recording, folder: Path) -> Program:
+def program(made: Recording, folder: Path) -> ReplayProgram:
     return build(made.trace(folder), {})
 
 
-def activities(found: Program) -> list[Activity]:
+def activities(found: ReplayProgram) -> list[Activity]:
     return [one for step in found.steps for one in step.launches]
 
 
@@ -102,8 +102,8 @@ def test_a_thread_without_steps_counts_to_the_last_one_before(tmp_path: Path) ->
 
 
 def test_a_step_says_what_it_does() -> None:
-    assert Step(Does.WAIT, 0, 1.0, 2.0).site == -1
-    assert Program(begin=2.0, end=5.0).span == 3.0
+    assert ReplayStep(Does.WAIT, 0, 1.0, 2.0).site == -1
+    assert ReplayProgram(begin=2.0, end=5.0).span == 3.0
 
 
 def test_the_machine_is_measured(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from torchtrim.attention.compiled_rows import (
     keep_row,
 )
 from torchtrim.attention.compiled_tiles import mask_row, slopes_row, softmax_row
-from torchtrim.attention.core import Gradients, Inputs, Outcome, blocks
+from torchtrim.attention.core import Gradients, Inputs, PathResult, blocks
 from torchtrim.attention.dropout import threshold
 
 TURNS = 4  # Adding to one place twice in a row stalls on the first; four sums in turn hide that.
@@ -193,7 +193,7 @@ Array = Any
 Parts = tuple[tuple[slice, slice], ...]
 
 
-def forward(inputs: Inputs, *, with_sums: bool) -> Outcome:
+def forward(inputs: Inputs, *, with_sums: bool) -> PathResult:
     """See `core.Path`."""
     number, length, dim = inputs.q.shape
     order = _Order(inputs.maps)
@@ -215,7 +215,7 @@ def forward(inputs: Inputs, *, with_sums: bool) -> Outcome:
         tile = forward_short if short else tiles.forward_tile
         tile(flat, _place(rows, heads), lookups, *rest, results)
         torch.bmm(scores, _cut(inputs.v, heads), out=_cut(out, heads, rows))
-    return Outcome(order.back(out), lse, sums)
+    return PathResult(order.back(out), lse, sums)
 
 
 def backward(
@@ -318,7 +318,7 @@ class _Order:
         return torch.cat([x[:, :skip], turned], 1) if skip else turned
 
 
-class _Kept(threading.local):
+class _ThreadRooms(threading.local):
     """What this thread works in, from call to call; what is large is not kept."""
 
     def __init__(self) -> None:
@@ -326,7 +326,7 @@ class _Kept(threading.local):
         self.rooms: dict[str, tuple[Array, ...]] = {}
 
 
-_kept = _Kept()
+_kept = _ThreadRooms()
 
 
 def _buffers(parts: Parts, length: int) -> tuple[tuple[Tensor, Array], ...]:

@@ -96,7 +96,7 @@ _MOST_PLACES = 16
 """Arbitrary; the trial runs in float64, and 16 x 16 tokens show all that a table does."""
 
 
-class Asked(NamedTuple):
+class AttentionCall(NamedTuple):
     """What a module was called with: tokens (B, L, C) or an image (B, height, width, C), and a mask."""
 
     x: Tensor
@@ -110,7 +110,7 @@ class Known(NamedTuple):
     are: one for each window (n, L, L), or what broadcasts to (B, H, L, L)."""
 
     name: str
-    attend: Callable[[nn.Module, Asked], Tensor]
+    attend: Callable[[nn.Module, AttentionCall], Tensor]
     shape: Callable[[nn.Module], tuple[int, ...]]
     fits: Callable[[nn.Module, Tensor], bool]
     mask: Literal["", "window", "broadcast"] = ""
@@ -210,7 +210,7 @@ def _merged(module: nn.Module, out: Tensor) -> Tensor:
     return found
 
 
-def _irpe(module: nn.Module, asked: Asked) -> Tensor:
+def _irpe(module: nn.Module, asked: AttentionCall) -> Tensor:
     q, k, v = _heads_of(module, asked.x)
     found = Encodings(*(_encoded(getattr(module, f"rpe_{letter}", None)) for letter in "qkv"))
     buckets = found.given[0].buckets(q.shape[2])
@@ -281,7 +281,7 @@ def _window_size(module: Any) -> tuple[int, int]:
     return int(height), int(width)
 
 
-def _window(module: nn.Module, asked: Asked) -> Tensor:
+def _window(module: nn.Module, asked: AttentionCall) -> Tensor:
     (q, k, v), table = _heads_of(module, asked.x), _window_table(module)
     assert table is not None
     height, width = _window_size(module)
@@ -300,11 +300,11 @@ def _window_shape(module: nn.Module) -> tuple[int, ...]:
     return 4, height * width + with_class, features_of(module)
 
 
-def _shifted(module: Any, asked: Asked) -> Tensor:
+def _shifted(module: Any, asked: AttentionCall) -> Tensor:
     """torchvision's, which takes images apart itself."""
     size, shift = _window_size(module), tuple(map(int, module.shift_size))
     parts = parted(asked.x, size, (shift[0], shift[1]))
-    out = _window(module, Asked(parts.windows, parts.mask))
+    out = _window(module, AttentionCall(parts.windows, parts.mask))
     return joined(out, parts, asked.x.shape)
 
 
@@ -313,7 +313,7 @@ def _shifted_shape(module: nn.Module) -> tuple[int, ...]:
     return 2, 2 * height + 1, 2 * width + 1, features_of(module)
 
 
-def _decomposed(module: nn.Module, asked: Asked) -> Tensor:
+def _decomposed(module: nn.Module, asked: AttentionCall) -> Tensor:
     batch, height, width, dim = asked.x.shape
     q, k, v = _heads_of(module, asked.x.reshape(batch, height * width, dim))
     rows, columns = (getattr(module, f"rel_pos_{axis}") for axis in "hw")
@@ -335,7 +335,7 @@ def _pair(module: nn.Module, name: str) -> tuple[Tensor, Tensor] | None:
     return None
 
 
-def _autoformer(module: nn.Module, asked: Asked) -> Tensor:
+def _autoformer(module: nn.Module, asked: AttentionCall) -> Tensor:
     q, k, v = _heads_of(module, asked.x)
     side = math.isqrt(q.shape[2] - 1)
     keys, values = (_pair(module, f"rel_pos_embed_{letter}") for letter in "kv")
@@ -357,7 +357,7 @@ def _t5_parameters(module: Any, weight: Tensor) -> tuple[float, ...]:
     return len(weight), int(module.relative_attention_max_distance), both_ways
 
 
-def _t5(module: Any, asked: Asked) -> Tensor:
+def _t5(module: Any, asked: AttentionCall) -> Tensor:
     q, k, v = _heads_of(module, asked.x)
     weight = module.relative_attention_bias.weight if asked.bias is None else asked.bias
     _, furthest, both_ways = _t5_parameters(module, weight)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchtrim.attention import ops, paths
 from torchtrim.attention.axes import AXES
 from torchtrim.attention.buckets import Buckets
-from torchtrim.attention.compose import Given, composed, pair
+from torchtrim.attention.compose import GivenTables, composed, pair
 from torchtrim.attention.dropout import new_seed
 from torchtrim.attention.paths import available
 from torchtrim.errors import UsageError
@@ -20,7 +20,7 @@ _MOST_COMPOSED = 400
 """Arbitrary; one-hot columns cost by rows * columns of buckets, paths by tokens."""
 
 
-def augmented_is_better(q: Tensor, given: Given, buckets: Buckets, dropout_p: float) -> bool:
+def augmented_is_better(q: Tensor, given: GivenTables, buckets: Buckets, dropout_p: float) -> bool:
     """Whether it is the faster way. It has no dropout, whose draws would be others."""
     fast = {"cpu": "compiled", "cuda": "triton"}.get(q.device.type, "")
     has_fast = bool(fast) and available(fast) and q.dtype != torch.float64
@@ -32,7 +32,7 @@ def augmented_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    given: Given,
+    given: GivenTables,
     buckets: Buckets,
     mask: Tensor | None,
     scale: float,
@@ -307,7 +307,7 @@ def relative_attention(
     if mask is not None:
         check_mask(mask, q)
         mask = mask.view((1,) * (4 - mask.dim()) + mask.shape)
-    given = Given(q_table, k_table, v_table, bias)
+    given = GivenTables(q_table, k_table, v_table, bias)
     return _attended(q, k, v, given, buckets, mask, dropout_p, scale, path)
 
 
@@ -315,7 +315,7 @@ def _attended(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    given: Given,
+    given: GivenTables,
     buckets: Buckets,
     mask: Tensor | None,
     dropout_p: float,
@@ -346,7 +346,9 @@ def _with_skip(buckets: Buckets, skip: int | None) -> Buckets:
     return replace(buckets, skip=skip)
 
 
-def _checked(given: Given, q: Tensor, v: Tensor, buckets: Buckets) -> tuple[Tensor | None, ...]:
+def _checked(
+    given: GivenTables, q: Tensor, v: Tensor, buckets: Buckets
+) -> tuple[Tensor | None, ...]:
     for table in given:
         if isinstance(table, tuple):
             raise UsageError(

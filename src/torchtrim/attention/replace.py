@@ -16,7 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchtrim.attention.known import MASKS, Asked, Known, dropout_of, known, written_out_bias
+from torchtrim.attention.known import (
+    MASKS,
+    AttentionCall,
+    Known,
+    dropout_of,
+    known,
+    written_out_bias,
+)
 from torchtrim.errors import Unsupported
 
 
@@ -108,7 +115,7 @@ class Replacement(NamedTuple):
 
         return replaced
 
-    def read(self, given: Mapping[str, Any]) -> Asked | None:
+    def read(self, given: Mapping[str, Any]) -> AttentionCall | None:
         """What a call asks; None where it asks for more than is known."""
         x, bias = given.get(self.names[0]), given.get("position_bias") if self.follows else None
         masks = [given[name] for name in MASKS if given.get(name) is not None]
@@ -123,7 +130,7 @@ class Replacement(NamedTuple):
             return None
         if self.follows and not _is_table(bias):
             return None
-        return Asked(x, masks[0] if masks else None, bias)
+        return AttentionCall(x, masks[0] if masks else None, bias)
 
     def _written_out(self, given: dict[str, Any]) -> dict[str, Any]:
         """A call of a later layer with its bias as the module's own forward takes it."""
@@ -135,7 +142,7 @@ class Replacement(NamedTuple):
         """Whether it is given the bias of an earlier layer."""
         return self.kind.shares_bias and not hasattr(self.module, "relative_attention_bias")
 
-    def _given(self, out: Tensor, asked: Asked) -> Any:
+    def _given(self, out: Tensor, asked: AttentionCall) -> Any:
         if not self.beside.number:
             return out
         rest: list[Any] = [None] * self.beside.number
@@ -188,7 +195,7 @@ def _tried(found: Replacement) -> Replacement:
     more = _bias_given(one, x, generator)
     result = twin.forward(x, **{name: full for name, (full, _) in more.items()})
     bias = next((small for _, small in more.values()), None)
-    difference = _difference(result, found.kind.attend(twin, Asked(x, None, bias)))
+    difference = _difference(result, found.kind.attend(twin, AttentionCall(x, None, bias)))
     if difference > _CLOSE:
         raise Unsupported(
             f"{type(found.module).__name__} looks like attention with the positions of "
@@ -270,7 +277,7 @@ def _masks(
     bias = next((small for _, small in more.values()), None)
     try:
         result = one.module.forward(x, **{name: mask}, **given)
-        found = one.kind.attend(one.module, Asked(x, mask, bias))
+        found = one.kind.attend(one.module, AttentionCall(x, mask, bias))
     except Exception:  # what a stranger's forward raises is not known
         return False
     return _difference(result, found) <= _CLOSE

@@ -24,7 +24,7 @@ _SLOWER = 1.1  # More than a tenth off what was foreseen, workers stand idle.
 _EMPTIED = 2.0  # With twice the consumer's time for a batch the queue is empty soon.
 
 
-class Limits:
+class SearchLimits:
     """What a search may use: cores for workers and the consumer, bytes of batches ahead, None for any."""
 
     def __init__(self, cores: int, memory: int | None = None, *, pins: bool = False) -> None:
@@ -33,7 +33,7 @@ class Limits:
         self.pins = pins
 
 
-class Search:
+class SettingsSearch:
     """Looks for the settings with the shortest time from batch to batch.
 
     `now` is what the loader has. `ask` gives settings, and of how many batches at the end of a run of how
@@ -43,7 +43,7 @@ class Search:
     """
 
     def __init__(
-        self, parts: BatchParts, now: LoaderSettings, consumer: Consumer, limits: Limits
+        self, parts: BatchParts, now: LoaderSettings, consumer: Consumer, limits: SearchLimits
     ) -> None:
         self.parts = parts
         self.now = now

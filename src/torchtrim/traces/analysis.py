@@ -10,7 +10,7 @@ import msgspec
 
 from torchtrim import __version__
 from torchtrim.costs.replay.bound import bound
-from torchtrim.costs.replay.program import Does, Program
+from torchtrim.costs.replay.program import Does, ReplayProgram
 from torchtrim.costs.replay.sets import Prices, price
 from torchtrim.records.trace import Bound, TraceReport, TraceSet, TraceSite
 from torchtrim.records.trace_events import Trace
@@ -174,7 +174,7 @@ def _named(report: TraceReport) -> str:
 
 def _replayed(
     trace: Trace, sites: list[Site], devices: list[Site]
-) -> tuple[Program | None, Prices | None, list[str]]:
+) -> tuple[ReplayProgram | None, Prices | None, list[str]]:
     if not trace.calls:
         return None, None, ["No calls of the runtime are in the trace, so it cannot be replayed."]
     numbers = {id(call): i for i, site in enumerate([*sites, *devices]) for call in site.calls}
@@ -222,7 +222,7 @@ def _sets(prices: Prices | None) -> tuple[TraceSet, ...]:
     return tuple(TraceSet(sites=tuple(sorted(s)), saves_ms=_ms(gain)) for s, gain in ranked)
 
 
-def _bound(program: Program | None, prices: Prices | None, trace: Trace) -> Bound:
+def _bound(program: ReplayProgram | None, prices: Prices | None, trace: Trace) -> Bound:
     if program is None or prices is None:
         return "unknown"
     span = prices.base.span
@@ -231,7 +231,7 @@ def _bound(program: Program | None, prices: Prices | None, trace: Trace) -> Boun
 
 def _notes(
     trace: Trace,
-    program: Program | None,
+    program: ReplayProgram | None,
     prices: Prices | None,
     waits: list[Wait],
     records: tuple[TraceSite, ...],
@@ -246,7 +246,7 @@ def _notes(
     return notes + mended(records, trace.versions)
 
 
-def _doubts(trace: Trace, program: Program) -> list[str]:
+def _doubts(trace: Trace, program: ReplayProgram) -> list[str]:
     notes = []
     loose = [step for step in program.steps if step.does is Does.OUTSIDE]
     before = sum(activity.seconds for step in loose for activity in step.launches)

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean, median, median_low
 
-from torchtrim.costs.replay.program import NO_SITE, Activity, Does, Program, Step
+from torchtrim.costs.replay.program import NO_SITE, Activity, Does, ReplayProgram, ReplayStep
 from torchtrim.records.trace_events import Event, Lane, Trace
 from torchtrim.traces.calls import is_pageable
-from torchtrim.traces.launches import Launch, Schedule, Stream, Work, is_waiting, schedule
+from torchtrim.traces.launches import DeviceWork, Launch, Schedule, Stream, is_waiting, schedule
 from torchtrim.traces.stacks import lane_of
-from torchtrim.traces.targets import SKEW_US, Ends, Targets, ends, targets
+from torchtrim.traces.targets import SKEW_US, WaitTargets, WorkEnds, ends, targets
 
 _ENGINE = "autograd::engine::evaluate_function"
 _RUN_US = 200.0  # Some tens of launches: a shorter burst may follow another by chance.
@@ -121,15 +121,15 @@ class Latencies:
     back: dict[str, float] = field(default_factory=dict)
     least: dict[str, float] = field(default_factory=dict)
 
-    def launch_of(self, work: Work) -> float:
+    def launch_of(self, work: DeviceWork) -> float:
         """From the beginning of the call to the activity's start on an idle stream."""
         return self.launch.get(work.kind, self.launch.get("", _LAUNCH_US))
 
-    def gap_of(self, work: Work) -> float:
+    def gap_of(self, work: DeviceWork) -> float:
         """From the end of the activity before it on a busy stream to its start."""
         return self.gap.get(work.kind, self.gap.get("", _GAP_US))
 
-    def cost_of(self, work: Work) -> float:
+    def cost_of(self, work: DeviceWork) -> float:
         """What the call that launches it keeps the host."""
         return self.cost.get(work.kind, self.cost.get("", _LAUNCH_US))
 
@@ -188,30 +188,30 @@ _LONG = 20.0  # Arbitrary; a launch that takes twenty times as long as usual was
 _LONG_US = 100.0  # Arbitrary; so short a launch was not held up by a full queue.
 
 
-def build(trace: Trace, sites: Mapping[int, int]) -> Program:
+def build(trace: Trace, sites: Mapping[int, int]) -> ReplayProgram:
     """The program of a trace. `sites` tells by `id` of the call which site a waiting call belongs to."""
     plan = schedule(trace)
-    return _Builder(trace, plan, sites).program()
+    return _ProgramBuilder(trace, plan, sites).program()
 
 
 @dataclass
-class _Builder:
+class _ProgramBuilder:
     trace: Trace
     plan: Schedule
     sites: Mapping[int, int]
     latencies: Latencies = field(init=False)
-    targets: Targets = field(init=False)
-    ends: Ends = field(init=False)
+    targets: WaitTargets = field(init=False)
+    ends: WorkEnds = field(init=False)
     lanes: dict[Lane, int] = field(default_factory=dict)
     streams: dict[Stream, int] = field(default_factory=dict)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[ReplayStep] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.latencies = measure(self.plan)
         self.targets = targets(self.trace, self.plan)
         self.ends = ends(self.plan)
 
-    def program(self) -> Program:
+    def program(self) -> ReplayProgram:
         """All steps, in the order of their time."""
         self._measure_returns()
         self.targets = targets(self.trace, self.plan)
@@ -221,7 +221,7 @@ class _Builder:
             self._step(launch, id(launch) in handed)
             self.targets.note(launch)
         lanes = list(self.lanes)
-        return Program(
+        return ReplayProgram(
             steps=self.steps,
             lanes=len(lanes),
             streams=len(self.streams),
@@ -254,12 +254,14 @@ class _Builder:
         if found is not None:
             assert launch.lane is not None
             of = self._lane(found[0])
-            self.steps.append(Step(Does.HAND_OVER, self._lane(launch.lane), found[1], 0.0, of=of))
+            self.steps.append(
+                ReplayStep(Does.HAND_OVER, self._lane(launch.lane), found[1], 0.0, of=of)
+            )
 
     def _step(self, launch: Launch, was_handed: bool) -> None:
         if launch.call is None or launch.lane is None:
             works = tuple(self._outside(work) for work in launch.works)
-            self.steps.append(Step(Does.OUTSIDE, 0, 0.0, 0.0, works))
+            self.steps.append(ReplayStep(Does.OUTSIDE, 0, 0.0, 0.0, works))
             return
         lane, gap = self._lane(launch.lane), 0.0 if was_handed else launch.gap
         if launch.works and (is_waiting(launch) or is_pageable(launch.works[0].event.name)):
@@ -269,17 +271,17 @@ class _Builder:
         else:
             self.steps.append(self._launch(launch, lane, gap))
 
-    def _launch(self, launch: Launch, lane: int, gap: float) -> Step:
+    def _launch(self, launch: Launch, lane: int, gap: float) -> ReplayStep:
         cost = launch.end - launch.time
         full = self._full_queue(launch, cost)
         activities = self._activities(launch)
         if full is None:
-            return Step(Does.LAUNCH, lane, gap, cost, activities)
+            return ReplayStep(Does.LAUNCH, lane, gap, cost, activities)
         usual = min(cost, self.latencies.cost_of(launch.works[0]))
         back = launch.end - full.event.end
-        return Step(Does.WAIT, lane, gap, usual, activities, (full.number,), back)
+        return ReplayStep(Does.WAIT, lane, gap, usual, activities, (full.number,), back)
 
-    def _full_queue(self, launch: Launch, cost: float) -> Work | None:
+    def _full_queue(self, launch: Launch, cost: float) -> DeviceWork | None:
         """What had to end before there was room for another launch; None where there was room."""
         if not launch.works or cost < max(
             _LONG_US, _LONG * self.latencies.cost_of(launch.works[0])
@@ -292,14 +294,14 @@ class _Builder:
         last = self.ends.works[at - 1] if at else None
         return last if last is not None and last.number < launch.works[0].number else None
 
-    def _wait(self, launch: Launch, lane: int, gap: float) -> Step:
+    def _wait(self, launch: Launch, lane: int, gap: float) -> ReplayStep:
         cost = launch.end - launch.time
         awaited = self.targets.of(launch)
         last = max((work.event.end for work in awaited), default=0.0)
         back = self.latencies.back_of(launch.kind)
         least = min(cost, self.latencies.least_of(launch.kind))
         outside = launch.end - max(launch.time + least, last + back)
-        return Step(
+        return ReplayStep(
             Does.WAIT,
             lane,
             gap,
@@ -310,15 +312,15 @@ class _Builder:
             site=self.sites.get(id(launch.call), NO_SITE),
         )
 
-    def _copy(self, launch: Launch, lane: int, gap: float) -> Step:
+    def _copy(self, launch: Launch, lane: int, gap: float) -> ReplayStep:
         cost, work = launch.end - launch.time, launch.works[-1]
         site = self.sites.get(id(launch.call), NO_SITE)
         usual = min(cost, self.latencies.cost_of(work), self.latencies.cost.get("kernel", cost))
         activities = self._activities(launch, keeps=work.event.ts - launch.time)
         back = launch.end - work.event.end
         if work.event.ts > launch.end:
-            return Step(Does.WAIT, lane, gap, cost, activities, site=site, without=usual)
-        return Step(
+            return ReplayStep(Does.WAIT, lane, gap, cost, activities, site=site, without=usual)
+        return ReplayStep(
             Does.COPY,
             lane,
             gap,
@@ -338,12 +340,12 @@ class _Builder:
         anchor = ordered[0].event.ts
         return (first, *(self._node(work, first.number, anchor) for work in ordered[1:]))
 
-    def _node(self, work: Work, anchor: int, time: float) -> Activity:
+    def _node(self, work: DeviceWork, anchor: int, time: float) -> Activity:
         stream, event = self._stream(work), work.event
         offset = event.ts - time
         return Activity(work.number, stream, event.dur, 0.0, 0.0, anchor=anchor, offset=offset)
 
-    def _first(self, launch: Launch, work: Work, keeps: float | None) -> Activity:
+    def _first(self, launch: Launch, work: DeviceWork, keeps: float | None) -> Activity:
         event, before = work.event, work.before
         cost = launch.end - launch.time
         usual = self.latencies.cost_of(work)
@@ -379,7 +381,7 @@ class _Builder:
             floor=floor,
         )
 
-    def _outside(self, work: Work) -> Activity:
+    def _outside(self, work: DeviceWork) -> Activity:
         """Work without a launch: at its recorded time, or behind what it was behind on its stream."""
         event, before = work.event, work.before
         stream = self._stream(work)
@@ -412,5 +414,5 @@ class _Builder:
     def _lane(self, lane: Lane) -> int:
         return self.lanes.setdefault(lane, len(self.lanes))
 
-    def _stream(self, work: Work) -> int:
+    def _stream(self, work: DeviceWork) -> int:
         return self.streams.setdefault(work.stream, len(self.streams))

@@ -95,7 +95,7 @@ _MOST_COMMAS = 30_000_000
 """Arbitrary; the tolerant reader keeps plain dicts, which are larger than events."""
 
 
-class Meta(Struct):
+class FileMeta(Struct):
     """What a trace says about itself, as it came: nothing of it can be relied on."""
 
     devices: Any = field(default=None, name="deviceProperties")
@@ -104,7 +104,7 @@ class Meta(Struct):
     versions: dict[str, Any] = {}
 
 
-class _File(Struct):
+class _TraceFile(Struct):
     events: list[Event] = field(name="traceEvents")
 
 
@@ -116,7 +116,7 @@ class Decoded(Struct):
     """The events of a trace, what it says about itself, and what had to be repaired to read it."""
 
     events: list[Event]
-    meta: Meta
+    meta: FileMeta
     notes: list[str]
 
 
@@ -184,12 +184,12 @@ def _no_trace(source: str, error: Exception) -> UnreadableInput:
 def _readable(data: bytes | bytearray, source: str, notes: list[str]) -> Decoded:
     bare = data[:64].lstrip()[:1] == b"["
     try:
-        events = _bare(data) if bare else msgspec.json.decode(data, type=_File).events
+        events = _bare(data) if bare else msgspec.json.decode(data, type=_TraceFile).events
     except msgspec.ValidationError:
         if data.count(b",") > _MOST_COMMAS:
             raise
         events = _tolerant(data, bare, notes)
-    return Decoded(events, Meta() if bare else _meta(data), notes)
+    return Decoded(events, FileMeta() if bare else _meta(data), notes)
 
 
 def _bare(data: bytes | bytearray) -> list[Event]:
@@ -215,14 +215,14 @@ def _tolerant(data: bytes | bytearray, bare: bool, notes: list[str]) -> list[Eve
     return events
 
 
-def _meta(data: bytes | bytearray) -> Meta:
+def _meta(data: bytes | bytearray) -> FileMeta:
     try:
-        meta = msgspec.json.decode(data, type=Meta)
+        meta = msgspec.json.decode(data, type=FileMeta)
         names = [name for name in _VERSIONS if name.encode() in data]
         if names:
             wanted = msgspec.defstruct("Versions", [(name, Any, None) for name in names])
             found = msgspec.structs.asdict(msgspec.json.decode(data, type=wanted))
             meta.versions = {name: value for name, value in found.items() if value is not None}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return Meta()
+        return FileMeta()
     return meta

@@ -11,7 +11,7 @@ from typing import Any
 
 from torchtrim.errors import UnreadableInput, Unsupported
 from torchtrim.records.trace_events import Args, Event, Trace
-from torchtrim.traces.decode import MOST_BYTES, Decoded, Meta, decode, read_bytes
+from torchtrim.traces.decode import MOST_BYTES, Decoded, FileMeta, decode, read_bytes
 
 _KINDS = {
     "cpu_op": "operators",
@@ -143,12 +143,12 @@ def _link_by_flows(by_kind: dict[str, list[Event]], flows: list[Event], base: fl
                 event.args = Args(correlation=found, stream=stream)
 
 
-def _rank(meta: Meta) -> int | None:
+def _rank(meta: FileMeta) -> int | None:
     rank = meta.distributed.get("rank") if isinstance(meta.distributed, dict) else None
     return rank if isinstance(rank, int) and 0 <= rank < 2**31 else None
 
 
-def _device(meta: Meta, activities: list[Event]) -> str:
+def _device(meta: FileMeta, activities: list[Event]) -> str:
     """The name of the device that most activities ran on; empty where the trace does not tell."""
     if not isinstance(meta.devices, list) or not meta.devices:
         return ""
@@ -159,7 +159,7 @@ def _device(meta: Meta, activities: list[Event]) -> str:
     return _text(name)
 
 
-def _versions(meta: Meta) -> dict[str, str]:
+def _versions(meta: FileMeta) -> dict[str, str]:
     found = {name: _text(value) for name, value in meta.versions.items()}
     system = meta.metadata.get("system") if isinstance(meta.metadata, dict) else None
     packages = system.get("pip_packages") if isinstance(system, dict) else None

@@ -8,7 +8,7 @@ from itertools import combinations
 
 from torchtrim.costs.replay.engine import Replayed, replay
 from torchtrim.costs.replay.one_stream import OneStream
-from torchtrim.costs.replay.program import Program
+from torchtrim.costs.replay.program import ReplayProgram
 
 _STEPS_A_REPORT = 600_000  # Arbitrary; bounds the replays of a report to seconds.
 _FEWEST_REPLAYS = 16  # All pairs of five, the five alone, and all together.
@@ -33,7 +33,7 @@ class Prices:
 
 
 def price(
-    program: Program | OneStream, sites: Sequence[int], *, apart: Sequence[int] = ()
+    program: ReplayProgram | OneStream, sites: Sequence[int], *, apart: Sequence[int] = ()
 ) -> Prices:
     """Price the sites, which come with the longest wait first; those in `apart` only alone.
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from torchtrim.memory.packing import greedy, search
-from torchtrim.memory.packing.engine import Engine, can_compile, compiled, plain
-from torchtrim.memory.packing.problem import Problem
+from torchtrim.memory.packing.engine import LoopEngine, can_compile, compiled, plain
+from torchtrim.memory.packing.problem import PackingProblem
 
 
 class Effort:
@@ -39,7 +39,7 @@ _NOISE = 0.1  # Arbitrary; one tenth reorders neighbours, and keeps the order as
 _FAMILIES = 4  # The four orders that `ranks` lists.
 
 
-def ranks(problem: Problem, number: int) -> list[int]:
+def ranks(problem: PackingProblem, number: int) -> list[int]:
     """The indices of all buffers, the preferred ones first; the same for the same number.
 
     By lifetime; by how crowded it gets, then by area; by crowd and lifetime in sections with some of the
@@ -70,7 +70,7 @@ _HOISTING_SECONDS, _ROUNDS = 25.0, 100
 class Placing:
     """Places the buffers of a problem, and remembers where the greedy orders led."""
 
-    def __init__(self, problem: Problem, engine: Engine) -> None:
+    def __init__(self, problem: PackingProblem, engine: LoopEngine) -> None:
         self._problem = problem
         self._engine = engine
         self._rows = tuple(map(engine.array, problem.rows))
@@ -113,7 +113,7 @@ Start = tuple[int, list[int], bool]
 
 
 def hoisted(
-    problem: Problem, starts: Sequence[Start], place: Place, goal: int
+    problem: PackingProblem, starts: Sequence[Start], place: Place, goal: int
 ) -> Iterator[list[int]]:
     """Offsets, round after round, without an end while a buffer ends above the goal.
 
@@ -140,7 +140,11 @@ def _height(start: Start) -> int:
 
 
 def _forward(
-    problem: Problem, order: Sequence[int], offsets: Sequence[int], goal: int, chance: random.Random
+    problem: PackingProblem,
+    order: Sequence[int],
+    offsets: Sequence[int],
+    goal: int,
+    chance: random.Random,
 ) -> list[int]:
     """The order, with each buffer that ends above the goal at a part of its place."""
     keys = [0.0] * problem.count
@@ -160,7 +164,7 @@ _FEW_PAIRS = 2_000_000  # Where plain loops take about as long as loading the co
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class Placement:
     """Offsets of a problem's buffers and their height; `proven` where a search saw that none is lower."""
 
     offsets: list[int]
@@ -168,12 +172,14 @@ class Layout:
     proven: bool = False
 
 
-def improving(problem: Problem, capacity: int | None, seconds: float | None) -> Iterator[Layout]:
+def improving(
+    problem: PackingProblem, capacity: int | None, seconds: float | None
+) -> Iterator[Placement]:
     """Layouts, each lower than the one before, as `pack` says; the last may only say that it is proven.
 
     With more seconds the same is tried, and then more.
     """
-    best: Layout | None = None
+    best: Placement | None = None
     goal = max(problem.lower_bound, capacity or 0)
     for layout in _tried(problem, goal, seconds):
         if best is None or layout.height < best.height or layout.proven:
@@ -183,10 +189,10 @@ def improving(problem: Problem, capacity: int | None, seconds: float | None) -> 
             return
 
 
-def _tried(problem: Problem, goal: int, seconds: float | None) -> Iterator[Layout]:
+def _tried(problem: PackingProblem, goal: int, seconds: float | None) -> Iterator[Placement]:
     """Every layout that is tried, until the effort or the time is spent."""
     deadline = None if seconds is None else time.monotonic() + seconds
-    best: Layout | None = None
+    best: Placement | None = None
     for offsets in _placed(problem, goal, deadline, alone=seconds == 0):
         layout = _layout(problem, offsets)
         best = layout if best is None or layout.height < best.height else best
@@ -202,12 +208,12 @@ def _tried(problem: Problem, goal: int, seconds: float | None) -> Iterator[Layou
                 yield lower
 
 
-def _searchable(problem: Problem, units: float) -> bool:
+def _searchable(problem: PackingProblem, units: float) -> bool:
     return problem.count * problem.spans <= min(units, _LONG_EFFORT)
 
 
 def _placed(
-    problem: Problem, goal: int, deadline: float | None, *, alone: bool
+    problem: PackingProblem, goal: int, deadline: float | None, *, alone: bool
 ) -> Iterator[list[int]]:
     """Offsets from placing in several orders and, unless these are wanted alone, in better ones."""
     engine = compiled() if problem.count**2 > _FEW_PAIRS and can_compile() else plain()
@@ -218,7 +224,7 @@ def _placed(
         yield from placing.hoisted(goal, deadline, endless=last)
 
 
-def _stages(deadline: float | None) -> list[tuple[Callable[[], Engine], float]]:
+def _stages(deadline: float | None) -> list[tuple[Callable[[], LoopEngine], float]]:
     """The engines to search with, and for how much effort at most.
 
     Compiled loops take seconds to load, so plain ones try a moment, or alone where there is little time.
@@ -233,14 +239,14 @@ def _past(deadline: float | None) -> bool:
     return deadline is not None and time.monotonic() >= deadline
 
 
-def _layout(problem: Problem, offsets: Iterable[int]) -> Layout:
+def _layout(problem: PackingProblem, offsets: Iterable[int]) -> Placement:
     """The layout, or its mirror image where the highest buffer's padding makes that lower."""
     placed = list(offsets)
     top = max(o + s for o, s in zip(placed, problem.size, strict=True))
     mirrored = [top - o - s for o, s in zip(placed, problem.size, strict=True)]
     turns = any(problem.padding) and max(problem.align) == 1
     lower = min((placed, mirrored), key=problem.height) if turns else placed
-    return Layout(offsets=lower, height=problem.height(lower))
+    return Placement(offsets=lower, height=problem.height(lower))
 
 
 class Descent:
@@ -249,7 +255,9 @@ class Descent:
     Attempts at the floor, which would be optimal, take turns with ones a part of the way down to it.
     """
 
-    def __init__(self, problem: Problem, engine: Engine, effort: Effort, goal: int) -> None:
+    def __init__(
+        self, problem: PackingProblem, engine: LoopEngine, effort: Effort, goal: int
+    ) -> None:
         self._problem = problem
         self._engine = engine
         self._effort = effort
@@ -260,7 +268,7 @@ class Descent:
         self._failed = 0
         self._numbers = {True: count(), False: count()}
 
-    def run(self, best: Layout) -> Iterator[Layout]:
+    def run(self, best: Placement) -> Iterator[Placement]:
         """Layouts, each lower than the one before, while the effort lasts."""
         for turn in count():
             if best.height <= self._floor:
@@ -279,7 +287,7 @@ class Descent:
                 best = found
                 yield best
 
-    def _attempt(self, capacity: int, number: int) -> Layout | None:
+    def _attempt(self, capacity: int, number: int) -> Placement | None:
         order = ranks(self._problem, number)
         rows = tuple(map(self._engine.array, rows_of(self._problem, order)))
         limits = self._nodes(number), int(min(max(self._effort.left, 1), _LONG_EFFORT))
@@ -317,7 +325,7 @@ class Descent:
         return max(self._floor, aim // step * step)
 
 
-def rows_of(problem: Problem, order: list[int]) -> tuple[list[int], ...]:
+def rows_of(problem: PackingProblem, order: list[int]) -> tuple[list[int], ...]:
     """The problem's columns in this order, and for each buffer the equal one before it."""
     columns = [[values[i] for i in order] for values in problem.rows]
     seen: dict[tuple[int, ...], int] = {}

@@ -16,7 +16,7 @@ from torchtrim.planner.problem import Chosen, Problem
 from torchtrim.planner.solvers.base import Answer
 
 if TYPE_CHECKING:
-    from torchtrim.planner.solvers.moments import Heights, Search
+    from torchtrim.planner.solvers.moments import Heights, MomentSearch
 
 _LOWEST = 5.0
 """Seconds for which the lowest is looked for."""
@@ -70,10 +70,10 @@ class Integer:
 
     def _search(
         self, costs: tuple[float, ...], limit: int | None, near: float, seconds: float
-    ) -> Search:
-        from torchtrim.planner.solvers.moments import Search
+    ) -> MomentSearch:
+        from torchtrim.planner.solvers.moments import MomentSearch
 
         def fits(chosen: Chosen) -> bool:
             return limit is None or self._problem.run(chosen).peak_bytes <= limit
 
-        return Search(self._linear, self._heights, costs, limit, near, seconds, fits)
+        return MomentSearch(self._linear, self._heights, costs, limit, near, seconds, fits)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy
 
 from torchtrim.core.run_queue import now
-from torchtrim.planner.linear import Linear, Moment, Row
+from torchtrim.planner.linear import Constraint, Linear, PeakMoment
 from torchtrim.planner.problem import Chosen
 from torchtrim.planner.solvers.base import Answer
 
@@ -28,7 +28,7 @@ _PATIENCE = 4.0
 
 
 @dataclass(frozen=True)
-class Program:
+class IntegerProgram:
     """Columns between `lower` and `upper`, the first `integers` of them whole, of which `costs` is minimised.
 
     `near`: how far over the bound an answer may be where the best takes long.
@@ -38,11 +38,11 @@ class Program:
     upper: Sequence[float]
     costs: Sequence[float]
     integers: int
-    rows: Sequence[Row]
+    rows: Sequence[Constraint]
     near: float = 0.0
 
 
-class Solved(NamedTuple):
+class ProgramAnswer(NamedTuple):
     """`values` of the columns, None where none were found, and what no others are below.
 
     `infeasible`: there are none. `proven`: there are none better, apart from rounding.
@@ -55,8 +55,8 @@ class Solved(NamedTuple):
 
 
 def solve(
-    program: Program, seconds: float, start: Sequence[int] | None = None, enough: float = 0.0
-) -> Solved:
+    program: IntegerProgram, seconds: float, start: Sequence[int] | None = None, enough: float = 0.0
+) -> ProgramAnswer:
     """Solve it within some seconds, from the whole columns that are 1 in a `start`.
 
     The best is looked for during `enough` seconds even where what is found is near it.
@@ -81,7 +81,7 @@ def solve(
     if program.integers:
         solver.cbMipInterrupt += _stops(program.near, now() + enough, now() + seconds)
     if not _runs(highspy, solver):
-        return Solved(None, -math.inf, infeasible=False, proven=False)
+        return ProgramAnswer(None, -math.inf, infeasible=False, proven=False)
     return _solved(highspy, solver, whole=bool(program.integers))
 
 
@@ -104,20 +104,20 @@ def _stops(near: float, enough: float, until: float) -> Any:
     return look
 
 
-def _solved(highspy: Any, solver: Any, *, whole: bool) -> Solved:
+def _solved(highspy: Any, solver: Any, *, whole: bool) -> ProgramAnswer:
     status, info = solver.getModelStatus(), solver.getInfo()
     if status == highspy.HighsModelStatus.kInfeasible:
-        return Solved(None, math.inf, infeasible=True, proven=True)
+        return ProgramAnswer(None, math.inf, infeasible=True, proven=True)
     proven = status == highspy.HighsModelStatus.kOptimal
     found = info.objective_function_value
     values = numpy.array(solver.getSolution().col_value)
     if not whole:
-        return Solved(values if proven else None, found if proven else 0.0, False, proven)
+        return ProgramAnswer(values if proven else None, found if proven else 0.0, False, proven)
     known = proven or math.isfinite(found)
-    return Solved(values if known else None, info.mip_dual_bound, False, proven)
+    return ProgramAnswer(values if known else None, info.mip_dual_bound, False, proven)
 
 
-def _model(highspy: Any, program: Program) -> Any:
+def _model(highspy: Any, program: IntegerProgram) -> Any:
     """The program as the solver takes it."""
     model = highspy.HighsLp()
     columns = len(program.lower)
@@ -192,7 +192,7 @@ class _Sparse:
         return numpy.bincount(self._row, products, minlength=self._rows)
 
 
-class Search:
+class MomentSearch:
     """One question, asked with more and more moments until its answer holds at all of them.
 
     `limit`: a budget; None where the smallest peak is looked for, which is then a column of its own. `near`:
@@ -289,28 +289,30 @@ class Search:
             self._moments.add(number)
             self._rows.append(self._row(self._model.at(self._model.moments[number])))
 
-    def _row(self, moment: Moment) -> Row:
+    def _row(self, moment: PeakMoment) -> Constraint:
         """The row that keeps memory at a moment under the limit, in units."""
         terms = tuple((column, size / self._unit) for column, size in moment.terms)
         if self._limit is not None:
-            return Row(-math.inf, (self._limit - moment.bytes) / self._unit + _SLACK, terms)
+            return Constraint(-math.inf, (self._limit - moment.bytes) / self._unit + _SLACK, terms)
         peak = self._model.columns
-        return Row(-math.inf, -moment.bytes / self._unit, (*terms, (peak, -1.0)))
+        return Constraint(-math.inf, -moment.bytes / self._unit, (*terms, (peak, -1.0)))
 
-    def _program(self, *, whole: bool) -> Program:
+    def _program(self, *, whole: bool) -> IntegerProgram:
         model = self._model
         lower = [0.0] * model.columns
         lower[self._forced.start : self._forced.stop] = [1.0] * model.forced
         upper, costs = [1.0] * model.columns, self._costs
         if self._limit is None:
             lower, upper, costs = [*lower, 0.0], [*upper, math.inf], [*costs, 1.0]
-        return Program(lower, upper, costs, model.options if whole else 0, self._rows, self._near)
+        return IntegerProgram(
+            lower, upper, costs, model.options if whole else 0, self._rows, self._near
+        )
 
-    def _no_more(self, chosen: Chosen) -> Row:
+    def _no_more(self, chosen: Chosen) -> Constraint:
         """Any choice but this."""
         on = {*chosen, *self._forced}
         terms = tuple((i, 1.0 if i in on else -1.0) for i in range(self._model.options))
-        return Row(-math.inf, len(on) - 1.0, terms)
+        return Constraint(-math.inf, len(on) - 1.0, terms)
 
     def _chosen(self, values: Any) -> Chosen:
         return tuple(numpy.flatnonzero(values[: self._forced.start] > 0.5).tolist())
