@@ -158,7 +158,6 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *call: Any) -> Tensor:
-        """The output."""
         out, lse, lookups = _exactly(_computed)(*call)
         kept = lookups if _is_short(call, lookups) else (None, None)
         ctx.save_for_backward(*call[:_TENSORS], out, lse, *kept)

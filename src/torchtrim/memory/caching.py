@@ -60,11 +60,9 @@ class _Pool:
         return self.blocks.pop(at).block if at < len(self.blocks) else None
 
     def put(self, block: _CachedBlock) -> None:
-        """Keep a free block."""
         insort(self.blocks, _Free(block.size, block.address, block), key=lambda one: one[:2])
 
     def remove(self, block: _CachedBlock) -> None:
-        """Forget a free block."""
         del self.blocks[bisect_left(self.blocks, (block.size, block.address))]
 
 

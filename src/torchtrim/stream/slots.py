@@ -325,7 +325,6 @@ class Slots:
         return 0 if self._parking is None else self._parking.bytes
 
     def _room(self) -> str:
-        """What makes room."""
         if self.spills:
             return "Raise the budget: one entry alone is above it."
         return "Raise the budget, give a spill, or give a pinned field a window."

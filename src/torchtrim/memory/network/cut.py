@@ -49,7 +49,6 @@ def crossing(graph: Graph, order: Sequence[int], at: int) -> list[int]:
 
 
 def _carried(graph: Graph, order: Sequence[int]) -> list[int]:
-    """Bytes over each cut."""
     past = len(order) + 1
     return bytes_over_time(
         past,
