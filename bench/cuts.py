@@ -27,7 +27,7 @@ from torchtrim.costs.devices import DEVICES
 from torchtrim.costs.roofline import estimate as roofline
 from torchtrim.errors import TorchtrimError
 from torchtrim.pipelines.orders import order_of
-from torchtrim.planner.stages.chain import Reader
+from torchtrim.planner.stages.chain import ChainReader
 from torchtrim.planner.stages.choose import Ways, choose
 from torchtrim.planner.stages.costs import stages_of
 from torchtrim.planner.stages.cut import every
@@ -40,7 +40,7 @@ _DEVICE = "a100"
 MODELS = {name: make for models in zoo.SETS.values() for name, make in models.items()}
 
 
-def reader_of(name: str) -> Reader:
+def reader_of(name: str) -> ChainReader:
     """The chain of a step of the model, run dry. Raises `TorchtrimError` where it cannot be cut."""
 
     def made() -> TrainStep:
@@ -50,10 +50,10 @@ def reader_of(name: str) -> Reader:
         return TrainStep(sample.model, sample.loss, optimizer, sample.batch)
 
     profile = estimate(made, device=_DEVICE).profile
-    return Reader(profile, 0.0, roofline(profile, DEVICES[_DEVICE]).device_seconds)
+    return ChainReader(profile, 0.0, roofline(profile, DEVICES[_DEVICE]).device_seconds)
 
 
-def compared(reader: Reader) -> Iterator[dict[str, Any]]:
+def compared(reader: ChainReader) -> Iterator[dict[str, Any]]:
     """A row for each way to run it whose cuts can all be tried."""
     chain_of = functools.cache(reader.chain)
     chain = chain_of(1 / _MICROBATCHES)._replace(batch=_MICROBATCHES)

@@ -23,7 +23,7 @@ import torch
 
 from bench import llama, machine
 from torchtrim import TrainStep
-from torchtrim.planner.stages.spread import Fabric, Layout, described
+from torchtrim.planner.stages.spread import Fabric, RankLayout, described
 from torchtrim.workflows.estimate.spread import spread_over
 
 DEVICES = 64
@@ -40,7 +40,7 @@ class Published(NamedTuple):
     fabric: Fabric
     length: int
     batch: int
-    layout: Layout
+    layout: RankLayout
     tokens: float
     source: str
 
@@ -61,8 +61,8 @@ def _step(model: llama.Llama, words: int, length: int) -> TrainStep:
     return TrainStep(model, llama.loss, torch.optim.AdamW(model.parameters()), ids)
 
 
-def _sharded(samples: int, microbatches: int) -> Layout:
-    return Layout(1, 1, DEVICES, samples, microbatches, True, True)
+def _sharded(samples: int, microbatches: int) -> RankLayout:
+    return RankLayout(1, 1, DEVICES, samples, microbatches, True, True)
 
 
 CASES = {

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from bench import machine
 from torchtrim.data import tune
 from torchtrim.data.here import cores_here
-from torchtrim.data.parts import Source, parts_of
+from torchtrim.data.parts import BatchSource, parts_of
 from torchtrim.data.rebuild import end_workers, rebuilt, settings_of
 from torchtrim.records.loader import LoaderSettings
 
@@ -84,7 +84,7 @@ def loaders() -> dict[str, tuple[DataLoader[Any], Step]]:
 def grid(loader: DataLoader[Any], step: Step) -> list[tuple[LoaderSettings, float]]:
     """Seconds of a batch at each point: epochs from their beginning, workers started and all."""
     found = []
-    parts = parts_of(Source.of(loader))
+    parts = parts_of(BatchSource.of(loader))
     points = itertools.product(range(cores_here() + 1), (1, 2, 4), (False, True))
     if parts is not None and parts.whole is not None:
         whole = LoaderSettings(whole=True)

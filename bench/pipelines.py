@@ -30,8 +30,8 @@ from bench import machine
 from torchtrim import __version__
 from torchtrim.api import Script
 from torchtrim.pipelines.orders import order_of
-from torchtrim.planner.stages.chain import Reader
-from torchtrim.planner.stages.choose import Candidate, Ways, choose, pipeline_of
+from torchtrim.planner.stages.chain import ChainReader
+from torchtrim.planner.stages.choose import StageCandidate, Ways, choose, pipeline_of
 from torchtrim.planner.stages.timing import step_rise
 from torchtrim.records.pipeline import SCHEDULES, Pipeline, Schedule
 from torchtrim.records.plan import Plan, Prediction
@@ -109,7 +109,9 @@ def measured(script: Script, pipeline: Pipeline) -> tuple[float, list[int]]:
     return 1e3 * statistics.median(times[2::2]), [trial.peak_bytes for trial, _ in ran.trials]
 
 
-def row(one: Candidate, recorded: float, runs: Sequence[tuple[float, list[int]]]) -> dict[str, Any]:
+def row(
+    one: StageCandidate, recorded: float, runs: Sequence[tuple[float, list[int]]]
+) -> dict[str, Any]:
     """Simulated and measured figures of a pipeline; `recorded`: simulated from the whole batch."""
     rises = [step_rise(one.stages, one.order, rank) for rank in range(len(one.order.ranks))]
     found = runs[0][1]
@@ -129,7 +131,7 @@ def row(one: Candidate, recorded: float, runs: Sequence[tuple[float, list[int]]]
     }
 
 
-def simulated(one: Candidate) -> float:
+def simulated(one: StageCandidate) -> float:
     """Milliseconds of forward and backward of a step."""
     return 1e3 * max(bar.end for line in one.simulated.bars for bar in line)
 
@@ -178,7 +180,7 @@ def main() -> None:
         script = Script(str(path), device="cpu")
         fitting = Fitting(script, Request(), lambda _: None)
         trial = fitting.observe()
-        reader = Reader(fitting.planner(trial).profile, trial.seconds)
+        reader = ChainReader(fitting.planner(trial).profile, trial.seconds)
         ways = Ways(args.ranks, 1, schedules, (args.microbatches,))
         before = choose(functools.cache(reader.chain), ways, None, order_of)
         with tempfile.TemporaryDirectory() as clocks:

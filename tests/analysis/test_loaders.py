@@ -16,7 +16,7 @@ from profiles import Step
 from torchtrim.analysis.loaders import verdict
 from torchtrim.core.clock import Clock
 from torchtrim.data.model import Consumer
-from torchtrim.data.parts import Source, parts_of
+from torchtrim.data.parts import BatchSource, parts_of
 from torchtrim.data.rebuild import settings_of
 from torchtrim.records.loader import BatchParts, LoaderCost, LoaderSettings
 from torchtrim.rules.registry import diagnose
@@ -90,7 +90,7 @@ def parts_in(case: Case) -> BatchParts:
 
     dataset: Any = Streamed(case) if case.streams else Mapped(case)
     loader: DataLoader[Any] = DataLoader(dataset, batch_size=SAMPLES, collate_fn=collate)
-    found = parts_of(Source.of(loader), case.time.clock)
+    found = parts_of(BatchSource.of(loader), case.time.clock)
     assert found is not None
     assert found.samples == SAMPLES
     assert found.reading == pytest.approx(SAMPLES * case.read)
@@ -161,7 +161,7 @@ def test_the_advice_never_has_more_workers_than_cores(name: str) -> None:
 def test_samples_that_could_be_asked_for_at_once() -> None:
     rows = torch.utils.data.TensorDataset(torch.rand(64, 4), torch.arange(64))
     loader: DataLoader[Any] = DataLoader(rows, batch_size=8)
-    parts = parts_of(Source.of(loader))
+    parts = parts_of(BatchSource.of(loader))
     assert parts is not None
     assert parts.whole is not None
     slow = replace(parts, decoding=1.0, reading=0.0, whole=0.01)
@@ -186,7 +186,7 @@ def test_a_data_set_that_cannot_be_read_apart() -> None:
             raise OSError("only in a worker")
 
     loader: DataLoader[Any] = DataLoader(Breaks(), batch_size=2, num_workers=1)
-    assert parts_of(Source.of(loader)) is None
+    assert parts_of(BatchSource.of(loader)) is None
     cost = LoaderCost(step_seconds=1.0, ready_seconds=0.1, waited_seconds=0.9, cores=2)
     found = verdict(cost)
     assert found is not None

@@ -60,7 +60,7 @@ def test_saved_bytes_are_those_of_the_shape() -> None:
 
 @pytest.mark.parametrize("size", [(4, 6), (5, 7)])
 def test_pooling_halves_the_grid_and_repeats_it(size: tuple[int, int]) -> None:
-    shape = advice.Shape(1, 1, *size, skip=1, head_dim=2)
+    shape = advice.AttentionShape(1, 1, *size, skip=1, head_dim=2)
     x = torch.randn(1, 1, shape.tokens, 2)
     places = [(y // 2 * 2, z // 2 * 2) for y in range(size[0]) for z in range(size[1])]
     strided = advice._repeated(advice._halved(x, shape, "stride"), shape)

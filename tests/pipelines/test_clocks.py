@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from pipelines.models import Gpt, batch, gradients, loss_of, pipeline
 from torchtrim.executor.swap import Swapped
 from torchtrim.pipelines import clocks
-from torchtrim.pipelines.clocks import Clocks, clocking
+from torchtrim.pipelines.clocks import ActionClocks, clocking
 from torchtrim.records.pipeline import Clocked, Pipeline, Stage
 
 HALF = ("transformer.h.2",)
@@ -67,13 +67,13 @@ def test_a_stage_that_runs_again_is_clocked_whole_alone() -> None:
 def test_out_of_time_each_pipeline_has_had_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """And one that had a second has that alone."""
     moments, rounds = itertools.count(), []
-    plain = Clocks._round
+    plain = ActionClocks._round
 
-    def noted(self: Clocks, step: Any, one: Pipeline, notes: Any) -> None:
+    def noted(self: ActionClocks, step: Any, one: Pipeline, notes: Any) -> None:
         rounds.append(one.cuts)
         plain(self, step, one, notes)
 
-    monkeypatch.setattr(Clocks, "_round", noted)
+    monkeypatch.setattr(ActionClocks, "_round", noted)
     monkeypatch.setattr(clocks.time, "monotonic", lambda: float(next(moments)))
     for patience, expected in ((0.5, [HALF, FOUR]), (1.5, [HALF, FOUR, HALF])):
         rounds.clear()

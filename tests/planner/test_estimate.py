@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from torchtrim.planner.estimate import Largest, largest
+from torchtrim.planner.estimate import LargestLength, largest
 
 
 def brute(peaks: list[int], budget: int) -> int:
@@ -79,7 +79,9 @@ def test_what_runs_is_too_large_and_what_is_smaller_does_not_run() -> None:
 
 
 def test_nothing_fits() -> None:
-    assert largest(lambda length: 100 + length, 50, 8) == Largest(0, None, 101, 256, falls=False)
+    assert largest(lambda length: 100 + length, 50, 8) == LargestLength(
+        0, None, 101, 256, falls=False
+    )
 
 
 def test_what_never_grows_ends() -> None:

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from torchtrim.stream.growth import Sample, adapter_for, keeps_growing, looks_at, per_frame, settled
+from torchtrim.stream.growth import (
+    SizeSample,
+    adapter_for,
+    keeps_growing,
+    looks_at,
+    per_frame,
+    settled,
+)
 
 
-def sampled(size: object, frames: int = 60) -> list[Sample]:
+def sampled(size: object, frames: int = 60) -> list[SizeSample]:
     looks = [frame for frame in range(1, frames + 1) if looks_at(frame) or frame == frames]
-    return list(settled([Sample(frame, size(frame)) for frame in looks]))  # type: ignore[operator]
+    return list(settled([SizeSample(frame, size(frame)) for frame in looks]))  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(
@@ -33,7 +40,7 @@ def test_growth(size: object, grows: bool, frames: int) -> None:
 
 def test_what_a_frame_adds_is_exact_for_a_line() -> None:
     assert per_frame(sampled(lambda frame: 5 + 1024 * frame)) == 1024
-    assert per_frame([]) == per_frame([Sample(3, 7)]) == 0
+    assert per_frame([]) == per_frame([SizeSample(3, 7)]) == 0
 
 
 @pytest.mark.parametrize("frames", [10, 60, 500, 20_000])
@@ -44,7 +51,7 @@ def test_looks_are_few_and_the_later_part_has_enough(frames: int) -> None:
 
 
 def test_too_few_samples_tell_nothing() -> None:
-    assert not keeps_growing([Sample(2, 1), Sample(4, 2)])
+    assert not keeps_growing([SizeSample(2, 1), SizeSample(4, 2)])
     assert settled([]) == []
 
 

@@ -111,7 +111,7 @@ def test_a_wrong_replacement_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     found = fitting(train_step(model, ids), steps=3)
     original = found.observe()
 
-    def turned(module: nn.Module, asked: known.Asked) -> Tensor:
+    def turned(module: nn.Module, asked: known.AttentionCall) -> Tensor:
         return known._window(module, asked).flip(1)
 
     kind = known._WINDOW._replace(attend=turned)

@@ -5,8 +5,8 @@ from pathlib import Path
 import msgspec
 
 from recordings import BACKWARD, Recording, training
-from torchtrim.records.trace import TraceReport
-from torchtrim.traces.analysis import analyse, joined
+from torchtrim.records.trace import TraceReport, TraceSite
+from torchtrim.traces.analysis import MENDS, analyse, joined, mended
 
 
 def test_a_loop_that_reads_a_number_each_step(tmp_path: Path) -> None:
@@ -60,3 +60,35 @@ def test_several_ranks(tmp_path: Path) -> None:
     assert [one.rank for one in report.ranks] == [0, 1]
     assert "2 ranks; shown is the slowest, rank 0" in report.notes[0]
     assert joined(reports[:1]) is reports[0]
+
+
+def site(path: str, function: str, within: str = "") -> TraceSite:
+    return TraceSite(
+        path=path,
+        function=function,
+        line=1,
+        op="aten::_local_scalar_dense",
+        within=within,
+        count=1,
+        wait_ms=1.0,
+        saves_alone_ms=None,
+    )
+
+
+def test_known_places_are_told_once_with_the_version() -> None:
+    path = "diffusers/schedulers/scheduling_flow_match_euler_discrete.py"
+    sites = [site(path, "index_for_timestep"), site(path, "index_for_timestep")]
+    (note,) = mended(sites, {"diffusers": "0.34.0"})
+    assert "diffusers 0.34.0" in note
+    assert "set_begin_index" in note
+    assert "/pull/11696" in note
+
+
+def test_operators_and_what_is_unknown() -> None:
+    assert "nonzero_static" in mended([site("train.py", "f", "aten::nonzero")], {})[0]
+    assert mended([site("train.py", "f"), site("diffusers/x.py", "index_for_timestep")], {}) == []
+
+
+def test_each_has_a_source() -> None:
+    assert all(mend.source.startswith("https://") for mend in MENDS)
+    assert all(mend.path or mend.function or mend.within for mend in MENDS)

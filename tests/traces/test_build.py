@@ -4,17 +4,18 @@ from pathlib import Path
 
 import pytest
 
-from recordings import BACKWARD, PAGEABLE, Recording
+from recordings import BACKWARD, MAIN, PAGEABLE, Recording
 from torchtrim.costs.replay.engine import replay
-from torchtrim.costs.replay.program import Activity, Does, Program, Step
-from torchtrim.traces.build import build
+from torchtrim.costs.replay.program import Activity, Does, ReplayProgram, ReplayStep
+from torchtrim.traces.build import Latencies, build, hand_overs, measure
+from torchtrim.traces.launches import schedule
 
 
-def program(made: Recording, folder: Path) -> Program:
+def program(made: Recording, folder: Path) -> ReplayProgram:
     return build(made.trace(folder), {})
 
 
-def activities(found: Program) -> list[Activity]:
+def activities(found: ReplayProgram) -> list[Activity]:
     return [one for step in found.steps for one in step.launches]
 
 
@@ -101,5 +102,60 @@ def test_a_thread_without_steps_counts_to_the_last_one_before(tmp_path: Path) ->
 
 
 def test_a_step_says_what_it_does() -> None:
-    assert Step(Does.WAIT, 0, 1.0, 2.0).site == -1
-    assert Program(begin=2.0, end=5.0).span == 3.0
+    assert ReplayStep(Does.WAIT, 0, 1.0, 2.0).site == -1
+    assert ReplayProgram(begin=2.0, end=5.0).span == 3.0
+
+
+def test_the_machine_is_measured(tmp_path: Path) -> None:
+    made = Recording()
+    for n in range(20):
+        made.launch(n * 1000, 4, kernel=(n * 1000 + 12, 50), tid=MAIN)
+        made.launch(n * 1000 + 5, 4, kernel=(n * 1000 + 64, 100), tid=MAIN)
+    found = measure(schedule(made.trace(tmp_path)))
+    work = schedule(made.trace(tmp_path)).works[0]
+    assert round(found.launch_of(work), 1) == 12
+    assert round(found.gap_of(work), 1) == 2
+    assert round(found.cost_of(work), 1) == 4
+
+
+def test_what_was_not_seen_has_usual_values(tmp_path: Path) -> None:
+    made = Recording()
+    made.launch(0, 4, kernel=(12, 50))
+    (work,) = schedule(made.trace(tmp_path)).works
+    found = Latencies(launch={}, gap={}, cost={})
+    assert 1 < found.launch_of(work) < 20
+    assert 0 < found.gap_of(work) < 5
+    assert found.back_of("stream") == found.back_of("event")
+    assert found.least_of("stream") < 20
+
+
+def steps(named: bool, overlap: bool = False) -> Recording:
+    """Three steps of a forward thread and a backward thread, one after the other."""
+    made = Recording()
+    for step in range(3):
+        begin = step * 4000
+        for n in range(10):
+            made.launch(begin + n * 50, 5, kernel=(begin + n * 50 + 10, 30), tid=MAIN)
+            at = begin + (0 if overlap else 500) + n * 50 + 7
+            made.launch(at, 5, kernel=(at + 10, 30), tid=BACKWARD, stream=20)
+            if named:
+                name = "autograd::engine::evaluate_function: MulBackward0"
+                made.op(name, at - 1, 20, tid=BACKWARD, sequence=n, forward_thread=1)
+    return made
+
+
+def count(made: Recording, folder: Path) -> int:
+    trace = made.trace(folder)
+    return len(hand_overs(trace, schedule(trace)))
+
+
+def test_the_autograd_engine_and_who_calls_it(tmp_path: Path) -> None:
+    assert count(steps(named=True), tmp_path) == 5
+
+
+def test_any_two_threads_whose_bursts_fill_each_others_gaps(tmp_path: Path) -> None:
+    assert count(steps(named=False), tmp_path) == 3
+
+
+def test_threads_that_work_at_once_are_independent(tmp_path: Path) -> None:
+    assert count(steps(named=False, overlap=True), tmp_path) == 0

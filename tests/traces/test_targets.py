@@ -3,12 +3,12 @@
 from pathlib import Path
 
 from recordings import Recording
-from torchtrim.costs.replay.program import Does, Step
+from torchtrim.costs.replay.program import Does, ReplayStep
 from torchtrim.records.trace_events import Trace
 from torchtrim.traces.build import build
 
 
-def waits(trace: Trace) -> list[Step]:
+def waits(trace: Trace) -> list[ReplayStep]:
     return [step for step in build(trace, {}).steps if step.does is Does.WAIT]
 
 

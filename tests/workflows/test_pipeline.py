@@ -14,7 +14,7 @@ from torchtrim import __version__
 from torchtrim.api import Script
 from torchtrim.errors import ApplyFailed, ScriptFailed, UsageError
 from torchtrim.pipelines.orders import order_of
-from torchtrim.planner.stages.chain import Reader
+from torchtrim.planner.stages.chain import ChainReader
 from torchtrim.planner.stages.choose import Chosen, Ways, choose
 from torchtrim.planner.stages.timing import step_rise
 from torchtrim.records.certificate import Certificate
@@ -95,7 +95,7 @@ def chosen_of(ways: Ways) -> Chosen:
     fitting = Fitting(script(), Request(), lambda _: None)
     trial = fitting.observe()
     profile = fitting.planner(trial).profile
-    reader = Reader(profile, trial.seconds, [1e-5] * len(profile.operators))
+    reader = ChainReader(profile, trial.seconds, [1e-5] * len(profile.operators))
     return choose(functools.cache(reader.chain), ways, None, order_of)
 
 

@@ -29,7 +29,7 @@ class Site:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class AllowOutcome:
     """`allowed`: what each entry covered. `counted`: findings that are left, with what is over only."""
 
     allowed: tuple[Allowed, ...]
@@ -64,7 +64,7 @@ def near(path: str, project: str) -> str:
     return text.rpartition("site-packages/")[2]
 
 
-def hold(entries: Sequence[Entry], found: Sequence[Site], seen: Container[str]) -> Outcome:
+def hold(entries: Sequence[Entry], found: Sequence[Site], seen: Container[str]) -> AllowOutcome:
     """Take from each finding what the entries allow, those that name a function first.
 
     Findings on equal lines share the count of their entry, from the first line on. An entry whose
@@ -82,7 +82,7 @@ def hold(entries: Sequence[Entry], found: Sequence[Site], seen: Container[str]) 
                 row = _allowed(entries[index], used, found[place].finding.line)
                 covered[index].append(row)
     rows = ((e, covered[i] or [_allowed(e, 0, 0)]) for i, e in enumerate(entries))
-    return Outcome(
+    return AllowOutcome(
         allowed=tuple(row for e, some in rows if e.path in seen or some[0].used for row in some),
         counted=tuple(_excess(site, over[i]) for i, site in enumerate(found) if over[i]),
     )

@@ -13,8 +13,8 @@ from torchtrim.records.remembered import remembered
 
 _BACKWARD = ("backward", "recompute")
 _RESULTS = ("activation", "temporary", "input")
-_HALF = 0.5
-_FEW = 4
+_HALF = 0.5  # A graph is retained for all that was saved, or for nothing; half tells the two apart.
+_FEW = 4  # Arbitrary; fewer kept tensors may each have a reason of their own.
 
 
 def freed(profile: Profile, deaths: Mapping[int, int]) -> int:

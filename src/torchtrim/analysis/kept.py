@@ -6,7 +6,7 @@ from torchtrim.analysis.places import Line
 from torchtrim.records.finding import Equivalence, Finding, Suggestion
 from torchtrim.records.profile import Profile
 
-_SHARE = 0.02
+_SHARE = 0.02  # Arbitrary; freeing less is not worth a change of code.
 
 
 def is_much(profile: Profile, size: int) -> bool:

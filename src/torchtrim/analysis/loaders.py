@@ -30,7 +30,7 @@ _CHEAPER = {
 }
 
 
-class Verdict(NamedTuple):
+class LoaderVerdict(NamedTuple):
     """What is slow, why that is known, and what to do."""
 
     kind: Kind
@@ -38,41 +38,41 @@ class Verdict(NamedTuple):
     advice: str
 
 
-def verdict(cost: LoaderCost) -> Verdict | None:
+def verdict(cost: LoaderCost) -> LoaderVerdict | None:
     """What is slow in a loader; None where it takes less than a twentieth of the step."""
     if not 0 < SHARE * cost.step_seconds <= cost.price:
         return None
     if cost.parts is None:
-        return Verdict("unknown", "", _more_workers(cost, ""))
+        return LoaderVerdict("unknown", "", _more_workers(cost, ""))
     return _of_parts(cost, cost.parts)
 
 
-def _of_parts(cost: LoaderCost, parts: BatchParts) -> Verdict:
+def _of_parts(cost: LoaderCost, parts: BatchParts) -> LoaderVerdict:
     settings = cost.settings
     slowest = _slowest(parts)
     said = _said(parts)
     if parts.whole is not None and 2 * parts.whole < parts.work:
         once = format_seconds(parts.whole)
-        return Verdict(
+        return LoaderVerdict(
             "one by one", f"{said}; asked for all samples at once it takes {once}", _AT_ONCE
         )
     if settings.workers > cost.cores and parts.reading < parts.work / 2:
         why = f"{said}, and {settings.workers} workers share {_cores(cost)} with the step"
-        return Verdict("many workers", why, _settings_advice(cost, parts))
+        return LoaderVerdict("many workers", why, _settings_advice(cost, parts))
     if settings.workers and parts.handing > parts.work / settings.workers:
         why = (
             f"{said}; to take its {format_bytes(parts.bytes)} from a worker takes "
             f"{format_seconds(parts.handing)}"
         )
-        return Verdict("handing over", why, _SMALLER)
+        return LoaderVerdict("handing over", why, _SMALLER)
     chosen = best_settings(cost, parts)
     if 0 < settings.workers < chosen.workers:
         why = f"{said}, more than {settings.workers} worker{_s(settings.workers)} can hide"
-        return Verdict("few workers", why, _settings_advice(cost, parts))
+        return LoaderVerdict("few workers", why, _settings_advice(cost, parts))
     advice = _CHEAPER[slowest]
     if not settings.workers and chosen.workers:
         advice = f"{_settings_advice(cost, parts)}; beyond that, {advice}"
-    return Verdict(slowest, said, advice)
+    return LoaderVerdict(slowest, said, advice)
 
 
 _AT_ONCE = (

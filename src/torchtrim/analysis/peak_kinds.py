@@ -9,7 +9,7 @@ from torchtrim.analysis.timeline import alive, peak_operator, workspace
 from torchtrim.records.lever import Part
 from torchtrim.records.profile import Kind, Profile
 
-_MOST_BLOCKS = 3
+_MOST_BLOCKS = 3  # Arbitrary; the rest is one line, so that a report stays short.
 _ACTIVATIONS = "activations of "
 _REST = "other activations"
 _WORDS: dict[Kind, str] = {

@@ -42,6 +42,7 @@ _CARRIES = {
 }
 _EMPTY = {"aten::zeros", "aten::empty", "aten::new_zeros", "aten::zeros_like", "aten::empty_like"}
 _MOST_TRACED = 400
+"""Arbitrary; ends the walk where everything is read on, far beyond one attention."""
 _LAYERS = re.compile(
     r"(qkv|proj|[qkvo]|[qkvo]_proj|query|key|value|out_proj)\.(weight|bias)|[qkv]_bias|qkv_bias"
 )

@@ -9,14 +9,14 @@ from msgspec.structs import replace
 from torchtrim.analysis.shares import LOADER, memory_share, time_share
 from torchtrim.analysis.syncs import CODES, sync_numbers
 from torchtrim.costs.devices import Device, device_named
-from torchtrim.costs.syncs import Modelled, price_syncs
+from torchtrim.costs.syncs import PricedSyncs, price_syncs
 from torchtrim.records.files import without_collection
 from torchtrim.records.finding import Finding
 from torchtrim.records.profile import Profile, is_emulated
 from torchtrim.records.report import Waiting, WaitSet
 
 _DEFAULT = "a100"
-_NOTHING = 0.003
+_NOTHING = 0.003  # Said in _LITTLE. Arbitrary; a modelled step is not known to three in a thousand.
 _MOVES = "; without it alone the next wait takes over, no gain expected"
 _LITTLE = "; all waits together are worth less than 0.3 % of the step"
 
@@ -49,7 +49,7 @@ def priced(
     return told, _waiting(device, model, sets)
 
 
-def _waiting(device: Device, model: Modelled, sets: tuple[WaitSet, ...]) -> Waiting:
+def _waiting(device: Device, model: PricedSyncs, sets: tuple[WaitSet, ...]) -> Waiting:
     return Waiting(
         device=device.name,
         source="modelled",
@@ -70,7 +70,7 @@ def _told(finding: Finding, price: float | None, least: float, small: str) -> Fi
 
 
 def _order(
-    profile: Profile, model: Modelled, finding: Finding, prices: dict[int, float | None]
+    profile: Profile, model: PricedSyncs, finding: Finding, prices: dict[int, float | None]
 ) -> tuple[float, int, str, str, int]:
     """By share of the peak or of the step's time: of the modelled step for a wait, else of the one run.
 

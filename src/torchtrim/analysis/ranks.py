@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -31,13 +31,13 @@ class Lag(NamedTuple):
 
 def lags(job: Job) -> list[Lag]:
     """The ranks that others await a fifth of the step or more."""
-    waited: Counter[tuple[int, int]] = Counter()
+    waited: defaultdict[tuple[int, int], float] = defaultdict(float)
     times: Counter[int] = Counter()
     for exchange in job.exchanges:
         last = exchange.last.rank
         times[last] += any(exchange.waited(part) > 0 for part in exchange.parts)
         for part in exchange.parts:
-            waited[last, part.rank] += exchange.waited(part)  # type: ignore[assignment]
+            waited[last, part.rank] += exchange.waited(part)
     loading = {
         profile.rank: sum(wait.seconds for wait in profile.waits) for profile in job.profiles
     }

@@ -12,7 +12,7 @@ from torchtrim.records.profile import Place, Profile, Sync
 from torchtrim.syncs.libraries import is_unknown
 from torchtrim.syncs.lookup import row
 
-_MOST_NAMED = 3
+_MOST_NAMED = 3  # Arbitrary; as many names as one line of a message holds.
 CODES = ("TT101", "TT102", "TT103", "TT104")
 """The codes of syncs. TT105 is about races, which do not synchronize."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from torchtrim.records.files import read_head
 
 _MOST_BYTES = 4 * 2**20
-_MOST_CHARACTERS = 4096
+_MOST_CHARACTERS = 4096  # As long as a text of an allow-list may be (records/allow.py).
 _Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 

@@ -20,13 +20,13 @@ from torchtrim.attention.buckets import Buckets
 from torchtrim.attention.relative import relative_attention
 from torchtrim.errors import UsageError
 
-_LEAST_SECONDS = 0.01
-_FEWER_BUCKETS = 1.0
-_HALVED = 2
+_LEAST_SECONDS = 0.01  # Long enough that the clock and one call's jitter do not count.
+_FEWER_BUCKETS = 1.0  # 5 x 5 buckets, where the published ratio of 1.9 has 7 x 7.
+_HALVED = 2  # The change is called "2 x 2" and "half" in the advice.
 Run = Callable[[], Tensor]
 
 
-class Shape(NamedTuple):
+class AttentionShape(NamedTuple):
     """An attention: batch, heads, image rows and columns, tokens in front of them, head_dim."""
 
     batch: int
@@ -55,7 +55,7 @@ class Advice(NamedTuple):
     equivalence: Literal["ROUNDING", "SEMANTIC"] = "SEMANTIC"
 
 
-class _Kind(NamedTuple):
+class _EncodingKind(NamedTuple):
     """Positions: on which of q, k and v, the method, the ratio, one table for all heads or not, as
     vectors (contextual) or numbers (bias), and by what the grid is pooled before."""
 
@@ -114,7 +114,7 @@ def advise(
             f"rounds is {rounds} and rpe_on {rpe_on!r}. Give at least one round, and letters out of "
             "q, k and v."
         )
-    kind = _Kind(rpe_on, method, ratio, shared_head)
+    kind = _EncodingKind(rpe_on, method, ratio, shared_head)
     ways = list(_ways(shape, kind, torch.empty(0, device=device, dtype=dtype)))
     times = _timed(ways, rounds)
     saved = [_saved(way) for way in ways]
@@ -140,7 +140,7 @@ def _shape(
     width: int | None,
     skip: int,
     head_dim: int,
-) -> Shape:
+) -> AttentionShape:
     if (height is None) != (width is None) or (height is None) == (tokens is None):
         raise UsageError(
             f"tokens is {tokens}, height {height}, width {width}. Give the number of tokens, or height "
@@ -151,13 +151,13 @@ def _shape(
         skip = tokens - height * width
     assert height is not None
     assert width is not None
-    shape = Shape(batch, heads, height, width, skip, head_dim)
+    shape = AttentionShape(batch, heads, height, width, skip, head_dim)
     if min(batch, heads, height, width, head_dim) < 1 or skip < 0:
         raise UsageError(f"{shape} is no attention: every number is at least 1, skip at least 0.")
     return shape
 
 
-def _ways(shape: Shape, kind: _Kind, like: Tensor) -> Iterator[_Way]:
+def _ways(shape: AttentionShape, kind: _EncodingKind, like: Tensor) -> Iterator[_Way]:
     yield _way("as it is", shape, kind, like)._replace(equivalence="ROUNDING")
     for change, other in _changed(shape, kind):
         yield _way(change, shape, other, like)
@@ -165,7 +165,7 @@ def _ways(shape: Shape, kind: _Kind, like: Tensor) -> Iterator[_Way]:
     yield _Way("no positions", lambda: F.scaled_dot_product_attention(q, k, v), [q, k, v])
 
 
-def _changed(shape: Shape, kind: _Kind) -> Iterator[tuple[str, _Kind]]:
+def _changed(shape: AttentionShape, kind: _EncodingKind) -> Iterator[tuple[str, _EncodingKind]]:
     if min(shape.height, shape.width) >= 2 * _HALVED:
         yield "average 2 x 2 tokens before, repeat after", kind._replace(pooled="pool")
         yield "take every second row and column, repeat after", kind._replace(pooled="stride")
@@ -185,13 +185,13 @@ def _changed(shape: Shape, kind: _Kind) -> Iterator[tuple[str, _Kind]]:
         yield f"fewer buckets (ratio {_FEWER_BUCKETS:g})", kind._replace(ratio=_FEWER_BUCKETS)
 
 
-def _tokens(shape: Shape, like: Tensor) -> list[Tensor]:
+def _tokens(shape: AttentionShape, like: Tensor) -> list[Tensor]:
     full = (shape.batch, shape.heads, shape.tokens, shape.head_dim)
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(full, generator=generator).to(like).requires_grad_() for _ in range(3)]
 
 
-def _way(change: str, shape: Shape, kind: _Kind, like: Tensor) -> _Way:
+def _way(change: str, shape: AttentionShape, kind: _EncodingKind, like: Tensor) -> _Way:
     inner = shape
     if kind.pooled:
         rows, columns = (-(-size // _HALVED) for size in (shape.height, shape.width))
@@ -223,7 +223,7 @@ def _way(change: str, shape: Shape, kind: _Kind, like: Tensor) -> _Way:
 
 
 def _tables(
-    kind: _Kind, shape: Shape, buckets: Buckets, like: Tensor
+    kind: _EncodingKind, shape: AttentionShape, buckets: Buckets, like: Tensor
 ) -> dict[str, Tensor | tuple[Tensor, Tensor]]:
     heads, dim, number = 1 if kind.shared_head else shape.heads, shape.head_dim, buckets.number
     generator = torch.Generator().manual_seed(1)
@@ -241,22 +241,22 @@ def _tables(
     return {f"{letter}_table": table(*shapes[letter]) for letter in "qkv" if letter in kind.rpe_on}
 
 
-def _halved(x: Tensor, shape: Shape, how: str) -> Tensor:
+def _halved(x: Tensor, shape: AttentionShape, how: str) -> Tensor:
     """Skip tokens as they are, the grid with half the rows and columns."""
-    grid = x[:, :, shape.skip :].unflatten(2, (shape.height, shape.width))  # type: ignore[no-untyped-call]
+    grid = torch.unflatten(x[:, :, shape.skip :], 2, (shape.height, shape.width))
     if how == "stride":
         small = grid[:, :, ::_HALVED, ::_HALVED].flatten(2, 3)
     else:
         images = grid.flatten(0, 1).permute(0, 3, 1, 2)
         pooled = F.avg_pool2d(images, _HALVED, ceil_mode=True)
-        small = pooled.flatten(2).transpose(1, 2).unflatten(0, x.shape[:2])  # type: ignore[no-untyped-call]
+        small = torch.unflatten(pooled.flatten(2).transpose(1, 2), 0, x.shape[:2])
     return torch.cat([x[:, :, : shape.skip], small], 2)
 
 
-def _repeated(x: Tensor, shape: Shape) -> Tensor:
+def _repeated(x: Tensor, shape: AttentionShape) -> Tensor:
     """Every token of the halved grid in four places."""
     height, width = (-(-size // _HALVED) for size in (shape.height, shape.width))
-    grid = x[:, :, shape.skip :].unflatten(2, (height, width))  # type: ignore[no-untyped-call]
+    grid = torch.unflatten(x[:, :, shape.skip :], 2, (height, width))
     full = grid.repeat_interleave(_HALVED, 2).repeat_interleave(_HALVED, 3)
     full = full[:, :, : shape.height, : shape.width].flatten(2, 3)
     return torch.cat([x[:, :, : shape.skip], full], 2)

@@ -1,4 +1,9 @@
-"""The path of a CPU with numba: torch's matrix products, compiled loops between them."""
+"""The path of a CPU with numba: torch's matrix products, compiled loops between them.
+
+Where tokens are few, loops over image rows are too short to pay. Then the buckets of one query with
+every key are written out once for all heads, and each head looks up by them and sums by them. Sums go
+to four rows in turn, since adding to one place twice in a row stalls on the first.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +16,184 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchtrim.attention import compiled_short as shorts
 from torchtrim.attention import compiled_tiles as tiles
 from torchtrim.attention.buckets import Maps, maps_of
-from torchtrim.attention.compiled_rows import CHUNK, LANES, MANY_LANES
-from torchtrim.attention.core import Gradients, Inputs, Outcome, blocks
+from torchtrim.attention.compiled_rows import (
+    CHUNK,
+    LANES,
+    MANY_LANES,
+    NOTHING,
+    ZERO,
+    borrowed,
+    exponentials,
+    inlined,
+    jit,
+    keep_row,
+)
+from torchtrim.attention.compiled_tiles import mask_row, slopes_row, softmax_row
+from torchtrim.attention.core import Gradients, Inputs, PathResult, blocks
 from torchtrim.attention.dropout import threshold
+
+TURNS = 4  # Adding to one place twice in a row stalls on the first; four sums in turn hide that.
+
+
+@jit
+def buckets_of(i: int, maps: Any, number: int, forth: Any, back: Any) -> None:
+    """forth[j]: the bucket of query i and key j; back[j]: that of j and i, in the lookup of all j."""
+    geometry, group, pattern, _, seen = maps
+    height, wide, skip, length = geometry[0], geometry[1], geometry[2], geometry[3]
+    query_only, key_only, both = geometry[5], geometry[6], geometry[7]
+    alone, other = (both, both) if i < skip else (key_only, query_only)
+    for j in range(skip):
+        forth[j], back[j] = alone, j * number + other
+    if i < skip:
+        for j in range(skip, length):
+            forth[j], back[j] = query_only, j * number + key_only
+        return
+    y, x = (i - skip) // wide, (i - skip) % wide
+    for yj in range(height):
+        base = skip + yj * wide
+        ahead = seen[group[y - yj + height - 1], wide - 1 - x : 2 * wide - 1 - x]
+        behind = pattern[group[yj - y + height - 1], wide - 1 - x : 2 * wide - 1 - x]
+        for xj in range(wide):
+            forth[base + xj] = ahead[xj]
+            back[base + xj] = (base + xj) * number + behind[xj]
+
+
+@inlined
+def looked_up(scores: Any, offset: int, row: Any, ids: Any, length: int, t: Any) -> None:
+    """t = scores + what a lookup's row says of each key."""
+    one = scores[offset : offset + length]
+    for j in range(length):
+        t[j] = one[j] + row[ids[j]]
+
+
+@inlined
+def added(row: Any, ids: Any, length: int, t: Any) -> None:
+    """t += what a lookup says by ids."""
+    for j in range(length):
+        t[j] += row[ids[j]]
+
+
+@jit
+def summed(t: Any, ids: Any, length: int, turns: Any, row: Any) -> None:
+    """row[b] = the sum of t where the id is b. `turns` (4, buckets) is zeros, before and after."""
+    first, second, third, fourth = turns[0], turns[1], turns[2], turns[3]
+    whole = length // TURNS * TURNS
+    for j in range(0, whole, TURNS):
+        first[ids[j]] += t[j]
+        second[ids[j + 1]] += t[j + 1]
+        third[ids[j + 2]] += t[j + 2]
+        fourth[ids[j + 3]] += t[j + 3]
+    for j in range(whole, length):
+        first[ids[j]] += t[j]
+    for b in range(len(row)):
+        row[b] = (first[b] + second[b]) + (third[b] + fourth[b])
+    first[:], second[:], third[:], fourth[:] = ZERO, ZERO, ZERO, ZERO
+
+
+@inlined
+def scored(scores: Any, offset: int, row: Any, flat: Any, ids: Any, length: int, t: Any) -> None:
+    """t = scores + what positions add; ids are (forth, back), a lookup that is not there is empty."""
+    forth, back = ids
+    if row.size:
+        looked_up(scores, offset, row, forth, length, t)
+    else:
+        t[:length] = scores[offset : offset + length]
+    if flat.size:
+        added(flat, back, length, t)
+
+
+@jit
+def forward_short(
+    scores: Any, place: Any, lookups: Any, masks: Any, drop: Any, room: Any, maps: Any, results: Any
+) -> None:
+    """As `compiled_tiles.forward_tile`, with queries as they are."""
+    first_head, heads, first_row, rows = place
+    k_lookup, q_lookup = borrowed(lookups[0]), borrowed(lookups[1])
+    kind, allowed, added = masks[0], borrowed(masks[1]), borrowed(masks[2])
+    t, turns, forth, back = room[0], room[1], room[2], room[3]
+    lanes, exponents, powers, keep = room[4], room[5], room[6], room[7]
+    t, turns, forth, back = borrowed(t), borrowed(turns), borrowed(forth), borrowed(back)
+    lanes, exponents, powers = borrowed(lanes), borrowed(exponents), borrowed(powers)
+    lse, sums, scores, keep = borrowed(results[0]), borrowed(results[1]), borrowed(scores), keep
+    length, number = maps[0][3], turns.shape[1]
+    for i in range(first_row, first_row + rows):
+        buckets_of(i, maps, number, forth, back)
+        for head in range(heads):
+            n, offset = first_head + head, (head * rows + i - first_row) * length
+            row = k_lookup[n, i] if k_lookup.size else t[:0]
+            flat = q_lookup[n] if q_lookup.size else t[:0]
+            scored(scores, offset, row, flat, (forth, back), length, t)
+            mask_row(t, n, i, kind, allowed, added, length)
+            lse[n, i] = softmax_row(t, length, lanes, exponents, powers)
+            if drop[1] > 0:
+                keep_row(drop[0], n * length + i, drop[1], drop[2], length, keep)
+                t[:length] *= keep[:length]
+            scores[offset : offset + length] = t[:length]
+            if sums.size:
+                summed(t, forth, length, turns, sums[n, i])
+
+
+@jit
+def backward_short(
+    tiles: Any, place: Any, lookups: Any, masks: Any, drop: Any, room: Any, maps: Any, results: Any
+) -> None:
+    """As `compiled_tiles.backward_tile`, with queries as they are."""
+    first_head, heads, first_row, rows = place
+    k_lookup, q_lookup = borrowed(lookups[0]), borrowed(lookups[1])
+    v_lookup, scores, slopes = borrowed(lookups[2]), borrowed(tiles[0]), borrowed(tiles[1])
+    kind, allowed, added = masks[0], borrowed(masks[1]), borrowed(masks[2])
+    t, turns, forth, back = room[0], room[1], room[2], room[3]
+    t, turns, forth, back = borrowed(t), borrowed(turns), borrowed(forth), borrowed(back)
+    exponents, powers, keep, d = room[5], borrowed(room[6]), borrowed(room[7]), borrowed(room[8])
+    exponents, of_q_lookup = borrowed(exponents), borrowed(results[0])
+    of_k_lookup, sums = borrowed(results[1]), borrowed(results[2])
+    lse, delta = borrowed(results[3]), borrowed(results[4])
+    length, number = maps[0][3], turns.shape[1]
+    count = (length + LANES - 1) // LANES * LANES
+    if of_q_lookup.size and first_row == 0:
+        of_q_lookup[first_head : first_head + heads] = ZERO
+    for i in range(first_row, first_row + rows):
+        buckets_of(i, maps, number, forth, back)
+        for head in range(heads):
+            n, offset = first_head + head, (head * rows + i - first_row) * length
+            row = k_lookup[n, i] if k_lookup.size else t[:0]
+            flat = q_lookup[n] if q_lookup.size else t[:0]
+            scored(scores, offset, row, flat, (forth, back), length, t)
+            mask_row(t, n, i, kind, allowed, added, length)
+            t[length:count] = NOTHING
+            exponentials(t, count, lse[n, i], exponents, powers)
+            row = v_lookup[n, i] if v_lookup.size else t[:0]
+            scored(slopes, offset, row, t[:0], (forth, back), length, d)
+            slopes_row(t, d, delta[n, i], n * length + i, length, drop, keep)
+            scores[offset : offset + length] = t[:length]
+            slopes[offset : offset + length] = d[:length]
+            if sums.size:
+                summed(t, forth, length, turns, sums[n, i])
+            if of_k_lookup.size:
+                summed(d, forth, length, turns, of_k_lookup[n, i])
+            if of_q_lookup.size:
+                scatter(d, back, length, of_q_lookup[n])
+
+
+@jit
+def scatter(d: Any, ids: Any, length: int, flat: Any) -> None:
+    """flat[id of j] += d[j]: no two j have the same."""
+    for j in range(length):
+        flat[ids[j]] += d[j]
+
 
 _SCORES = 1 << 17
 _MOST_KEPT = _SCORES + 2 * LANES
-_SHORT = 100
-_MOST_ROOMS = 64
+_SHORT = 100  # Up to here it pays to write out all buckets of a query; docs/attention.md says it.
+_MOST_ROOMS = 64  # As many as _maps keeps: more shapes than a model has layers of different size.
 _EMPTY, _NONE = np.empty((0, 0, 0), np.float32), np.empty((0, 0), np.float32)
 Array = Any
 Parts = tuple[tuple[slice, slice], ...]
 
 
-def forward(inputs: Inputs, *, with_sums: bool) -> Outcome:
+def forward(inputs: Inputs, *, with_sums: bool) -> PathResult:
     """See `core.Path`."""
     number, length, dim = inputs.q.shape
     order = _Order(inputs.maps)
@@ -46,10 +212,10 @@ def forward(inputs: Inputs, *, with_sums: bool) -> Outcome:
     for rows, heads in parts:
         scores = _view(buffer, rows, heads, length)
         _product(_cut(q, heads, rows), _cut(keys, heads), inputs.scale, scores)
-        tile = shorts.forward_short if short else tiles.forward_tile
+        tile = forward_short if short else tiles.forward_tile
         tile(flat, _place(rows, heads), lookups, *rest, results)
         torch.bmm(scores, _cut(inputs.v, heads), out=_cut(out, heads, rows))
-    return Outcome(order.back(out), lse, sums)
+    return PathResult(order.back(out), lse, sums)
 
 
 def backward(
@@ -87,7 +253,7 @@ def backward(
         own_q, own_grad = _cut(q, heads, rows), _cut(grad, heads, rows)
         _product(own_q, _cut(keys, heads), inputs.scale, weights)
         torch.bmm(own_grad, _cut(values, heads), out=slopes)
-        tile = shorts.backward_short if short else tiles.backward_tile
+        tile = backward_short if short else tiles.backward_tile
         tile((flat, other_flat), _place(rows, heads), lookups, *rest)
         _product(slopes, _cut(inputs.k, heads), inputs.scale, _cut(of_q, heads, rows))
         totals.add(heads, weights, slopes, own_grad, own_q)
@@ -152,7 +318,7 @@ class _Order:
         return torch.cat([x[:, :skip], turned], 1) if skip else turned
 
 
-class _Kept(threading.local):
+class _ThreadRooms(threading.local):
     """What this thread works in, from call to call; what is large is not kept."""
 
     def __init__(self) -> None:
@@ -160,7 +326,7 @@ class _Kept(threading.local):
         self.rooms: dict[str, tuple[Array, ...]] = {}
 
 
-_kept = _Kept()
+_kept = _ThreadRooms()
 
 
 def _buffers(parts: Parts, length: int) -> tuple[tuple[Tensor, Array], ...]:
@@ -250,7 +416,7 @@ def _short_room(maps: Maps) -> tuple[Array, ...]:
     same as floats, what dropout keeps, another row."""
     row = _padded(maps.tokens, MANY_LANES) + LANES
     t, powers, keep, other = (np.zeros(row, np.float32) for _ in range(4))
-    turns = np.zeros((shorts.TURNS, maps.buckets), np.float32)
+    turns = np.zeros((TURNS, maps.buckets), np.float32)
     forth, back = (np.zeros(maps.tokens, np.uint32) for _ in range(2))
     lanes = np.zeros(MANY_LANES, np.float32)
     return t, turns, forth, back, lanes, powers.view(np.int32), powers, keep, other

@@ -27,7 +27,7 @@ inlined: Callable[[F], F] = import_module("numba").njit(
     error_model="numpy",
     inline="always",
 )
-CHUNK = 8
+CHUNK = 8  # Eight float32 are a register of AVX2.
 FEW_LANES, LANES, MANY_LANES = 8, 16, 64
 LOG2E, HALF, ONE, ZERO = (np.float32(x) for x in (1.44269504088896341, 0.5, 1.0, 0.0))
 LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)

@@ -16,7 +16,7 @@ from torchtrim.errors import UsageError
 Table = Tensor | tuple[Tensor, Tensor] | None
 
 
-class Given(NamedTuple):
+class GivenTables(NamedTuple):
     """The tables as they were given: each one, a pair for cross, or None."""
 
     q: Table
@@ -25,10 +25,10 @@ class Given(NamedTuple):
     bias: Table
 
 
-def composed(given: Given, buckets: Buckets) -> Given:
+def composed(given: GivenTables, buckets: Buckets) -> GivenTables:
     """One table for each pair."""
     q, k, bias = (_one(table, buckets, -1) for table in (given.q, given.k, given.bias))
-    return Given(q, k, _one(given.v, buckets, -2), bias)
+    return GivenTables(q, k, _one(given.v, buckets, -2), bias)
 
 
 def pair(table: Table, buckets: Buckets, dim: int) -> tuple[Tensor, Tensor] | None:

@@ -37,7 +37,7 @@ class Inputs(NamedTuple):
     maps: Maps
 
 
-class Outcome(NamedTuple):
+class PathResult(NamedTuple):
     """out (N, L, D), the logarithm of the sum of exponentials (N, L), +inf where a query sees
     nothing, and the probabilities summed by bucket (N, L, buckets) if they were asked for."""
 
@@ -60,7 +60,7 @@ class Gradients(NamedTuple):
 class Path(Protocol):
     """One way to compute it. All are equal up to rounding, and each repeats itself bitwise."""
 
-    def forward(self, inputs: Inputs, *, with_sums: bool) -> Outcome:
+    def forward(self, inputs: Inputs, *, with_sums: bool) -> PathResult:
         """The attention."""
         ...
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-WORD = 0xFFFFFFFF
+WORD = 0xFFFFFFFF  # The lower 32 bits.
 FIRST, SECOND, STRIDE = 0x7FEB352D, 0x846CA68B, 0x9E3779B9
 
 

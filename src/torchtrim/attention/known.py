@@ -24,7 +24,67 @@ from torchtrim.attention.buckets import Buckets, Coefficients
 from torchtrim.attention.compose import Table
 from torchtrim.attention.encodings import Encoded, Encodings, encoded_attention
 from torchtrim.attention.irpe import METHOD
-from torchtrim.attention.windows import joined, parted
+
+Size = tuple[int, int]
+
+
+class Parted(NamedTuple):
+    """`windows` (B n, height width, C); `mask` (n, L, L), True where two tokens were neighbours
+    before the shift, None without one; the padded image's size, the window's and the shift."""
+
+    windows: Tensor
+    mask: Tensor | None
+    padded: Size
+    window: Size
+    shift: Size
+
+
+def parted(x: Tensor, window: Size, shift: Size) -> Parted:
+    """The windows of images (B, H, W, C), which are padded to whole ones and rolled by the shift.
+
+    An axis along which one window covers everything is not shifted.
+    """
+    right, down = -x.shape[2] % window[1], -x.shape[1] % window[0]
+    x = F.pad(x, (0, 0, 0, right, 0, down))
+    padded = (x.shape[1], x.shape[2])
+    rows, columns = (
+        0 if size >= whole else by for size, whole, by in zip(window, padded, shift, strict=True)
+    )
+    shifted = (rows, columns)
+    if any(shifted):
+        x = x.roll((-shifted[0], -shifted[1]), (1, 2))
+    mask = _mask(padded, window, shifted, x.device) if any(shifted) else None
+    return Parted(_cut(x, window), mask, padded, window, shifted)
+
+
+def joined(windows: Tensor, parts: Parted, shape: torch.Size) -> Tensor:
+    """Images of a shape (B, H, W, C), of windows that were taken from them."""
+    (height, width), (rows, columns) = parts.window, parts.padded
+    x = windows.view(-1, rows // height, columns // width, height, width, windows.shape[-1])
+    x = x.transpose(2, 3).reshape(-1, rows, columns, windows.shape[-1])
+    if any(parts.shift):
+        x = x.roll(parts.shift, (1, 2))
+    return x[:, : shape[1], : shape[2]].contiguous()
+
+
+def _cut(x: Tensor, window: Size) -> Tensor:
+    (height, width), (batch, rows, columns, _) = window, x.shape
+    x = x.reshape(batch, rows // height, height, columns // width, width, -1)
+    return x.transpose(2, 3).reshape(-1, height * width, x.shape[-1])
+
+
+def _mask(padded: Size, window: Size, shift: Size, device: torch.device) -> Tensor:
+    bands = [
+        (torch.arange(size, device=device) >= size - one).long()
+        + (torch.arange(size, device=device) >= size - by)
+        if by
+        else torch.zeros(size, dtype=torch.long, device=device)
+        for size, one, by in zip(padded, window, shift, strict=True)
+    ]
+    region = bands[0][:, None] * 3 + bands[1]
+    tokens = _cut(region[None, :, :, None], window)[..., 0]
+    return tokens[:, :, None] == tokens[:, None, :]
+
 
 MASKS = ("mask", "attn_mask", "attention_mask")
 _PACKED = ("qkv",)
@@ -33,9 +93,10 @@ _LAST = ("proj", "o_proj", "out_proj", "o")
 _HEADS = ("num_heads", "num_attention_heads", "n_heads")
 _DROPOUT = ("attn_drop", "attn_dropout", "attention_dropout", "dropout", "drop")
 _MOST_PLACES = 16
+"""Arbitrary; the trial runs in float64, and 16 x 16 tokens show all that a table does."""
 
 
-class Asked(NamedTuple):
+class AttentionCall(NamedTuple):
     """What a module was called with: tokens (B, L, C) or an image (B, height, width, C), and a mask."""
 
     x: Tensor
@@ -49,7 +110,7 @@ class Known(NamedTuple):
     are: one for each window (n, L, L), or what broadcasts to (B, H, L, L)."""
 
     name: str
-    attend: Callable[[nn.Module, Asked], Tensor]
+    attend: Callable[[nn.Module, AttentionCall], Tensor]
     shape: Callable[[nn.Module], tuple[int, ...]]
     fits: Callable[[nn.Module, Tensor], bool]
     mask: Literal["", "window", "broadcast"] = ""
@@ -149,7 +210,7 @@ def _merged(module: nn.Module, out: Tensor) -> Tensor:
     return found
 
 
-def _irpe(module: nn.Module, asked: Asked) -> Tensor:
+def _irpe(module: nn.Module, asked: AttentionCall) -> Tensor:
     q, k, v = _heads_of(module, asked.x)
     found = Encodings(*(_encoded(getattr(module, f"rpe_{letter}", None)) for letter in "qkv"))
     buckets = found.given[0].buckets(q.shape[2])
@@ -172,8 +233,9 @@ def _encoded(encoding: Any) -> Encoded | None:
 def _encoding_table(encoding: Any) -> Table:
     if hasattr(encoding, "rp_rows") and hasattr(encoding, "rp_cols"):
         rows, columns = (_encoding_table(one) for one in (encoding.rp_rows, encoding.rp_cols))
-        both = isinstance(rows, Tensor) and isinstance(columns, Tensor)
-        return (rows, columns) if both else None  # type: ignore[return-value]
+        if isinstance(rows, Tensor) and isinstance(columns, Tensor):
+            return rows, columns
+        return None
     if not hasattr(encoding, "rpe_config"):
         return None
     found = _first(encoding, ("lookup_table_weight", "lookup_table_bias"))
@@ -219,7 +281,7 @@ def _window_size(module: Any) -> tuple[int, int]:
     return int(height), int(width)
 
 
-def _window(module: nn.Module, asked: Asked) -> Tensor:
+def _window(module: nn.Module, asked: AttentionCall) -> Tensor:
     (q, k, v), table = _heads_of(module, asked.x), _window_table(module)
     assert table is not None
     height, width = _window_size(module)
@@ -238,11 +300,11 @@ def _window_shape(module: nn.Module) -> tuple[int, ...]:
     return 4, height * width + with_class, features_of(module)
 
 
-def _shifted(module: Any, asked: Asked) -> Tensor:
+def _shifted(module: Any, asked: AttentionCall) -> Tensor:
     """torchvision's, which takes images apart itself."""
     size, shift = _window_size(module), tuple(map(int, module.shift_size))
     parts = parted(asked.x, size, (shift[0], shift[1]))
-    out = _window(module, Asked(parts.windows, parts.mask))
+    out = _window(module, AttentionCall(parts.windows, parts.mask))
     return joined(out, parts, asked.x.shape)
 
 
@@ -251,7 +313,7 @@ def _shifted_shape(module: nn.Module) -> tuple[int, ...]:
     return 2, 2 * height + 1, 2 * width + 1, features_of(module)
 
 
-def _decomposed(module: nn.Module, asked: Asked) -> Tensor:
+def _decomposed(module: nn.Module, asked: AttentionCall) -> Tensor:
     batch, height, width, dim = asked.x.shape
     q, k, v = _heads_of(module, asked.x.reshape(batch, height * width, dim))
     rows, columns = (getattr(module, f"rel_pos_{axis}") for axis in "hw")
@@ -273,7 +335,7 @@ def _pair(module: nn.Module, name: str) -> tuple[Tensor, Tensor] | None:
     return None
 
 
-def _autoformer(module: nn.Module, asked: Asked) -> Tensor:
+def _autoformer(module: nn.Module, asked: AttentionCall) -> Tensor:
     q, k, v = _heads_of(module, asked.x)
     side = math.isqrt(q.shape[2] - 1)
     keys, values = (_pair(module, f"rel_pos_embed_{letter}") for letter in "kv")
@@ -295,7 +357,7 @@ def _t5_parameters(module: Any, weight: Tensor) -> tuple[float, ...]:
     return len(weight), int(module.relative_attention_max_distance), both_ways
 
 
-def _t5(module: Any, asked: Asked) -> Tensor:
+def _t5(module: Any, asked: AttentionCall) -> Tensor:
     q, k, v = _heads_of(module, asked.x)
     weight = module.relative_attention_bias.weight if asked.bias is None else asked.bias
     _, furthest, both_ways = _t5_parameters(module, weight)

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from torchtrim.attention.buckets import ids_of
-from torchtrim.attention.core import Gradients, Inputs, Outcome, blocks, masked
+from torchtrim.attention.core import Gradients, Inputs, PathResult, blocks, masked
 from torchtrim.attention.dropout import kept
 
 _CPU_SCORES, _DEVICE_SCORES = 1 << 17, 1 << 24
 
 
-def forward(inputs: Inputs, *, with_sums: bool) -> Outcome:
+def forward(inputs: Inputs, *, with_sums: bool) -> PathResult:
     """See `core.Path`."""
     q, v = inputs.q, inputs.v
     out, lse = torch.empty_like(v), q.new_empty(q.shape[:2])
@@ -33,7 +33,7 @@ def forward(inputs: Inputs, *, with_sums: bool) -> Outcome:
         out[heads, rows] = torch.bmm(scores, v[heads])
         if sums is not None:
             _add_by_bucket(sums[heads, rows], ids.forth, scores)
-    return Outcome(out, lse, sums)
+    return PathResult(out, lse, sums)
 
 
 def backward(

@@ -5,20 +5,245 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from torchtrim.attention import augmented, ops, paths
+from torchtrim.attention import ops, paths
+from torchtrim.attention.axes import AXES
 from torchtrim.attention.buckets import Buckets
-from torchtrim.attention.checks import (
-    check_bias,
-    check_mask,
-    check_numbers,
-    check_table,
-    check_tokens,
-)
-from torchtrim.attention.compose import Given, composed
+from torchtrim.attention.compose import GivenTables, composed, pair
 from torchtrim.attention.dropout import new_seed
+from torchtrim.attention.paths import available
 from torchtrim.errors import UsageError
+
+_MOST_COMPOSED = 400
+"""Arbitrary; one-hot columns cost by rows * columns of buckets, paths by tokens."""
+
+
+def augmented_is_better(q: Tensor, given: GivenTables, buckets: Buckets, dropout_p: float) -> bool:
+    """Whether it is the faster way. It has no dropout, whose draws would be others."""
+    fast = {"cpu": "compiled", "cuda": "triton"}.get(q.device.type, "")
+    has_fast = bool(fast) and available(fast) and q.dtype != torch.float64
+    many = buckets.rows * buckets.columns > _MOST_COMPOSED
+    return dropout_p == 0 and q.dtype != torch.float64 and (many or not has_fast)
+
+
+def augmented_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    given: GivenTables,
+    buckets: Buckets,
+    mask: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """The cross method through torch's own attention, exactly, with arguments that were checked.
+
+    A score of cross is `q k + a[y] + b[x]` where y and x are the row and column of the key: appended to
+    q, with one-hot rows and columns appended to k, it is one product. The same appended to v gives the
+    sums of probabilities by row and column, which the values' table is applied to.
+    """
+    values = v.shape[-1]
+    spots = _Spots(buckets, q)
+    left, right = [q * scale], [k]
+    keys, biases, queries = (pair(one, buckets, -1) for one in (given.k, given.bias, given.q))
+    if keys is not None or biases is not None:
+        left.append(spots.seen(_lookups(q, keys, biases, scale)))
+        right.append(spots.one_hot.expand(*q.shape[:3], -1))
+    if queries is not None:
+        left.append(spots.one_hot.expand(*q.shape[:3], -1))
+        right.append(spots.seen(_lookups(k, queries, None, scale)))
+    wide = [v]
+    tables = pair(given.v, buckets, -2)
+    if tables is not None:
+        wide.append(spots.one_hot.expand(*q.shape[:3], -1))
+    parts = [torch.cat(one, -1) for one in (left, right, wide)]
+    longest = max(one.shape[-1] for one in parts)
+    left_all, right_all, wide_all = (F.pad(one, (0, longest - one.shape[-1])) for one in parts)
+    out = F.scaled_dot_product_attention(
+        left_all, right_all, wide_all, attn_mask=_mask(mask, q), scale=1.0
+    )
+    plain = out[..., :values]
+    if tables is None:
+        return plain
+    marginals = out[..., values : values + spots.one_hot.shape[-1]]
+    return plain + spots.of_values(marginals, tables)
+
+
+def _lookups(
+    x: Tensor,
+    tables: tuple[Tensor, Tensor] | None,
+    biases: tuple[Tensor, Tensor] | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    found = []
+    for side in range(2):
+        total = x.new_zeros(1)
+        if tables is not None:
+            table = tables[side].to(x.dtype)
+            total = total + (table if table.dim() == 4 else x @ (table * scale))
+        if biases is not None:
+            total = total + biases[side].to(x.dtype)[None, :, None, :]
+        found.append(total.expand(*x.shape[:3], -1))
+    return found[0], found[1]
+
+
+def _mask(mask: Tensor | None, q: Tensor) -> Tensor | None:
+    return mask if mask is None or mask.dtype == torch.bool else mask.to(q.dtype)
+
+
+class _Spots:
+    """Spots of keys: each row, each column, and one of all skip tokens. `one_hot` is (L, spots)."""
+
+    def __init__(self, buckets: Buckets, like: Tensor) -> None:
+        self.skip, self.height, self.width = buckets.skip, buckets.height, buckets.width
+        height, width = self.height, self.width
+        grid = torch.arange(height * width, device=like.device)
+        rows = F.one_hot(grid.div(width, rounding_mode="floor"), height)
+        columns = F.one_hot(grid % width, width)
+        one_hot = torch.cat([rows, columns], -1)
+        if self.skip:
+            last = F.one_hot(torch.full((self.skip,), height + width, device=like.device))
+            one_hot = torch.cat([last, F.pad(one_hot, (0, 1))])
+        self.one_hot = one_hot.to(like.dtype)
+        self.spread_rows = _spread(buckets, height, buckets.rows, like)
+        self.spread_columns = _spread(buckets, width, buckets.columns, like)
+
+    def of_values(self, marginals: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+        """What the tables of values add for sums of probabilities by spot."""
+        down, right = marginals[..., : self.height], marginals[..., self.height :]
+        right = right[..., : self.width]
+        sums = [
+            torch.einsum("bhyxs,ysn->bhyxn", self._grid(down), self.spread_rows).flatten(2, 3),
+            torch.einsum("bhyxs,xsn->bhyxn", self._grid(right), self.spread_columns).flatten(2, 3),
+        ]
+        if self.skip:
+            with_skip = marginals[..., -1:]
+            all_of_it = with_skip + down.sum(-1, keepdim=True)
+            last = torch.cat([all_of_it[:, :, : self.skip], with_skip[:, :, self.skip :]], 2)
+            sums = [torch.cat([F.pad(one, (0, 0, self.skip, 0)), last], -1) for one in sums]
+        rows, columns = (one @ t.to(one.dtype) for one, t in zip(sums, tables, strict=True))
+        return rows + columns
+
+    def seen(self, lookups: tuple[Tensor, Tensor]) -> Tensor:
+        """(B, H, L, spots): what lookups of tokens say of a token in each spot."""
+        rows, columns = self.spread_rows, self.spread_columns
+        numbers = (rows.shape[-1], columns.shape[-1])
+        by_row, by_column = (x[..., :n] for x, n in zip(lookups, numbers, strict=True))
+        down = torch.einsum("bhyxn,ysn->bhyxs", self._grid(by_row), rows).flatten(2, 3)
+        right = torch.einsum("bhyxn,xsn->bhyxs", self._grid(by_column), columns).flatten(2, 3)
+        if not self.skip:
+            return torch.cat([down, right], -1)
+        extra = [x[..., n:] for x, n in zip(lookups, numbers, strict=True)]
+        first = [x[:, :, : self.skip] for x in extra]
+        down = torch.cat([first[0].expand(*first[0].shape[:3], self.height), down], 2)
+        right = torch.cat([first[1].expand(*first[1].shape[:3], self.width), right], 2)
+        return torch.cat([down, right, extra[0] + extra[1]], -1)
+
+    def _grid(self, x: Tensor) -> Tensor:
+        grid = x[:, :, self.skip :]
+        return grid.reshape(*x.shape[:2], self.height, self.width, x.shape[-1])
+
+
+def _spread(buckets: Buckets, size: int, number: int, like: Tensor) -> Tensor:
+    """(size, size, buckets): 1 at the bucket of a query's and a key's place on an axis."""
+    places = torch.arange(size, device=like.device)
+    ids = AXES[buckets.axis].ids(torch.arange(1 - size, size), buckets.parameters)
+    step = places[:, None] - places[None, :] + size - 1
+    return F.one_hot(ids.to(like.device)[step], number).to(like.dtype)
+
+
+_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_tokens(q: Tensor, k: Tensor, v: Tensor, buckets: Buckets) -> None:
+    """Queries, keys and values are of one grid, batch, type and device."""
+    if q.dim() != 4:
+        raise UsageError(
+            f"q has the shape {_shape(q)}; it must be (batch, heads, tokens, head_dim). "
+            "Split heads with .unflatten(-1, (heads, head_dim)).transpose(1, 2)."
+        )
+    if k.shape != q.shape or v.dim() != 4 or v.shape[:3] != q.shape[:3]:
+        raise UsageError(
+            f"q is {_shape(q)}, k {_shape(k)}, v {_shape(v)}. Positions are relative in one grid: "
+            "k must have the shape of q, and v too except for the last dimension."
+        )
+    if q.shape[2] != buckets.tokens:
+        raise UsageError(
+            f"q has {q.shape[2]} tokens, and the buckets are of {buckets.skip} skip tokens and "
+            f"{buckets.height} x {buckets.width} others, which makes {buckets.tokens}. "
+            "Give the buckets the height, width and skip of this input."
+        )
+    if q.dtype not in _TYPES or k.dtype != q.dtype or v.dtype != q.dtype:
+        raise UsageError(
+            f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; they must be of one type out of "
+            "float16, bfloat16, float32 and float64."
+        )
+    if k.device != q.device or v.device != q.device:
+        raise UsageError(
+            f"q is on {q.device}, k on {k.device}, v on {v.device}. Move them together."
+        )
+
+
+def check_table(name: str, table: Tensor, q: Tensor, rows: int, columns: int) -> None:
+    """A table is (H or 1, rows, columns), for one sample each (B or 1, H or 1, rows, columns)."""
+    batch, heads = q.shape[:2]
+    leading = table.shape[:-2]
+    shared = table.dim() == 3 and leading[0] in (1, heads)
+    sampled = table.dim() == 4 and leading[0] in (1, batch) and leading[1] in (1, heads)
+    if not (shared or sampled) or table.shape[-2:] != (rows, columns):
+        raise UsageError(
+            f"{name} has the shape {_shape(table)}. Here it must be ({heads} or 1, {rows}, "
+            f"{columns}), or ({batch} or 1, {heads} or 1, {rows}, {columns}) with its own for each "
+            f"sample; {max(rows, columns)} or {min(rows, columns)} counts the buckets."
+        )
+    _same_device(name, table, q)
+
+
+def check_bias(name: str, bias: Tensor, q: Tensor, number: int) -> None:
+    """A bias is (H or 1, buckets)."""
+    if bias.dim() != 2 or bias.shape[0] not in (1, q.shape[1]) or bias.shape[1] != number:
+        raise UsageError(
+            f"{name} has the shape {_shape(bias)}; it must be ({q.shape[1]} or 1, {number}): "
+            "a number for each head and bucket. A bias for each pair of tokens is a mask."
+        )
+    _same_device(name, bias, q)
+
+
+def check_mask(mask: Tensor, q: Tensor) -> None:
+    """A mask broadcasts to (B, H, L, L), is bool or floating, and has no gradient."""
+    full = (*q.shape[:3], q.shape[2])
+    fits = 0 < mask.dim() <= 4 and all(
+        size in (1, full[-1 - d]) for d, size in enumerate(reversed(mask.shape))
+    )
+    if not fits or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        raise UsageError(
+            f"mask is {mask.dtype} of the shape {_shape(mask)}. It must be bool (True attends) or "
+            f"floating (added to the scores), and broadcast to {full}: keys that are padding are "
+            "(batch, 1, 1, tokens)."
+        )
+    if mask.requires_grad:
+        raise UsageError(
+            "mask requires a gradient, which would be of tokens x tokens. Learn a bias by bucket "
+            "(the argument bias), or detach the mask."
+        )
+    _same_device("mask", mask, q)
+
+
+def check_numbers(dropout_p: float) -> None:
+    """The probability of dropout is in [0, 1)."""
+    if not 0.0 <= dropout_p < 1.0:
+        raise UsageError(f"dropout_p is {dropout_p}; it must be at least 0 and below 1.")
+
+
+def _same_device(name: str, tensor: Tensor, q: Tensor) -> None:
+    if tensor.device != q.device:
+        raise UsageError(f"{name} is on {tensor.device}, q on {q.device}. Move them together.")
+
+
+def _shape(x: Tensor) -> tuple[int, ...]:
+    return tuple(x.shape)
+
 
 Table = Tensor | tuple[Tensor, Tensor] | None
 __all__ = ["ops", "relative_attention"]
@@ -82,7 +307,7 @@ def relative_attention(
     if mask is not None:
         check_mask(mask, q)
         mask = mask.view((1,) * (4 - mask.dim()) + mask.shape)
-    given = Given(q_table, k_table, v_table, bias)
+    given = GivenTables(q_table, k_table, v_table, bias)
     return _attended(q, k, v, given, buckets, mask, dropout_p, scale, path)
 
 
@@ -90,7 +315,7 @@ def _attended(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    given: Given,
+    given: GivenTables,
     buckets: Buckets,
     mask: Tensor | None,
     dropout_p: float,
@@ -98,8 +323,8 @@ def _attended(
     path: str,
 ) -> Tensor:
     if buckets.method == "cross":
-        if path == "auto" and augmented.is_better(q, given, buckets, dropout_p):
-            return augmented.attention(q, k, v, given, buckets, mask, scale)
+        if path == "auto" and augmented_is_better(q, given, buckets, dropout_p):
+            return augmented_attention(q, k, v, given, buckets, mask, scale)
         given = composed(given, buckets)
     tables = _checked(given, q, v, buckets)
     seed = new_seed(q.device) if dropout_p > 0 else None
@@ -121,7 +346,9 @@ def _with_skip(buckets: Buckets, skip: int | None) -> Buckets:
     return replace(buckets, skip=skip)
 
 
-def _checked(given: Given, q: Tensor, v: Tensor, buckets: Buckets) -> tuple[Tensor | None, ...]:
+def _checked(
+    given: GivenTables, q: Tensor, v: Tensor, buckets: Buckets
+) -> tuple[Tensor | None, ...]:
     for table in given:
         if isinstance(table, tuple):
             raise UsageError(

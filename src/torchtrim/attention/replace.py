@@ -16,13 +16,72 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchtrim.attention.known import MASKS, Asked, Known, dropout_of, known, written_out_bias
-from torchtrim.attention.others import other
+from torchtrim.attention.known import (
+    MASKS,
+    AttentionCall,
+    Known,
+    dropout_of,
+    known,
+    written_out_bias,
+)
 from torchtrim.errors import Unsupported
+
+
+class Other(NamedTuple):
+    """A kind of positions, what a module of it holds (one of `holds`), and why it is not replaced."""
+
+    name: str
+    holds: tuple[str, ...]
+    why: str
+
+
+_OTHERS = (
+    Other(
+        "LeViT",
+        ("attention_biases", "attention_bias_cache"),
+        "its bias is by the distance of rows and of columns whatever the sign, and its layers normalize "
+        "queries, keys and values over the batch",
+    ),
+    Other(
+        "Swin V2",
+        ("cpb_mlp", "continuous_position_bias_mlp", "logit_scale"),
+        "its bias comes from a small network, and its scores are cosines with a learnt scale",
+    ),
+    Other(
+        "DeBERTa",
+        ("pos_att_type", "pos_key_proj", "pos_query_proj", "pos_proj", "pos_q_proj"),
+        "its scores compare contents with projected positions, both ways",
+    ),
+    Other(
+        "Transformer-XL",
+        ("r_net", "r_r_bias", "linear_pos", "pos_bias_u"),
+        "its scores compare queries, with a bias of their own, with projected sines of distances",
+    ),
+    Other(
+        "MaxViT and CoAtNet",
+        ("rel_pos",),
+        "its bias is in a module of its own, over images that are cut into blocks or grids outside of it",
+    ),
+    Other(
+        "iRPE in DETR",
+        ("rpe_q", "rpe_k", "rpe_v"),
+        "its queries, keys and values are made by one parameter, from inputs that differ",
+    ),
+)
+
+
+def other(module: nn.Module) -> Other | None:
+    """What kind of positions a module has that no replacement knows; None where it shows none."""
+    return next(
+        (one for one in _OTHERS if any(getattr(module, n, None) is not None for n in one.holds)),
+        None,
+    )
+
 
 Forward = Callable[..., Any]
 _CLOSE = 1e-4
-_MOST_ROWS = 31
+"""The trial is in float64: other mathematics differs far more, a float32 cast inside less."""
+_MOST_ROWS = 31  # Tables of 16 places a side, as known.py tries: 2 * 16 - 1.
 
 
 class Beside(NamedTuple):
@@ -56,7 +115,7 @@ class Replacement(NamedTuple):
 
         return replaced
 
-    def read(self, given: Mapping[str, Any]) -> Asked | None:
+    def read(self, given: Mapping[str, Any]) -> AttentionCall | None:
         """What a call asks; None where it asks for more than is known."""
         x, bias = given.get(self.names[0]), given.get("position_bias") if self.follows else None
         masks = [given[name] for name in MASKS if given.get(name) is not None]
@@ -71,7 +130,7 @@ class Replacement(NamedTuple):
             return None
         if self.follows and not _is_table(bias):
             return None
-        return Asked(x, masks[0] if masks else None, bias)
+        return AttentionCall(x, masks[0] if masks else None, bias)
 
     def _written_out(self, given: dict[str, Any]) -> dict[str, Any]:
         """A call of a later layer with its bias as the module's own forward takes it."""
@@ -83,7 +142,7 @@ class Replacement(NamedTuple):
         """Whether it is given the bias of an earlier layer."""
         return self.kind.shares_bias and not hasattr(self.module, "relative_attention_bias")
 
-    def _given(self, out: Tensor, asked: Asked) -> Any:
+    def _given(self, out: Tensor, asked: AttentionCall) -> Any:
         if not self.beside.number:
             return out
         rest: list[Any] = [None] * self.beside.number
@@ -136,7 +195,7 @@ def _tried(found: Replacement) -> Replacement:
     more = _bias_given(one, x, generator)
     result = twin.forward(x, **{name: full for name, (full, _) in more.items()})
     bias = next((small for _, small in more.values()), None)
-    difference = _difference(result, found.kind.attend(twin, Asked(x, None, bias)))
+    difference = _difference(result, found.kind.attend(twin, AttentionCall(x, None, bias)))
     if difference > _CLOSE:
         raise Unsupported(
             f"{type(found.module).__name__} looks like attention with the positions of "
@@ -182,7 +241,8 @@ def _bias_given(
     """For a later layer of T5 the bias written out, and the table that it comes from."""
     if not one.follows:
         return {}
-    number = int(one.module.relative_attention_num_buckets)  # type: ignore[arg-type]
+    module: Any = one.module
+    number = int(module.relative_attention_num_buckets)
     weight = _random((number, one.kind.heads(one.module)), generator).to(x)
     return {"position_bias": (written_out_bias(one.module, weight, x.shape[1]), weight)}
 
@@ -217,7 +277,7 @@ def _masks(
     bias = next((small for _, small in more.values()), None)
     try:
         result = one.module.forward(x, **{name: mask}, **given)
-        found = one.kind.attend(one.module, Asked(x, mask, bias))
+        found = one.kind.attend(one.module, AttentionCall(x, mask, bias))
     except Exception:  # what a stranger's forward raises is not known
         return False
     return _difference(result, found) <= _CLOSE

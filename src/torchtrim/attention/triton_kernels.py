@@ -1,32 +1,173 @@
 """Kernels of relative attention: one program for each image row of queries, or of keys.
 
-Nothing is added atomically: a program owns the rows that it writes.
+Nothing is added atomically: a program owns the rows that it writes. A tile is the queries of one image
+row, or of a part of it, against the keys of another. Its row bucket is one number, so that lookups are
+gathered, and sums written, only when that changes. Skip tokens are a row of their own in front of the
+image.
 """
 # fmt: off
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
-from torchtrim.attention.triton_tiles import (
-    add_both,
-    add_by_bucket,
-    constexpr,
-    kept,
-    load_rows,
-    looked_up,
-    pair_code,
-    pair_ids,
-    row_tokens,
-    store_rows,
-    tl,
-    triton,
-    with_mask,
-    without_dropped,
-)
+jit: Callable[[Any], Any] = import_module("triton").jit
+tl: Any = import_module("triton.language")
+constexpr = Any
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@jit
+def row_tokens(number: Any, rows: Any, height: Any, width: Any, skip: Any, size: constexpr) -> Any:
+    """The image row (-1 for skip tokens), columns, tokens and which of them exist. Rows have a
+    number, those of the next part of the columns after all rows of the first."""
+    y = number % rows - (rows - height)
+    x = number // rows * size + tl.arange(0, size)
+    count = tl.where(y < 0, skip, width)
+    token = tl.where(y < 0, x, skip + y * width + x)
+    return y, x, token, x < count
+
+
+@jit
+def pair_code(yi: Any, yj: Any, group: Any, height: Any, groups: Any) -> Any:
+    """The pattern of two image rows; beyond all patterns where one of them is of skip tokens."""
+    inside = (yi >= 0) & (yj >= 0)
+    found = tl.load(group + yi - yj + height - 1, mask=inside, other=0)
+    special = tl.where(yj >= 0, 0, tl.where(yi >= 0, 1, 2))
+    return tl.where(inside, found, groups + special)
+
+
+@jit
+def pair_ids(
+    code: Any,
+    xi: Any,
+    xj: Any,
+    mi: Any,
+    mj: Any,
+    pattern: Any,
+    windows: Any,
+    width: Any,
+    groups: Any,
+) -> Any:
+    """The bucket of every pair of two rows' tokens, (size, size)."""
+    inside = mi[:, None] & mj[None, :]
+    place = tl.minimum(code, groups - 1) * (2 * width - 1) + xi[:, None] - xj[None, :] + width - 1
+    found = tl.load(pattern + place, mask=inside, other=0)
+    return tl.where(code < groups, found, tl.load(windows + 2 * code))
+
+
+@jit
+def add_by_bucket(
+    sums: Any, waiting: Any, ids: Any, code: Any, windows: Any, size: constexpr
+) -> Any:
+    """Add each row of `waiting` to the buckets of its columns, one bucket at a time."""
+    buckets = tl.arange(0, size)
+    for bucket in range(tl.load(windows + 2 * code), tl.load(windows + 2 * code + 1)):
+        total = tl.sum(tl.where(ids == bucket, waiting, 0.0), 1)
+        sums += tl.where((buckets == bucket)[None, :], total[:, None], 0.0)
+    return sums
+
+
+@jit
+def load_rows(start: Any, token: Any, exists: Any, width: Any, size: constexpr) -> Any:
+    """Rows of a (L, width) tensor, with zeros up to `size` columns."""
+    column = tl.arange(0, size)
+    inside = exists[:, None] & (column < width)[None, :]
+    return tl.load(start + token[:, None] * width + column[None, :], mask=inside, other=0.0)
+
+
+@jit
+def store_rows(
+    start: Any, value: Any, token: Any, exists: Any, width: Any, size: constexpr
+) -> None:
+    """Write rows of a (L, width) tensor."""
+    column = tl.arange(0, size)
+    inside = exists[:, None] & (column < width)[None, :]
+    to = start + token[:, None] * width + column[None, :]
+    tl.store(to, value.to(start.dtype.element_ty), mask=inside)
+
+
+@jit
+def looked_up(start: Any, rows: Any, exists: Any, ids: Any, buckets: Any) -> Any:
+    """What the lookup of one token says of each pair; `rows` and `exists` are (size, size)."""
+    return tl.load(start + rows * buckets + ids, mask=exists, other=0.0)
+
+
+@jit
+def with_mask(
+    scores: Any,
+    i: Any,
+    j: Any,
+    exists: Any,
+    mask: Any,
+    stride_i: Any,
+    stride_j: Any,
+    kind: constexpr,
+) -> Any:
+    """Scores under the mask: kind 0 has none, 1 says who attends, 2 is added."""
+    place = i * stride_i + j * stride_j
+    if kind == 1:
+        allowed = tl.load(mask + place, mask=exists, other=0)
+        scores = tl.where(allowed != 0, scores, float("-inf"))
+    if kind == 2:
+        scores += tl.load(mask + place, mask=exists, other=0.0).to(tl.float32)
+    return tl.where(exists, scores, float("-inf"))
+
+
+@jit
+def mixed(x: Any) -> Any:
+    """See `dropout.mixed`."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@jit
+def kept(seed: Any, row: Any, j: Any, below: Any, up: Any) -> Any:
+    """0 or `up` for each pair; see `dropout.kept`."""
+    number = tl.load(seed)
+    low = (number & 0xFFFFFFFF).to(tl.uint32)
+    high = ((number >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    start = mixed(mixed((row & 0xFFFFFFFF).to(tl.uint32) ^ low) ^ high)
+    bits = mixed(start + j.to(tl.uint32) * 0x9E3779B9)
+    return tl.where(bits.to(tl.int64) >= below, up, 0.0)
+
+
+@jit
+def without_dropped(
+    p: Any, d: Any, seed: Any, row: Any, j: Any, below: Any, up: Any, drops: constexpr
+) -> Any:
+    """Probabilities and their slopes under dropout."""
+    dropped = p
+    if drops:
+        keep = kept(seed, row, j, below, up)
+        d, dropped = d * keep, p * keep
+    return dropped, d
+
+
+@jit
+def add_both(
+    first: Any,
+    second: Any,
+    first_waiting: Any,
+    second_waiting: Any,
+    ids: Any,
+    code: Any,
+    windows: Any,
+    size: constexpr,
+    has_first: constexpr,
+    has_second: constexpr,
+) -> Any:
+    """`add_by_bucket` of two, if they are asked for."""
+    if has_first:
+        first = add_by_bucket(first, first_waiting, ids, code, windows, size)
+    if has_second:
+        second = add_by_bucket(second, second_waiting, ids, code, windows, size)
+    return first, second
+
+
+@jit
 def forward(
     q: Any, k: Any, v: Any, tk: Any, tq: Any, mask: Any, seed: Any, out: Any, lse: Any, sums: Any,
     group: Any, pattern: Any, windows: Any, strides_b: Any, strides_h: Any, stride_i: Any, stride_j:
@@ -85,7 +226,7 @@ def forward(
         store_rows(sums + n * length * buckets, added * share[:, None], i, mi, buckets, bins)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@jit
 def backward_of_queries(
     q: Any, k: Any, v: Any, tk: Any, tq: Any, tv: Any, mask: Any, seed: Any, grad: Any, lse: Any,
     delta: Any, of_q: Any, of_tk: Any, sums: Any, group: Any, pattern: Any, windows: Any, strides_b:
@@ -147,7 +288,7 @@ def backward_of_queries(
         store_rows(of_tk + n * length * buckets, s_added, i, mi, buckets, bins)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@jit
 def backward_of_keys(
     q: Any, k: Any, v: Any, tk: Any, tq: Any, tv: Any, mask: Any, seed: Any, grad: Any, lse: Any,
     delta: Any, of_k: Any, of_v: Any, of_tq: Any, group: Any, pattern: Any, windows: Any, strides_b:

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from torchtrim.attention import triton_kernels as kernels
 from torchtrim.attention.buckets import Maps, maps_of
-from torchtrim.attention.core import Gradients, Inputs, Outcome
+from torchtrim.attention.core import Gradients, Inputs, PathResult
 from torchtrim.attention.dropout import threshold
 
 _SMALLEST, _WIDEST = 16, 64
 
 
-def forward(inputs: Inputs, *, with_sums: bool) -> Outcome:
+def forward(inputs: Inputs, *, with_sums: bool) -> PathResult:
     """See `core.Path`."""
     q, k, v = inputs.q, inputs.k, inputs.v
     out, lse = torch.empty_like(v), q.new_empty(q.shape[:2], dtype=torch.float32)
@@ -27,7 +27,7 @@ def forward(inputs: Inputs, *, with_sums: bool) -> Outcome:
         kernels.forward[_grid(inputs)](
             *given, _seed(inputs), out, lse, *_present(sums, like=lse), **options, has_v=with_sums
         )
-    return Outcome(out, lse, sums)
+    return PathResult(out, lse, sums)
 
 
 def backward(

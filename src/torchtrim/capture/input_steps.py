@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torchtrim.core.clock import CLOCK, Clock
 from torchtrim.data.here import cores_here, free_bytes
-from torchtrim.data.parts import Source, parts_of
+from torchtrim.data.parts import BatchSource, parts_of
 from torchtrim.data.rebuild import settings_of
 from torchtrim.records.loader import LoaderCost, LoaderSettings
 
@@ -231,4 +231,4 @@ def _spread(steps: Sequence[StepTime]) -> float:
 
 def _parts(iterator: Any, clock: Clock) -> Any:
     with _disable_current_modes(), torch.no_grad():
-        return parts_of(Source.of(iterator), clock)
+        return parts_of(BatchSource.of(iterator), clock)

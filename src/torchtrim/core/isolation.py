@@ -17,7 +17,7 @@ TO_REPORT = (
     "This is a bug of torchtrim. Please report it where you got torchtrim from, with the command, this "
     f"message and what `torchtrim doctor` prints; {DEBUG}=1 shows the traceback."
 )
-_MOST_CHARACTERS = 400
+_MOST_CHARACTERS = 400  # Arbitrary; an error message of a few lines.
 Kind = Literal["technique", "rule", "fix", "renderer"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 

@@ -42,12 +42,12 @@ def _identity(number: int) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-class _Local(threading.local):
+class _QueueLocal(threading.local):
     def __init__(self) -> None:
         self.scheduled = _Scheduled()
 
 
-_local = _Local()
+_local = _QueueLocal()
 
 
 def _begin_again() -> None:

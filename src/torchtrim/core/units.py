@@ -19,7 +19,7 @@ _FACTORS = {
     "tib": 2**40,
 }
 _MOST = 2**62
-_MOST_SHOWN = 60
+_MOST_SHOWN = 60  # Arbitrary; what is quoted back fits a line of the terminal.
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*|%)\s*", re.ASCII)
 
 

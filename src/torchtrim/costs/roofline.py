@@ -21,7 +21,8 @@ from torchtrim.records.profile import Operator, Profile, TensorUse
 from torchtrim.records.remembered import remembered
 
 HOST_SECONDS = 5e-6
-_KNOWN = 4096
+"""About what eager dispatch of a small operator takes the host. Not measured for each."""
+_KNOWN = 4096  # Arbitrary; more operators of different shapes than a large model has.
 _COPY_SECONDS = 0.9e-6
 """A tenth of the copies between host and device take no longer, in the B200 trace of `devices.py`; 1 us in
 the A100's."""
@@ -32,7 +33,7 @@ _FREE = frozenset(
 _COPIES = frozenset(("_to_copy", "copy_", "_copy_from", "_local_scalar_dense", "_pin_memory"))
 
 
-class Estimate(Struct, frozen=True, kw_only=True):
+class RooflineEstimate(Struct, frozen=True, kw_only=True):
     """Seconds of each operator on the device, and of the host to give it out."""
 
     device: str
@@ -42,7 +43,7 @@ class Estimate(Struct, frozen=True, kw_only=True):
 
 
 @remembered
-def estimate(profile: Profile, device: Device) -> Estimate:
+def estimate(profile: Profile, device: Device) -> RooflineEstimate:
     """The seconds that each operator takes on the device and on the host.
 
     The host takes 5 us for an operator's own work in Python and the dispatcher, and the time of the call
@@ -52,7 +53,7 @@ def estimate(profile: Profile, device: Device) -> Estimate:
     seconds = array("d", (_seconds(op, there, device) for op in profile.operators))
     busy = HOST_SECONDS + device.call
     host = array("d", (busy if one else HOST_SECONDS for one in seconds))
-    return Estimate(device=device.name, device_seconds=seconds, host_seconds=host)
+    return RooflineEstimate(device=device.name, device_seconds=seconds, host_seconds=host)
 
 
 def _seconds(op: Operator, there: Sequence[bool], device: Device) -> float:

@@ -15,13 +15,13 @@ from torchtrim.costs.replay.engine import replay
 from torchtrim.costs.replay.one_stream import OneStream
 from torchtrim.costs.replay.program import NO_SITE
 from torchtrim.costs.replay.sets import price
-from torchtrim.costs.roofline import Estimate, estimate
+from torchtrim.costs.roofline import RooflineEstimate, estimate
 from torchtrim.records.profile import Profile
 
 _RACES = "async-"
-_US = 1e6
-_BACK_US = 5.0
-_GAP_US = 1.5
+_US = 1e6  # Microseconds in a second.
+_BACK_US = 5.0  # Usual in public traces, as in traces/build.py.
+_GAP_US = 1.5  # Usual in public traces, as in traces/build.py.
 
 
 class ModelledWait(Struct, frozen=True, kw_only=True):
@@ -32,7 +32,7 @@ class ModelledWait(Struct, frozen=True, kw_only=True):
     saves_alone_ms: float | None
 
 
-class Modelled(Struct, frozen=True, kw_only=True):
+class PricedSyncs(Struct, frozen=True, kw_only=True):
     """What the model gives for a step, in milliseconds. Sets are of numbers of `waits`."""
 
     device: str
@@ -47,7 +47,7 @@ class Modelled(Struct, frozen=True, kw_only=True):
 
 def price_syncs(
     profile: Profile, device: Device, sites: Sequence[Sequence[int]] | None = None
-) -> Modelled:
+) -> PricedSyncs:
     """Price every wait of the profile on the device, alone and in sets.
 
     `sites` are the syncs that go together, by number; by default those of one line and row. One thread
@@ -67,7 +67,7 @@ def price_syncs(
         )
         for i, numbers in enumerate(groups)
     )
-    return Modelled(
+    return PricedSyncs(
         device=device.name,
         step_ms=base.span / 1e3,
         device_busy_ms=sum(times.device_seconds) * 1e3,
@@ -89,7 +89,7 @@ def _groups(profile: Profile) -> list[list[int]]:
 
 
 def one_stream(
-    profile: Profile, device: Device, times: Estimate, site_of: Sequence[int]
+    profile: Profile, device: Device, times: RooflineEstimate, site_of: Sequence[int]
 ) -> OneStream:
     """The step as one thread gives it out to one stream. `site_of` has a site for each of its syncs."""
     after, numbers = _after(profile)

@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32)
 _HALVES = (torch.float16, torch.bfloat16)
-_LEVELS = 255.0
-_FEW = 4096
+_LEVELS = 255.0  # The highest uint8: images are scaled by it to 0..1.
+_FEW = 4096  # Arbitrary; most tensors that cannot be packed show it in their first values.
 _MOST = 1 << 22
 
 

@@ -15,11 +15,11 @@ from torchtrim.core.clock import CLOCK, Clock
 from torchtrim.data.packing import narrowed, tensors_in
 from torchtrim.records.loader import BatchParts
 
-_MOST_SECONDS = 2.0
-_LEAST = 2
+_MOST_SECONDS = 2.0  # Said in parts_of. Arbitrary; as long as a person waits for one figure.
+_LEAST = 2  # The first sample opens files and fills caches, the second shows that it is done.
 
 
-class Source(NamedTuple):
+class BatchSource(NamedTuple):
     """Where a loader's batches come from; a loader's iterator has the same attributes as the loader."""
 
     dataset: Any
@@ -29,7 +29,7 @@ class Source(NamedTuple):
     mapped: bool
 
     @classmethod
-    def of(cls, loader: Any) -> Source:
+    def of(cls, loader: Any) -> BatchSource:
         """That of a `DataLoader`, or of an iterator over one."""
         collate = getattr(loader, "_collate_fn", None) or loader.collate_fn
         dataset = getattr(loader, "_dataset", None) or loader.dataset
@@ -47,7 +47,7 @@ class _Read(NamedTuple):
     busy: list[float]
 
 
-def parts_of(source: Source, clock: Clock = CLOCK) -> BatchParts | None:
+def parts_of(source: BatchSource, clock: Clock = CLOCK) -> BatchParts | None:
     """Read one batch here, and time it; None where the source has none or cannot be read here.
 
     Random numbers are drawn as the data set draws them: the caller keeps the generators' states.
@@ -58,7 +58,7 @@ def parts_of(source: Source, clock: Clock = CLOCK) -> BatchParts | None:
     return None
 
 
-def _parts(source: Source, clock: Clock) -> BatchParts:
+def _parts(source: BatchSource, clock: Clock) -> BatchParts:
     index = next(iter(source.indices))
     _read(source, index, clock, _LEAST)
     read = _read(source, index, clock, None)
@@ -84,7 +84,7 @@ def _parts(source: Source, clock: Clock) -> BatchParts:
     )
 
 
-def _read(source: Source, index: Any, clock: Clock, most: int | None) -> _Read:
+def _read(source: BatchSource, index: Any, clock: Clock, most: int | None) -> _Read:
     if not source.grouped:
         sample, seconds, busy = _timed(source, index, clock)
         return _Read(sample, 1, 1, [seconds], [busy])
@@ -104,7 +104,7 @@ def _read(source: Source, index: Any, clock: Clock, most: int | None) -> _Read:
 
 
 def _timed(
-    source: Source, number: Any, clock: Clock, steps: Iterator[Any] | None = None
+    source: BatchSource, number: Any, clock: Clock, steps: Iterator[Any] | None = None
 ) -> tuple[Any, float, float]:
     begin, worked = clock.now(), clock.busy()
     if source.mapped:
@@ -122,13 +122,13 @@ def _handing(batch: Any, clock: Clock) -> float:
     return clock.now() - begin
 
 
-def takes_batches(source: Source) -> bool:
+def takes_batches(source: BatchSource) -> bool:
     """Whether the data set may be asked for all samples of a batch at once, and nothing be collated."""
     plain = source.collate is _utils.collate.default_collate
     return source.mapped and source.grouped and plain
 
 
-def _whole(source: Source, index: Any, batch: Any, clock: Clock) -> float | None:
+def _whole(source: BatchSource, index: Any, batch: Any, clock: Clock) -> float | None:
     """Seconds of the data set asked for the batch at once, None where that gives anything else."""
     if not takes_batches(source):
         return None

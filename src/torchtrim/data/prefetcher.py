@@ -19,7 +19,7 @@ _IN_TURN = 2
 """Batches that are fetched in their turn, before it is known whether fetching one draws random numbers."""
 
 
-class _Entry(NamedTuple):
+class _Fetched(NamedTuple):
     """What the loader gave when it was asked once: a batch on its way, or an error in its place."""
 
     batch: Any
@@ -77,7 +77,7 @@ class _Ahead(Iterator[T]):
         if owner.device.type != "cpu":
             self._module = torch.get_device_module(owner.device)
             self._stream = self._module.Stream(device=owner.device)
-        self._queue: deque[_Entry] = deque()
+        self._queue: deque[_Fetched] = deque()
         self._fetched = 0
 
     def __next__(self) -> T:
@@ -87,7 +87,8 @@ class _Ahead(Iterator[T]):
             raise entry.error
         if entry.arrived is not None:
             self._receive(entry)
-        return entry.batch  # type: ignore[no-any-return]
+        batch: T = entry.batch
+        return batch
 
     def _fill(self) -> None:
         """Fetch until there is one to give and `depth` more; nothing beyond an error."""
@@ -98,14 +99,14 @@ class _Ahead(Iterator[T]):
             if not self._owner.ahead:
                 break
 
-    def _fetch(self) -> _Entry:
+    def _fetch(self) -> _Fetched:
         judged = self._owner.ahead and self._fetched
         before = _generators() if judged else None
         self._fetched += 1
         try:
             host = next(self._source)
         except Exception as error:
-            return _Entry(None, None, None, error)
+            return _Fetched(None, None, None, error)
         if judged and before != _generators():
             self._stay_in_turn()
         return self._sent(host)
@@ -120,15 +121,15 @@ class _Ahead(Iterator[T]):
                 stacklevel=5,
             )
 
-    def _sent(self, host: Any) -> _Entry:
+    def _sent(self, host: Any) -> _Fetched:
         device = self._owner.device
         if self._stream is None:
-            return _Entry(_moved(host, device), None, None, None)
+            return _Fetched(_moved(host, device), None, None, None)
         with self._module.stream(self._stream):
             batch = _moved(host, device)
-            return _Entry(batch, host, self._stream.record_event(), None)
+            return _Fetched(batch, host, self._stream.record_event(), None)
 
-    def _receive(self, entry: _Entry) -> None:
+    def _receive(self, entry: _Fetched) -> None:
         """Order the step behind the copy, and have the allocator know of the step."""
         stream = self._module.current_stream(self._owner.device)
         stream.wait_event(entry.arrived)

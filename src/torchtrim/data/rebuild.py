@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from torchtrim.data.parts import Source
+from torchtrim.data.parts import BatchSource
 from torchtrim.errors import UsageError
 from torchtrim.records.loader import LoaderSettings
 
@@ -77,7 +77,7 @@ def end_workers(loader: Any) -> None:
 
 def _batches(loader: Any, settings: LoaderSettings) -> dict[str, Any]:
     """What groups the samples. A batch that is fetched as a whole is one sample of a sampler of batches."""
-    source = Source.of(loader)
+    source = BatchSource.of(loader)
     if settings.whole and source.grouped and source.mapped:
         return {"batch_size": None, "sampler": loader.batch_sampler}
     if loader.batch_sampler is not None and source.mapped:

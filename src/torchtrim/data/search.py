@@ -12,19 +12,19 @@ from torchtrim.data.model import Consumer, batch_seconds, memory_bytes
 from torchtrim.records.loader import BatchParts, LoaderSettings, Tried
 
 _PREFETCHES = (1, 2, 4)
-_WINDOW = 12
-_MOST_BATCHES = 48
-_CLOSE = 1.3
-_MOST_TRIED = 3
-_DONE = 1.03
-_BETTER = 0.97
-_PROMISING = 0.9
-_UNEVEN = 0.5
-_SLOWER = 1.1
-_EMPTIED = 2.0
+_WINDOW = 12  # Arbitrary; a run of a dozen batches has a median that one slow batch does not move.
+_MOST_BATCHES = 48  # Arbitrary; where more is ahead the run would throw away most of what it reads.
+_CLOSE = 1.3  # Arbitrary; settings that the model foresees to be slower are not tried.
+_MOST_TRIED = 3  # Arbitrary; each setting costs seconds.
+_DONE = 1.03  # As _BETTER, on the other side.
+_BETTER = 0.97  # Arbitrary; less is within the spread of runs, and no gain.
+_PROMISING = 0.9  # Arbitrary; a smaller gain is not foreseen surely enough.
+_UNEVEN = 0.5  # A deviation of half the mean: a longer queue evens samples out.
+_SLOWER = 1.1  # More than a tenth off what was foreseen, workers stand idle.
+_EMPTIED = 2.0  # With twice the consumer's time for a batch the queue is empty soon.
 
 
-class Limits:
+class SearchLimits:
     """What a search may use: cores for workers and the consumer, bytes of batches ahead, None for any."""
 
     def __init__(self, cores: int, memory: int | None = None, *, pins: bool = False) -> None:
@@ -33,7 +33,7 @@ class Limits:
         self.pins = pins
 
 
-class Search:
+class SettingsSearch:
     """Looks for the settings with the shortest time from batch to batch.
 
     `now` is what the loader has. `ask` gives settings, and of how many batches at the end of a run of how
@@ -43,7 +43,7 @@ class Search:
     """
 
     def __init__(
-        self, parts: BatchParts, now: LoaderSettings, consumer: Consumer, limits: Limits
+        self, parts: BatchParts, now: LoaderSettings, consumer: Consumer, limits: SearchLimits
     ) -> None:
         self.parts = parts
         self.now = now

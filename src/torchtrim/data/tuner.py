@@ -17,13 +17,13 @@ from torchtrim.core.clock import CLOCK, Clock
 from torchtrim.core.units import format_seconds, parse_bytes
 from torchtrim.data.here import cores_here, has_device
 from torchtrim.data.model import Consumer
-from torchtrim.data.parts import Source, parts_of
+from torchtrim.data.parts import BatchSource, parts_of
 from torchtrim.data.rebuild import check_loader, end_workers, rebuilt, settings_of, written
-from torchtrim.data.search import Limits, Search
+from torchtrim.data.search import SearchLimits, SettingsSearch
 from torchtrim.errors import UsageError
 from torchtrim.records.loader import LoaderSettings, Tuning
 
-_STEPS = 5
+_STEPS = 5  # Arbitrary; enough for a mean, few enough for a step of seconds.
 Step = Callable[[Any], object]
 
 
@@ -71,22 +71,22 @@ def tune(
     _check_limits(seconds, cores)
     most = None if memory is None else parse_bytes(memory)
     with _generators_kept(loader):
-        parts = parts_of(Source.of(loader))
+        parts = parts_of(BatchSource.of(loader))
         if parts is None:
             raise UsageError(
                 "the loader gave no batch when its data set was asked for one here. Try "
                 "next(iter(loader)): the error that it raises is in the way."
             )
         consumer = _consumer(loader, step)
-        limits = Limits(cores_here(), most, pins=has_device())
-        search = Search(parts, settings_of(loader), consumer, limits)
+        limits = SearchLimits(cores_here(), most, pins=has_device())
+        search = SettingsSearch(parts, settings_of(loader), consumer, limits)
         tuning = searched(search, LoaderBench(loader, step), seconds)
     if cores is not None and cores > limits.cores:
         tuning = for_cores(tuning, search, cores)
     return Tuned(tuning, written(tuning.chosen, tuning.before), rebuilt(loader, tuning.chosen))
 
 
-def searched(search: Search, bench: Bench, seconds: float, clock: Clock = CLOCK) -> Tuning:
+def searched(search: SettingsSearch, bench: Bench, seconds: float, clock: Clock = CLOCK) -> Tuning:
     """Try what the search asks for, first what the loader has now, until it or the time is at an end."""
     begin = clock.now()
     skipped: list[str] = []
@@ -100,7 +100,7 @@ def searched(search: Search, bench: Bench, seconds: float, clock: Clock = CLOCK)
     return tuning_of(search, clock.now() - begin, skipped)
 
 
-def tuning_of(search: Search, took: float, skipped: list[str]) -> Tuning:
+def tuning_of(search: SettingsSearch, took: float, skipped: list[str]) -> Tuning:
     """What a search has found."""
     best = search.best
     return Tuning(
@@ -115,13 +115,13 @@ def tuning_of(search: Search, took: float, skipped: list[str]) -> Tuning:
     )
 
 
-def for_cores(tuning: Tuning, search: Search, cores: int) -> Tuning:
+def for_cores(tuning: Tuning, search: SettingsSearch, cores: int) -> Tuning:
     """The settings for more cores than are here, by the model, which is scaled to measurements here."""
-    wider = Search(
+    wider = SettingsSearch(
         search.parts,
         search.now,
         search.consumer,
-        Limits(cores, search.limits.memory, pins=search.limits.pins),
+        SearchLimits(cores, search.limits.memory, pins=search.limits.pins),
     )
     best = wider.ranked()[0]
     error = tuning.after_seconds / max(search.foreseen(tuning.chosen), 1e-9)

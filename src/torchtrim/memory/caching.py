@@ -15,7 +15,7 @@ from bisect import bisect_left, insort
 from typing import NamedTuple
 
 _MIB = 2**20
-_UNIT = 512
+_UNIT = 512  # kMinBlockSize of CUDACachingAllocator.cpp.
 _SMALL = _MIB
 _SMALL_SEGMENT = 2 * _MIB
 _LARGE_SEGMENT = 20 * _MIB
@@ -23,7 +23,7 @@ _OWN_SEGMENT = 10 * _MIB
 _STEP = 2 * _MIB
 
 
-class _Block:
+class _CachedBlock:
     """A piece of a segment; `before` and `after` are its neighbours."""
 
     __slots__ = ("address", "after", "before", "free", "pool", "size")
@@ -33,8 +33,8 @@ class _Block:
         self.address = address
         self.size = size
         self.free = False
-        self.before: _Block | None = None
-        self.after: _Block | None = None
+        self.before: _CachedBlock | None = None
+        self.after: _CachedBlock | None = None
 
 
 class _Free(NamedTuple):
@@ -42,7 +42,7 @@ class _Free(NamedTuple):
 
     size: int
     address: int
-    block: _Block | None = None
+    block: _CachedBlock | None = None
 
 
 class _Pool:
@@ -54,17 +54,15 @@ class _Pool:
         self.small = small
         self.blocks: list[_Free] = []
 
-    def take(self, size: int) -> _Block | None:
+    def take(self, size: int) -> _CachedBlock | None:
         """The smallest free block that is large enough."""
         at = bisect_left(self.blocks, (size, -1))
         return self.blocks.pop(at).block if at < len(self.blocks) else None
 
-    def put(self, block: _Block) -> None:
-        """Keep a free block."""
+    def put(self, block: _CachedBlock) -> None:
         insort(self.blocks, _Free(block.size, block.address, block), key=lambda one: one[:2])
 
-    def remove(self, block: _Block) -> None:
-        """Forget a free block."""
+    def remove(self, block: _CachedBlock) -> None:
         del self.blocks[bisect_left(self.blocks, (block.size, block.address))]
 
 
@@ -79,7 +77,7 @@ class CachingAllocator:
         self.peak_allocated = self.peak_reserved = 0
         self.mallocs = self.frees = self.segments = self.released = 0
         self._pools: dict[tuple[int, bool], _Pool] = {}
-        self._blocks: dict[int, _Block] = {}
+        self._blocks: dict[int, _CachedBlock] = {}
         self._handles = 0
         self._address = 0
 
@@ -127,21 +125,21 @@ class CachingAllocator:
         """Begin to look for peaks anew."""
         self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
 
-    def _segment(self, pool: _Pool, size: int) -> _Block:
+    def _segment(self, pool: _Pool, size: int) -> _CachedBlock:
         """A new segment, as one block."""
-        block = _Block(pool, self._address, _segment_bytes(size))
+        block = _CachedBlock(pool, self._address, _segment_bytes(size))
         self._address += block.size
         self.segments += 1
         self.reserved += block.size
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         return block
 
-    def _split(self, block: _Block, size: int) -> None:
+    def _split(self, block: _CachedBlock, size: int) -> None:
         """Cut off what is more than `size`, where the rest is of use."""
         rest = block.size - size
         if rest < _UNIT if block.pool.small else rest <= _SMALL:
             return
-        other = _Block(block.pool, block.address + size, rest)
+        other = _CachedBlock(block.pool, block.address + size, rest)
         other.free = True
         other.before, other.after = block, block.after
         if block.after is not None:
@@ -150,7 +148,7 @@ class CachingAllocator:
         block.size = size
         block.pool.put(other)
 
-    def _merged(self, block: _Block) -> _Block:
+    def _merged(self, block: _CachedBlock) -> _CachedBlock:
         """One block of a freed one and its free neighbours."""
         after, before = block.after, block.before
         if after is not None and after.free:
@@ -174,12 +172,12 @@ def _segment_bytes(size: int) -> int:
     return _LARGE_SEGMENT if size < _OWN_SEGMENT else -(-size // _STEP) * _STEP
 
 
-def _join(block: _Block, after: _Block) -> None:
+def _join(block: _CachedBlock, after: _CachedBlock) -> None:
     block.size += after.size
     block.after = after.after
     if after.after is not None:
         after.after.before = block
 
 
-def _is_segment(block: _Block) -> bool:
+def _is_segment(block: _CachedBlock) -> bool:
     return block.before is None and block.after is None

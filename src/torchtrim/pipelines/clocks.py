@@ -23,17 +23,17 @@ from torch.distributed.pipelining._backward import (
     stage_backward_weight,
 )
 
-from torchtrim.pipelines.engine import Engine, StageModule, Step, part_loss, recorded
-from torchtrim.pipelines.promise import Node
+from torchtrim.pipelines.engine import Engine, PipelineStep, StageModule, part_loss, recorded
+from torchtrim.pipelines.promise import PromisedCall
 from torchtrim.pipelines.window import Shapes, Window
 from torchtrim.records.pipeline import Clocked, Pipeline
 
-_ROUNDS = 7
-_PATIENCE = 15.0
+_ROUNDS = 7  # One that warms up, and six for a median.
+_PATIENCE = 15.0  # Arbitrary; as long as a person waits. A slow model has fewer rounds.
 _Notes = defaultdict[tuple[str, int], list[float]]
 
 
-class Clocks:
+class ActionClocks:
     """An executor that clocks the actions of several pipelines, and tells once instead of adding gradients.
 
     Rounds over all of them alternate, so that what disturbs one disturbs the others. The first warms up; it
@@ -54,7 +54,7 @@ class Clocks:
     def prepare(self, shapes: Shapes) -> None:
         """Nothing: each pipeline is cut when its turn comes."""
 
-    def run(self, step: Step, numbers: Sequence[Node]) -> Sequence[Tensor]:
+    def run(self, step: PipelineStep, numbers: Sequence[PromisedCall]) -> Sequence[Tensor]:
         """Clock all pipelines on the step's first micro-batches; the numbers are not computed."""
         notes: list[_Notes] = [defaultdict(list) for _ in self._pipelines]
         both = list(zip(self._pipelines, notes, strict=True))
@@ -68,7 +68,7 @@ class Clocks:
         self._told([_medians(one, len(pipeline.cuts) + 1) for pipeline, one in both])
         return [torch.zeros((), dtype=torch.float32, device="cpu") for _ in numbers]
 
-    def _round(self, step: Step, pipeline: Pipeline, notes: _Notes) -> None:
+    def _round(self, step: PipelineStep, pipeline: Pipeline, notes: _Notes) -> None:
         window = Window(self._window.root, pipeline.cuts, self._window.root_forward)
         try:
             count = pipeline.microbatches * pipeline.replicas
@@ -84,7 +84,9 @@ class Clocks:
         finally:
             window.close()
 
-    def _known(self, window: Window, cuts: tuple[str, ...], count: int, step: Step) -> Shapes:
+    def _known(
+        self, window: Window, cuts: tuple[str, ...], count: int, step: PipelineStep
+    ) -> Shapes:
         if (cuts, count) not in self._shapes:
             self._shapes[cuts, count] = recorded(window, step.given.rows(0, count))
         return self._shapes[cuts, count]
@@ -94,7 +96,7 @@ class _Passed:
     """One micro-batch through all stages and back, each action clocked."""
 
     def __init__(
-        self, step: Step, stages: Sequence[StageModule], count: int, notes: _Notes
+        self, step: PipelineStep, stages: Sequence[StageModule], count: int, notes: _Notes
     ) -> None:
         self._step, self._stages, self._count, self._notes = step, stages, count, notes
 
@@ -177,4 +179,4 @@ def clocking(
 ) -> Engine:
     """The model, whose next backward clocks the pipelines and tells what each stage's actions take."""
     window = Window(root, pipelines[0].cuts)
-    return Engine(root, pipelines[0], Clocks(window, pipelines, told), window)
+    return Engine(root, pipelines[0], ActionClocks(window, pipelines, told), window)

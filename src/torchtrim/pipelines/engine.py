@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from torchtrim.errors import Unsupported
 from torchtrim.pipelines.promise import (
     Ledger,
-    Node,
-    Part,
+    OutputPart,
+    PromisedCall,
     numbers_before,
     refuse_sums,
     rows_of,
@@ -30,11 +30,12 @@ from torchtrim.pipelines.promise import (
 from torchtrim.pipelines.window import Shapes, Window
 from torchtrim.records.pipeline import Pipeline
 
-_SEED = 1_000_003
+_mode_stack: Callable[[], list[Any]] = _get_current_function_mode_stack
+_SEED = 1_000_003  # A prime: seeds of neighbouring stages and steps do not meet.
 _MOST_SUM = 2**20
 
 
-class Given(NamedTuple):
+class StepInputs(NamedTuple):
     """A call of the model: its arguments as a tree, and which of its leaves are rows of a batch."""
 
     leaves: tuple[Any, ...]
@@ -42,7 +43,7 @@ class Given(NamedTuple):
     batch: int
 
     @classmethod
-    def of(cls, args: Any, kwargs: Any) -> Given:
+    def of(cls, args: Any, kwargs: Any) -> StepInputs:
         """Of a call's arguments. Raises `Unsupported` where there is no batch in them."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         batch = samples_of(one for one in leaves if isinstance(one, Tensor))
@@ -52,13 +53,13 @@ class Given(NamedTuple):
             )
         return cls(tuple(leaves), spec, batch)
 
-    def rows(self, number: int, count: int) -> Given:
+    def rows(self, number: int, count: int) -> StepInputs:
         """The same call for one of so many parts of the batch."""
         parts = [
             rows_of(one, self.batch, number, count) if isinstance(one, Tensor) else one
             for one in self.leaves
         ]
-        return Given(tuple(parts), self.spec, self.batch // count)
+        return StepInputs(tuple(parts), self.spec, self.batch // count)
 
     def tensors(self) -> dict[str, Tensor]:
         """What is split with the batch, by the names under which stages get it."""
@@ -82,17 +83,17 @@ class Given(NamedTuple):
         )
 
 
-class Step(NamedTuple):
+class PipelineStep(NamedTuple):
     """A step that runs: the call, what of it is computed, shapes of a micro-batch, and the loss."""
 
     number: int
-    given: Given
+    given: StepInputs
     shapes: Shapes
-    loss: Node
+    loss: PromisedCall
     around: Callable[[], contextlib.AbstractContextManager[None]]
 
 
-def checksum(step: Step) -> float:
+def checksum(step: PipelineStep) -> float:
     """A small whole number of what the step was given, targets too: another one for another batch."""
     given = (one for one in step.given.leaves if isinstance(one, Tensor))
     sums = [float(one.detach().double().sum()) for one in (*given, *tensors_before(step.loss))]
@@ -109,7 +110,7 @@ class Executor(Protocol):
         """Called once, when it is known which module is in which stage."""
         ...
 
-    def run(self, step: Step, numbers: Sequence[Node]) -> Sequence[Tensor]:
+    def run(self, step: PipelineStep, numbers: Sequence[PromisedCall]) -> Sequence[Tensor]:
         """Add up the gradients of the step; the means of the numbers over all micro-batches."""
         ...
 
@@ -140,11 +141,11 @@ class Engine:
                     f"{type(self._root).__name__} is called without gradients, and in a pipeline no rank has "
                     "all of it. Evaluate in a run of its own, without --plan, from a checkpoint."
                 )
-            return self._promised(Given.of(args, kwargs))
+            return self._promised(StepInputs.of(args, kwargs))
 
         return call
 
-    def _promised(self, given: Given) -> Any:
+    def _promised(self, given: StepInputs) -> Any:
         share = self._pipeline.microbatches * self._pipeline.replicas
         if given.batch % share:
             raise Unsupported(
@@ -158,13 +159,13 @@ class Engine:
         around = _surroundings()
         number = self._steps
 
-        def run(node: Node) -> None:
+        def run(node: PromisedCall) -> None:
             refuse_sums(node)
-            self._run(Step(number, given, shapes, node, around))
+            self._run(PipelineStep(number, given, shapes, node, around))
 
         return Ledger(given.batch, run, self._mode).outputs(fakes)
 
-    def _shapes(self, given: Given, share: int) -> tuple[Shapes, Any]:
+    def _shapes(self, given: StepInputs, share: int) -> tuple[Shapes, Any]:
         """What a micro-batch looks like from stage to stage, and the whole batch's output."""
         if given.key() not in self._known:
             part = given.rows(0, share)
@@ -178,7 +179,7 @@ class Engine:
                 self._executor.prepare(shapes)
         return self._known[given.key()]
 
-    def _run(self, step: Step) -> None:
+    def _run(self, step: PipelineStep) -> None:
         numbers = numbers_before(step.loss)
         values = self._executor.run(step, numbers)
         for node, value in zip(numbers, values, strict=True):
@@ -186,7 +187,7 @@ class Engine:
         self.told(float(values[-1]))
 
 
-def recorded(window: Window, part: Given, mode: FakeTensorMode | None = None) -> Shapes:
+def recorded(window: Window, part: StepInputs, mode: FakeTensorMode | None = None) -> Shapes:
     """What goes from stage to stage in a call of the model with a micro-batch; nothing is computed."""
     mode = mode or _fake_mode()
     with mode, torch.random.fork_rng():
@@ -198,7 +199,7 @@ def _fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def _fake(given: Given, mode: FakeTensorMode) -> tuple[Any, Any]:
+def _fake(given: StepInputs, mode: FakeTensorMode) -> tuple[Any, Any]:
     leaves = [mode.from_tensor(one) if isinstance(one, Tensor) else one for one in given.leaves]
     args, kwargs = pytree.tree_unflatten(leaves, given.spec)
     return args, kwargs
@@ -208,14 +209,14 @@ def _surroundings() -> Callable[[], contextlib.AbstractContextManager[None]]:
     """What the model is called in, autocast and modes of functions, to be entered again later."""
     kinds = [one for one in ("cpu", "cuda") if torch.is_autocast_enabled(one)]
     devices = [(one, torch.get_autocast_dtype(one)) for one in kinds]
-    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    modes = _mode_stack()
 
     @contextlib.contextmanager
     def entered() -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for device, dtype in devices:
                 stack.enter_context(torch.autocast(device, dtype))
-            now = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+            now = _mode_stack()
             for mode in modes:
                 if not any(mode is one for one in now):
                     stack.enter_context(mode)
@@ -240,9 +241,9 @@ class StageModule(nn.Module):
         self._number = number
         self.__dict__["_window"] = window
         self._batch = 0
-        self._step: Step | None = None
+        self._step: PipelineStep | None = None
 
-    def begin(self, step: Step, first: int = 0) -> None:
+    def begin(self, step: PipelineStep, first: int = 0) -> None:
         """Set the step that follows, and the number of the first micro-batch that comes here."""
         self._step, self._batch = step, first
 
@@ -276,10 +277,12 @@ def _random_numbers(step: int, stage: int, batch: int) -> Iterator[None]:
         yield
 
 
-def part_loss(step: Step, outputs: Any, number: int, count: int, numbers: Sequence[Node]) -> Any:
+def part_loss(
+    step: PipelineStep, outputs: Any, number: int, count: int, numbers: Sequence[PromisedCall]
+) -> Any:
     """The loss of one micro-batch, divided by how many there are, and the values of the numbers."""
     leaves = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
-    part = Part(leaves, number, count)
+    part = OutputPart(leaves, number, count)
     with step.around():
         loss = part.value(step.loss)
     return loss / count, [part.value(one).detach() for one in numbers]

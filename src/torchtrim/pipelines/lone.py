@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from torchtrim.errors import ApplyFailed
-from torchtrim.pipelines.engine import Engine, StageModule, Step, part_loss
+from torchtrim.pipelines.engine import Engine, PipelineStep, StageModule, part_loss
 from torchtrim.pipelines.orders import order_of
-from torchtrim.pipelines.promise import Node
+from torchtrim.pipelines.promise import PromisedCall
 from torchtrim.pipelines.window import Shapes, Window
 from torchtrim.records.pipeline import Order, Pipeline
 
@@ -32,7 +32,7 @@ class Lone:
             for number in range(self._window.count)
         ]
 
-    def run(self, step: Step, numbers: Sequence[Node]) -> Sequence[Tensor]:
+    def run(self, step: PipelineStep, numbers: Sequence[PromisedCall]) -> Sequence[Tensor]:
         """Add up the gradients of the step; the means of the numbers over all micro-batches."""
         pipeline = self._pipeline
         for stage in self._stages:
@@ -47,7 +47,9 @@ class Lone:
         self._put(before, sums)
         return [torch.stack(one).mean() for one in zip(*values, strict=True)]
 
-    def _one(self, step: Step, replica: int, batch: int, numbers: Sequence[Node]) -> Any:
+    def _one(
+        self, step: PipelineStep, replica: int, batch: int, numbers: Sequence[PromisedCall]
+    ) -> Any:
         pipeline = self._pipeline
         count = pipeline.microbatches * pipeline.replicas
         number = replica * pipeline.microbatches + batch

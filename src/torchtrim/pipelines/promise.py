@@ -21,7 +21,7 @@ _NOT_SPLIT = ("weight", "pos_weight")
 _SUMS = ("sum", "nansum")
 
 
-class Node:
+class PromisedCall:
     """One step towards a loss: a leaf of the model's output, or a call. `fake` is its tensor without values.
 
     `value`: what it is once the step has run, where that is one number.
@@ -50,7 +50,9 @@ class Ledger:
     `run` is called with the node on which `backward` is called.
     """
 
-    def __init__(self, batch: int, run: Callable[[Node], None], mode: FakeTensorMode) -> None:
+    def __init__(
+        self, batch: int, run: Callable[[PromisedCall], None], mode: FakeTensorMode
+    ) -> None:
         self.batch = batch
         self.run = run
         self.mode = mode
@@ -61,7 +63,7 @@ class Ledger:
         leaves, spec = pytree.tree_flatten(fakes)
         number = itertools.count()
         promised = [
-            Promise(Node(self, one, leaf=next(number))) if isinstance(one, Tensor) else one
+            Promise(PromisedCall(self, one, leaf=next(number))) if isinstance(one, Tensor) else one
             for one in leaves
         ]
         return pytree.tree_unflatten(promised, spec)
@@ -70,10 +72,10 @@ class Ledger:
 class Promise(Tensor):
     """A tensor of known shape whose values come later."""
 
-    node: Node
+    node: PromisedCall
 
     @staticmethod
-    def __new__(cls, node: Node) -> Promise:
+    def __new__(cls, node: PromisedCall) -> Promise:
         """A tensor of the node's shape and type that holds nothing."""
         fake = node.fake
         made: Promise = Tensor._make_wrapper_subclass(
@@ -87,7 +89,7 @@ class Promise(Tensor):
         made.node = node
         return made
 
-    def __init__(self, node: Node) -> None: ...
+    def __init__(self, node: PromisedCall) -> None: ...
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """What it is, without values."""
@@ -137,7 +139,7 @@ def _called(func: Any, args: Any, kwargs: Any) -> Any:
     return _promised(ledger, (func, *kept), fakes)
 
 
-def _run(node: Node, args: Any, kwargs: Any) -> None:
+def _run(node: PromisedCall, args: Any, kwargs: Any) -> None:
     if len(args) > 1 or any(value not in (None, False) for value in kwargs.values()):
         raise Unsupported(
             "backward() of a pipeline takes no arguments: neither a gradient, nor retain_graph, nor inputs."
@@ -152,9 +154,11 @@ def _run(node: Node, args: Any, kwargs: Any) -> None:
 
 def _promised(ledger: Ledger, call: tuple[Any, Any, Any], fakes: Any) -> Any:
     if isinstance(fakes, Tensor):
-        return Promise(Node(ledger, fakes, call=call))
+        return Promise(PromisedCall(ledger, fakes, call=call))
     if isinstance(fakes, (tuple, list)) and any(isinstance(one, Tensor) for one in fakes):
-        made = [Promise(Node(ledger, one, call=call, item=n)) for n, one in enumerate(fakes)]
+        made = [
+            Promise(PromisedCall(ledger, one, call=call, item=n)) for n, one in enumerate(fakes)
+        ]
         return type(fakes)(made) if type(fakes) in (tuple, list) else tuple(made)
     return fakes
 
@@ -181,28 +185,28 @@ def _with_values(tree: Any) -> Any:
     return pytree.tree_map_only(Promise, known, tree)
 
 
-def value_of(node: Node) -> Tensor | None:
+def value_of(node: PromisedCall) -> Tensor | None:
     """The node's value where it is known, or follows from such."""
     if node.value is None and node.call is not None and node.ledger.over:
         func, args, kwargs = node.call
-        inner = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Node)]
+        inner = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, PromisedCall)]
         if all(value_of(one) is not None for one in inner):
-            values = pytree.tree_map_only(Node, value_of, (args, kwargs))
+            values = pytree.tree_map_only(PromisedCall, value_of, (args, kwargs))
             given = func(*values[0], **values[1])
             node.value = given[node.item] if node.item >= 0 else given
     return node.value
 
 
-def numbers_before(node: Node) -> list[Node]:
+def numbers_before(node: PromisedCall) -> list[PromisedCall]:
     """The nodes that are one number and lead to this one, itself last."""
-    found: dict[int, Node] = {}
+    found: dict[int, PromisedCall] = {}
 
-    def visit(one: Node) -> None:
+    def visit(one: PromisedCall) -> None:
         if id(one) in found:
             return
         if one.call is not None:
             for inner in pytree.tree_leaves(one.call[1:]):
-                if isinstance(inner, Node):
+                if isinstance(inner, PromisedCall):
                     visit(inner)
         found[id(one)] = one
 
@@ -210,7 +214,7 @@ def numbers_before(node: Node) -> list[Node]:
     return [one for one in found.values() if isinstance(one.fake, Tensor) and one.fake.dim() == 0]
 
 
-def tensors_before(node: Node) -> Iterator[Tensor]:
+def tensors_before(node: PromisedCall) -> Iterator[Tensor]:
     """The tensors of the script's own that go into the node, such as targets."""
     seen: set[int] = set()
     left = [node]
@@ -220,13 +224,13 @@ def tensors_before(node: Node) -> Iterator[Tensor]:
             continue
         seen.add(id(one))
         for inner in pytree.tree_leaves(one.call[1:]):
-            if isinstance(inner, Node):
+            if isinstance(inner, PromisedCall):
                 left.append(inner)
             elif isinstance(inner, Tensor):
                 yield inner
 
 
-def refuse_sums(node: Node) -> None:
+def refuse_sums(node: PromisedCall) -> None:
     """Raises `Unsupported` for a loss that adds up samples: of micro-batches the mean is taken."""
     for one in numbers_before(node):
         if one.call is None:
@@ -242,10 +246,15 @@ def refuse_sums(node: Node) -> None:
 
 
 def _sums_all(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    return len(args) == 1 and not kwargs and isinstance(args[0], Node) and args[0].fake.dim() > 0
+    return (
+        len(args) == 1
+        and not kwargs
+        and isinstance(args[0], PromisedCall)
+        and args[0].fake.dim() > 0
+    )
 
 
-class Part:
+class OutputPart:
     """Computes the promise for one micro-batch: `number` of `count`."""
 
     def __init__(self, leaves: Sequence[Tensor], number: int, count: int) -> None:
@@ -253,13 +262,13 @@ class Part:
         self._number, self._count = number, count
         self._known: dict[int, Any] = {}
 
-    def value(self, node: Node) -> Any:
+    def value(self, node: PromisedCall) -> Any:
         """The node's value for this micro-batch."""
         if id(node) not in self._known:
             self._known[id(node)] = self._computed(node)
         return self._known[id(node)]
 
-    def _computed(self, node: Node) -> Any:
+    def _computed(self, node: PromisedCall) -> Any:
         if node.call is None:
             return self._leaves[node.leaf]
         func, args, kwargs = node.call
@@ -278,7 +287,7 @@ class Part:
 
     def _split(self, tree: Any, batch: int) -> Any:
         tree = pytree.tree_map_only(Tensor, lambda one: self._rows(one, batch), tree)
-        return pytree.tree_map_only(Node, self.value, tree)
+        return pytree.tree_map_only(PromisedCall, self.value, tree)
 
     def _rows(self, tensor: Tensor, batch: int) -> Tensor:
         return rows_of(tensor, batch, self._number, self._count)

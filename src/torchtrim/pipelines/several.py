@@ -13,11 +13,18 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from torchtrim.errors import ApplyFailed, Unsupported
-from torchtrim.pipelines.engine import Engine, Given, StageModule, Step, checksum, part_loss
+from torchtrim.pipelines.engine import (
+    Engine,
+    PipelineStep,
+    StageModule,
+    StepInputs,
+    checksum,
+    part_loss,
+)
 from torchtrim.pipelines.lone import known_order
 from torchtrim.pipelines.orders import is_single, schedule_class
-from torchtrim.pipelines.promise import Node
-from torchtrim.pipelines.window import Meta, Shapes, Window
+from torchtrim.pipelines.promise import PromisedCall
+from torchtrim.pipelines.window import Shapes, TensorMeta, Window
 from torchtrim.records.pipeline import Pipeline
 
 Trace = Callable[[Sequence[Tensor]], contextlib.AbstractContextManager[None]]
@@ -56,7 +63,7 @@ class Several:
         gathered = functools.partial(self._gathered)
         window.root.register_state_dict_post_hook(gathered)  # type: ignore[no-untyped-call]
 
-    def run(self, step: Step, numbers: Sequence[Node]) -> Sequence[Tensor]:
+    def run(self, step: PipelineStep, numbers: Sequence[PromisedCall]) -> Sequence[Tensor]:
         """Add up the gradients of the step; the means of the numbers over all micro-batches."""
         pipeline = self._pipeline
         count = pipeline.microbatches * pipeline.replicas
@@ -90,7 +97,7 @@ class Several:
         ]
         return [*parameters, *grads, *received]
 
-    def _one_step(self, step: Step, loss_of: Any, begins: int) -> None:
+    def _one_step(self, step: PipelineStep, loss_of: Any, begins: int) -> None:
         given = step.given.rows(self.replica, self._pipeline.replicas)
         tensors = given.tensors()
         schedule = self._schedule(given, step.shapes)
@@ -107,7 +114,7 @@ class Several:
                 **tensors,
             )
 
-    def _schedule(self, given: Given, shapes: Shapes) -> Any:
+    def _schedule(self, given: StepInputs, shapes: Shapes) -> Any:
         """Torch's schedule for batches of that shape."""
         key = given.key()
         if key not in self._schedules:
@@ -121,10 +128,10 @@ class Several:
             )
         return self._schedules[key]
 
-    def _stage(self, number: int, given: Given, shapes: Shapes) -> PipelineStage:
+    def _stage(self, number: int, given: StepInputs, shapes: Shapes) -> PipelineStage:
         first = next(iter(given.rows(0, self._pipeline.microbatches).tensors().values()))
-        begins = [Meta.of(first), *shapes.received]
-        ends = [*shapes.received, Meta((), torch.float32, self._device)]
+        begins = [TensorMeta.of(first), *shapes.received]
+        ends = [*shapes.received, TensorMeta((), torch.float32, self._device)]
         return PipelineStage(
             self._modules[number],
             number,
@@ -234,7 +241,7 @@ def _unset(*_: Any) -> Tensor:
     raise AssertionError("set before each step")
 
 
-def _blank(meta: Meta, *, graded: bool) -> Tensor:
+def _blank(meta: TensorMeta, *, graded: bool) -> Tensor:
     blank = torch.empty(meta.shape, dtype=meta.dtype, device="meta")
     return blank.requires_grad_(graded and meta.dtype.is_floating_point)
 

@@ -21,7 +21,7 @@ from torchtrim.executor.handles import Handles
 from torchtrim.executor.swap import Swapped
 
 
-class Meta(NamedTuple):
+class TensorMeta(NamedTuple):
     """A tensor without values."""
 
     shape: tuple[int, ...]
@@ -29,7 +29,7 @@ class Meta(NamedTuple):
     device: torch.device
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Meta:
+    def of(cls, tensor: Tensor) -> TensorMeta:
         """The tensor's."""
         return cls(tuple(tensor.shape), tensor.dtype, tensor.device)
 
@@ -47,7 +47,7 @@ class Shapes(NamedTuple):
     one that each stage calls itself. `outputs` is a tree too. `homes`: the stage of each module.
     """
 
-    received: tuple[Meta, ...]
+    received: tuple[TensorMeta, ...]
     outputs: Any
     made: dict[str, Any]
     homes: dict[str, int]
@@ -61,7 +61,7 @@ class _Reached(BaseException):
         self.tensor = tensor
 
 
-class _Running:
+class _RunningModule:
     """A stage that runs now: from the module `first`, empty for the beginning, to before `end`."""
 
     def __init__(self, first: str, end: str, received: Tensor | None, shapes: Shapes) -> None:
@@ -75,7 +75,7 @@ class _Recording:
     """A pass of the whole model in which shapes are recorded."""
 
     def __init__(self) -> None:
-        self.received: dict[str, Meta] = {}
+        self.received: dict[str, TensorMeta] = {}
         self.made: dict[str, Any] = {}
         self.homes: dict[str, int] = {}
 
@@ -92,7 +92,7 @@ class Window:
     ) -> None:
         self._cuts = tuple(cuts)
         self.root_forward: Callable[..., Any] = forward or root.forward
-        self._now: _Running | _Recording | None = None
+        self._now: _RunningModule | _Recording | None = None
         self.root = root
         self._check()
         self.pieces = tuple(_pieces(root, self._cuts))
@@ -138,7 +138,7 @@ class Window:
                 f"a stage is to begin with {missing[0]}, and the model did not call that with a "
                 f"tensor. Plan again."
             )
-        outputs = pytree.tree_map_only(Tensor, Meta.of, outputs)
+        outputs = pytree.tree_map_only(Tensor, TensorMeta.of, outputs)
         return Shapes(
             tuple(recording.received[cut] for cut in self._cuts),
             outputs,
@@ -157,7 +157,7 @@ class Window:
         """Run one stage: the tensor that goes to the next, or what the model gives at the end."""
         first = self._cuts[stage - 1] if stage else ""
         end = self._cuts[stage] if stage < len(self._cuts) else ""
-        running = _Running(first, end, received, shapes)
+        running = _RunningModule(first, end, received, shapes)
         graded = torch.is_grad_enabled()
         try:
             with self._as(running):
@@ -175,7 +175,7 @@ class Window:
         return given
 
     @contextmanager
-    def _as(self, now: _Running | _Recording) -> Iterator[None]:
+    def _as(self, now: _RunningModule | _Recording) -> Iterator[None]:
         outer, self._now = self._now, now
         try:
             yield
@@ -195,7 +195,7 @@ class Window:
 
     def _run_piece(
         self,
-        now: _Running,
+        now: _RunningModule,
         path: str,
         forward: Callable[..., Any],
         args: tuple[Any, ...],
@@ -209,7 +209,7 @@ class Window:
             args = (now.received, *args[1:])
         made = now.shapes.made.get(path)
         if not now.begun and made is not None:
-            return pytree.tree_map_only(Meta, Meta.stand_in, made, is_leaf=_is_meta)
+            return pytree.tree_map_only(TensorMeta, TensorMeta.stand_in, made, is_leaf=_is_meta)
         return forward(*args, **kwargs)
 
     def _check(self) -> None:
@@ -225,7 +225,7 @@ class Window:
 
 
 def _is_meta(value: Any) -> bool:
-    return isinstance(value, Meta)
+    return isinstance(value, TensorMeta)
 
 
 def _recorded(
@@ -237,7 +237,7 @@ def _recorded(
     kwargs: dict[str, Any],
 ) -> Any:
     if is_cut and args and isinstance(args[0], Tensor):
-        now.received[path] = Meta.of(args[0])
+        now.received[path] = TensorMeta.of(args[0])
     stage = now.homes.setdefault(path, len(now.received))
     depends = _is_trained((args, kwargs))
     given = forward(*args, **kwargs)
@@ -247,7 +247,7 @@ def _recorded(
             f"{path} is called in stage {stage} and again in stage {len(now.received)}, and its parameters "
             "can be in one only. Plan again."
         )
-    now.made[path] = pytree.tree_map_only(Tensor, Meta.of, given) if depends else None
+    now.made[path] = pytree.tree_map_only(Tensor, TensorMeta.of, given) if depends else None
     return given
 
 

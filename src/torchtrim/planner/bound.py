@@ -11,7 +11,7 @@ from __future__ import annotations
 from torchtrim.planner.problem import Effect, Problem
 from torchtrim.step.simulate import timeline
 
-_TASKS = 64
+_TASKS = 64  # A bound over fewer tasks is lower, never wrong. Arbitrary; keeps it quick.
 
 
 def least_seconds(problem: Problem, budget: int) -> float:

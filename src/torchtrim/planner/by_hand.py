@@ -22,11 +22,11 @@ PRODUCTS = frozenset(
 )
 """What selective checkpointing keeps, as torchtitan's policy has it: results that are dear to make again."""
 _EACH, _SECOND = "each block checkpointed", "every second block checkpointed"
-_NEARLY_ALL = 0.9
+_NEARLY_ALL = 0.9  # The rest is the loss and the like, which a person would split too.
 _NUMBERED = re.compile(r"(.+)\.(\d+)")
 
 
-class ByHand(NamedTuple):
+class HandmadePlan(NamedTuple):
     """What it is called, where it is done, and what it changes in the step."""
 
     name: str
@@ -34,16 +34,16 @@ class ByHand(NamedTuple):
     edits: list[Edit]
 
 
-def by_hand(step: Step) -> Iterator[ByHand]:
+def by_hand(step: Step) -> Iterator[HandmadePlan]:
     """Each block checkpointed, with its products kept too; every second one; the batch in two halves.
 
     A model without blocks in a row has none to checkpoint, and one that mixes samples no halves.
     """
     for name, options in checkpointed(options_of("recompute", step)).items():
-        yield ByHand(name, options, _again(step, options))
+        yield HandmadePlan(name, options, _again(step, options))
         if name == _EACH:
             kept = _again(step, options, PRODUCTS)
-            yield ByHand("each block, its products kept", options, kept)
+            yield HandmadePlan("each block, its products kept", options, kept)
     yield from _halves(step)
 
 
@@ -57,7 +57,7 @@ def _again(step: Step, options: Iterable[Option], kept: frozenset[str] = frozens
     return [edit for one in options if (edit := rerun(step, one.spans, kept)) is not None]
 
 
-def _halves(step: Step) -> Iterator[ByHand]:
+def _halves(step: Step) -> Iterator[HandmadePlan]:
     """All of the model, or nearly, in two parts of its batch."""
     halves = [o for o in options_of("micro_batch", step) if dict(o.settings) == {"parts": 2}]
     whole = max((call.span.last - call.span.first for call in step.calls), default=0)
@@ -65,7 +65,7 @@ def _halves(step: Step) -> Iterator[ByHand]:
     if widest is not None and _tasks(widest) >= _NEARLY_ALL * whole:
         edit = edit_of(step, widest)
         if edit is not None:
-            yield ByHand("the batch in two halves", (widest,), [edit])
+            yield HandmadePlan("the batch in two halves", (widest,), [edit])
 
 
 def _blocks(options: Iterable[Option]) -> tuple[Option, ...]:

@@ -14,11 +14,11 @@ from torchtrim.records.profile import Profile
 
 _LONGEST = 2**30
 _BLOCKS = (2, 8, 16, 32, 64, 128, 256)
-_RESTARTS = 3
-_LEAST_SAVING = 0.01
+_RESTARTS = 3  # Arbitrary; each dip of the peak that is found costs a handful of dry runs.
+_LEAST_SAVING = 0.01  # Arbitrary; a hundredth of the peak is within an estimate's error.
 
 
-class Largest(NamedTuple):
+class LargestLength(NamedTuple):
     """The largest length that was found to fit: 0 for none. `peak` is what it needs, `next_peak` what one
     more would.
 
@@ -38,7 +38,7 @@ def largest(
     budget: int,
     now: int,
     known: Mapping[int, int | None] | None = None,
-) -> Largest:
+) -> LargestLength:
     """The largest length whose peak is within the budget, and what one more would need.
 
     `peak_of` tells the peak in bytes at a length, None where there is none; it is called a few times only
@@ -57,7 +57,7 @@ def largest(
         low = _within(peak_of, budget, peaks)
     told = [peaks[length] or 0 for length in sorted(peaks) if peaks[length] is not None]
     falls = any(one > other for one, other in pairwise(told))
-    return Largest(
+    return LargestLength(
         low if peaks.get(low) else 0, peaks.get(low), peaks.get(low + 1), max(peaks), falls
     )
 

@@ -24,7 +24,7 @@ Terms = tuple[tuple[int, float], ...]
 """Columns, each with its factor."""
 
 
-class Row(NamedTuple):
+class Constraint(NamedTuple):
     """`least <= the sum of factor * column <= most`."""
 
     least: float
@@ -32,7 +32,7 @@ class Row(NamedTuple):
     terms: Terms
 
 
-class Moment(NamedTuple):
+class PeakMoment(NamedTuple):
     """`bytes` over what is alive going into a stretch of tasks, and more or less with some columns at 1."""
 
     stretch: int
@@ -51,12 +51,12 @@ class Linear(NamedTuple):
     options: int
     forced: int
     columns: int
-    rows: tuple[Row, ...]
+    rows: tuple[Constraint, ...]
     rises: tuple[int, ...]
     changes: tuple[Terms, ...]
-    moments: tuple[Moment, ...]
+    moments: tuple[PeakMoment, ...]
 
-    def at(self, moment: Moment) -> Moment:
+    def at(self, moment: PeakMoment) -> PeakMoment:
         """A moment with all that it depends on: its bytes, and each column's."""
         terms: defaultdict[int, float] = defaultdict(float)
         for column, size in moment.terms:
@@ -66,21 +66,21 @@ class Linear(NamedTuple):
                 terms[column] += size
         whole = sum(self.rises[: moment.stretch + 1]) + moment.bytes
         held = tuple((column, size) for column, size in terms.items() if size)
-        return Moment(moment.stretch, whole, held)
+        return PeakMoment(moment.stretch, whole, held)
 
 
 def linear(problem: Problem) -> Linear:
     """The constraints of a problem."""
-    return _Builder(problem).build()
+    return _LinearBuilder(problem).build()
 
 
-class _Builder:
+class _LinearBuilder:
     def __init__(self, problem: Problem) -> None:
         self._step, self._edits = problem.step, [*problem.edits, *problem.forced]
         self._forced = len(problem.forced)
         self._before, self._high = timeline(problem.step)
         self._starts = starts_of(self._step, self._edits)
-        self._rows: list[Row] = []
+        self._rows: list[Constraint] = []
         self._columns = len(self._edits)
         entering = [self._before[at] for at in self._starts]
         self._rise = [b - a for a, b in zip([0, *entering], [*entering, 0], strict=True)]
@@ -111,19 +111,19 @@ class _Builder:
         for option, hold in tie.drops:
             drops[hold].append(option)
         sure = ends_at(tensor, set(drops), ())
-        reasons: defaultdict[int, list[Row]] = defaultdict(list)
+        reasons: defaultdict[int, list[Constraint]] = defaultdict(list)
         for hold, options in drops.items():
             terms = tuple((option, 1.0) for option in options)
-            reasons[tensor.holds[hold].until].append(Row(1.0, math.inf, terms))
+            reasons[tensor.holds[hold].until].append(Constraint(1.0, math.inf, terms))
         for option, until in tie.needs:
-            reasons[until].append(Row(0.0, math.inf, ((option, -1.0),)))
+            reasons[until].append(Constraint(0.0, math.inf, ((option, -1.0),)))
         self._change(sure, tensor.death, -tensor.bytes)
         before, begin = -1, sure
         for end in sorted(until for until in reasons if until > sure):
             column = self._columns
             self._columns += 1
             if before >= 0:
-                self._rows.append(Row(0.0, math.inf, ((before, 1.0), (column, -1.0))))
+                self._rows.append(Constraint(0.0, math.inf, ((before, 1.0), (column, -1.0))))
             for row in reasons[end]:
                 self._rows.append(row._replace(terms=((column, 1.0), *row.terms)))
             self._alive(column, begin, end, tensor.bytes)
@@ -157,23 +157,25 @@ class _Builder:
             cliques[frozenset(other for _, other in claimed)] = None
         for clique in cliques:
             if len(clique) > 1:
-                self._rows.append(Row(-math.inf, 1.0, tuple((i, 1.0) for i in sorted(clique))))
+                self._rows.append(
+                    Constraint(-math.inf, 1.0, tuple((i, 1.0) for i in sorted(clique)))
+                )
 
-    def _tops(self) -> Iterator[Moment]:
+    def _tops(self) -> Iterator[PeakMoment]:
         changes: defaultdict[int, dict[int, int]] = defaultdict(dict)
         for option, edit in enumerate(self._edits):
             for rise in edit.rises:
                 changes[rise.task][option] = rise.bytes - self._step.tasks[rise.task].transient
         for place, (begin, end) in enumerate(pairwise([*self._starts, len(self._high)])):
             over = max(self._high[begin:end]) - self._before[begin]
-            yield Moment(place, over, _terms(changes[begin]))
+            yield PeakMoment(place, over, _terms(changes[begin]))
 
-    def _inserts(self) -> Iterator[Moment]:
+    def _inserts(self) -> Iterator[PeakMoment]:
         for option, edit in enumerate(self._edits):
             for insert in edit.inserts:
                 if insert.at < len(self._high) and level(insert) > 0:
                     place = bisect_left(self._starts, insert.at)
-                    yield Moment(place, 0, ((option, level(insert)),))
+                    yield PeakMoment(place, 0, ((option, level(insert)),))
 
 
 def _terms(changes: dict[int, int]) -> Terms:

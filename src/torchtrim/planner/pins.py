@@ -21,11 +21,11 @@ KEEP = "keep"
 Patterns = Mapping[str, Sequence[str]]
 """Patterns by what they pin: `keep`, or the name of a technique."""
 Spans = tuple[Span, ...]
-_SHOWN = 6
+_SHOWN = 6  # Arbitrary; as many places as a message shows.
 _ONE = r"[^\[\]]"
 
 
-class _Kept(NamedTuple):
+class _PinnedKeep(NamedTuple):
     where: str
     pattern: str
     spans: Spans
@@ -74,7 +74,7 @@ class Pinned:
         said = "; ".join(f"{what} at {_listed(where)}" for what, where in found.items())
         return f"pinned: {said}" if said else ""
 
-    def _matching(self, text: str) -> list[_Kept]:
+    def _matching(self, text: str) -> list[_PinnedKeep]:
         """The places that a pattern of `keep` names."""
         known: defaultdict[str, list[Span]] = defaultdict(list)
         for call in self._step.calls:
@@ -84,7 +84,7 @@ class Pinned:
             known.setdefault(option.where, list(option.spans))
         pattern = compiled(text)
         found = [
-            _Kept(where, text, tuple(spans))
+            _PinnedKeep(where, text, tuple(spans))
             for where, spans in known.items()
             if pattern.fullmatch(where)
         ]

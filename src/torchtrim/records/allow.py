@@ -14,7 +14,7 @@ from torchtrim.records.files import load_toml, write_atomically
 from torchtrim.records.finding import Finding
 
 FILE_NAME = "torchtrim-allow.toml"
-MOST_ENTRIES = 10_000
+MOST_ENTRIES = 10_000  # Arbitrary; large enough for any project, small enough to be read at once.
 _MOST_BYTES = 2**22
 _ALWAYS = ("path", "line_text")
 _HEAD = (

@@ -27,7 +27,7 @@ from torchtrim.records.roles import with_roles
 MOST_BYTES = 2**30
 _MOST_PLAN_BYTES = 2**22
 _PIECE = 2**20
-_MOST_NAME = 80
+_MOST_NAME = 80  # Arbitrary; names in a message fit a line.
 _NUMBER = re.compile(r"\d{1,9}")
 _UPDATE = "It was made by a newer torchtrim: update, or plan again with this version."
 _CORRECT = "Correct or remove that field, or plan again."

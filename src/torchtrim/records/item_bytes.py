@@ -14,9 +14,8 @@ _BYTES = {
     "complex64": 8,
     "complex128": 16,
 }
-_MOST = 4
 
 
 def item_bytes(dtype: str) -> int:
     """Bytes of one item; those of `float32` for a type that is not known."""
-    return _BYTES.get(dtype, _MOST)
+    return _BYTES.get(dtype, 4)

@@ -65,7 +65,7 @@ from torchtrim.records.operator_names import base_name
 from torchtrim.records.profile import ALWAYS, Profile
 from torchtrim.rules.base import Rule
 
-_SHARE = 0.2
+_SHARE = 0.2  # Arbitrary; as the documentation says.
 
 
 def check(profile: Profile) -> Iterator[Finding]:

@@ -63,7 +63,7 @@ from torchtrim.step.rerun import rerun
 from torchtrim.step.simulate import simulate
 from torchtrim.step.step import Span
 
-_SHARE = 0.1
+_SHARE = 0.1  # Arbitrary; as the documentation says.
 
 
 class _Blocks(NamedTuple):

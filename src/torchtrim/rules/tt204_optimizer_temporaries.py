@@ -53,7 +53,7 @@ from torchtrim.step.optimizers import FOREACH, Seen, in_chunks, seen_of
 from torchtrim.step.simulate import simulate
 from torchtrim.step.step import Step
 
-_SHARE = 0.05
+_SHARE = 0.05  # Arbitrary; as the documentation says.
 
 
 def check(profile: Profile) -> Iterator[Finding]:

@@ -67,9 +67,9 @@ from torchtrim.records.finding import Finding, Suggestion
 from torchtrim.records.profile import Growth, Place, Profile
 from torchtrim.rules.base import Rule
 
-_STEPS = 1000
-_SHARE = 0.02
-_LEAST = 1024
+_STEPS = 1000  # Arbitrary; a short training run.
+_SHARE = 0.02  # As in analysis/kept.py.
+_LEAST = 1024  # Arbitrary; numbers of a log are smaller, tensors rarely.
 _OF_GRAPHS = " of graphs"
 
 

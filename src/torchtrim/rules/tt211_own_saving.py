@@ -59,7 +59,7 @@ from torchtrim.step.from_profile import step_of
 from torchtrim.step.simulate import simulate
 from torchtrim.step.step import Step
 
-_SHARE = 0.03
+_SHARE = 0.03  # Arbitrary; as the documentation says.
 
 
 class _Saving(NamedTuple):

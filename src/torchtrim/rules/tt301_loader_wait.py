@@ -60,7 +60,7 @@ from torchtrim.records.loader import LoaderCost
 from torchtrim.records.profile import Profile
 from torchtrim.rules.base import Rule
 
-_WAITED = 0.2
+_WAITED = 0.2  # Arbitrary; as the documentation says. What waiting costs was not measured then.
 
 
 def check(profile: Profile) -> Iterator[Finding]:

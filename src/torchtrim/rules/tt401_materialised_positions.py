@@ -65,7 +65,7 @@ from torchtrim.records.finding import Finding, Suggestion
 from torchtrim.records.profile import Profile, is_emulated
 from torchtrim.rules.base import Rule
 
-_SHARE = 0.01
+_SHARE = 0.01  # Arbitrary; as the documentation says.
 _WORDS = {
     "bias": "a bias or lookup of {pairs} numbers",
     "vectors": "vectors for {pairs} pairs",

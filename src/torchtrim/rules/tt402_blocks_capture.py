@@ -73,7 +73,7 @@ from torchtrim.syncs.lookup import row
 
 _COPIES = frozenset(("aten::_to_copy", "aten::copy_", "aten::_foreach_copy_", "aten::copy"))
 _COLLECTIVES = ("c10d::", "_c10d_functional::", "c10d_functional::")
-_STATEMENT = 4
+_STATEMENT = 4  # Arbitrary; lines of a call over which `generator=` may stand.
 
 
 class Obstacle(NamedTuple):

@@ -49,8 +49,8 @@ from torchtrim.records.report import Holder
 from torchtrim.rules.base import Rule
 
 _LEAST = 2**20
-_SHARE = 0.1
-_MANY = 1000
+_SHARE = 0.1  # Arbitrary; as the documentation says.
+_MANY = 1000  # Arbitrary; in effect all holders, which are compared by name.
 
 
 def check(profile: Profile) -> Iterator[Finding]:

@@ -20,7 +20,7 @@ from torchtrim.stream.tombstones import Evicted, Newest, Tombstone
 from torchtrim.stream.unbounded import bounded, is_unbounded
 
 _ADVICE = "The module reads further back than was declared: declare a longer window."
-_REMEMBERED = 256
+_REMEMBERED = 256  # As many as a store remembers (store.py).
 Entry = tuple[str, tuple[int, int]]
 
 
@@ -37,11 +37,9 @@ class _Quiet:
         dict.__setitem__(self._cache, key, value)
 
     def get(self, key: Any) -> Any:
-        """As of a dict."""
         return dict.get(self._cache, key)
 
     def pop(self, key: Any, default: Any) -> Any:
-        """As of a dict."""
         return dict.pop(self._cache, key, default)
 
 
@@ -94,7 +92,6 @@ class _Cache(Routed):
         raise Evicted(tombstone, _ADVICE)
 
     def pop(self, key: Any, *default: Any) -> Any:
-        """As of a dict."""
         value = super().pop(key, *default)
         self._forget(key)
         return value

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-_MOST_RANGES = 64
+_MOST_RANGES = 64  # Arbitrary; a stream that is steady but for some gaps has a few.
 
 
 @dataclass(slots=True)
-class _Range:
+class _FrameRange:
     first: int
     last: int
     step: int = 0
@@ -25,7 +25,7 @@ class _Range:
         self.last = frame
         return True
 
-    def is_sound(self, whole: _Range) -> bool:
+    def is_sound(self, whole: _FrameRange) -> bool:
         """Whether it is a part of a range that it was cut from, and not empty."""
         if whole.step == 0 or (self.last - self.first) * whole.step < 0:
             return False
@@ -50,7 +50,7 @@ class FrameSet:
     __slots__ = ("_count", "_most", "_ranges")
 
     def __init__(self, most: int = _MOST_RANGES) -> None:
-        self._ranges: list[_Range] = []
+        self._ranges: list[_FrameRange] = []
         self._most = most
         self._count = 0
 
@@ -67,7 +67,7 @@ class FrameSet:
             return
         self._count += 1
         if not (self._ranges and self._ranges[-1].takes(frame)):
-            self._ranges.append(_Range(frame, frame))
+            self._ranges.append(_FrameRange(frame, frame))
         if len(self._ranges) > self._most:
             self._blur()
 
@@ -85,8 +85,8 @@ class FrameSet:
         """Take a frame out, if it is surely in."""
         for place, one in enumerate(self._ranges):
             if not one.blurred and one.has(frame):
-                before = _Range(one.first, frame - one.step, one.step)
-                after = _Range(frame + one.step, one.last, one.step)
+                before = _FrameRange(one.first, frame - one.step, one.step)
+                after = _FrameRange(frame + one.step, one.last, one.step)
                 kept = [part for part in (before, after) if part.is_sound(one)]
                 self._ranges[place : place + 1] = kept
                 self._count -= 1
@@ -117,7 +117,7 @@ class FrameSet:
     def _blur(self) -> None:
         one, other = self._ranges[:2]
         ends = (one.first, one.last, other.first, other.last)
-        self._ranges[:2] = [_Range(min(ends), max(ends), 1, blurred=True)]
+        self._ranges[:2] = [_FrameRange(min(ends), max(ends), 1, blurred=True)]
 
 
 class Heads:

@@ -12,20 +12,20 @@ from typing import NamedTuple
 
 from torchtrim.stream.sessions import SESSIONS
 
-LEAST_FRAMES = 6
-_LEAST_SHARE = 0.25
+LEAST_FRAMES = 6  # Halves of three frames, so that each has two rises.
+_LEAST_SHARE = 0.25  # Arbitrary, as keeps_growing says: what fills up slows down further.
 _BOUND = {"Objects", "Records"}
 _CACHES = {"DynamicCache", "DynamicLayer"}
 
 
-class Sample(NamedTuple):
+class SizeSample(NamedTuple):
     """A size, in bytes or entries, at the end of a frame."""
 
     frame: int
     size: int
 
 
-def keeps_growing(samples: Sequence[Sample]) -> bool:
+def keeps_growing(samples: Sequence[SizeSample]) -> bool:
     """Whether sizes never fall, and rise in the second half nearly as they do in the first.
 
     What fills up to a bound slows down; a quarter of the first half's rise is the border.
@@ -37,7 +37,7 @@ def keeps_growing(samples: Sequence[Sample]) -> bool:
     return second > 0 and second >= _LEAST_SHARE * first
 
 
-def per_frame(samples: Sequence[Sample]) -> float:
+def per_frame(samples: Sequence[SizeSample]) -> float:
     """What a frame adds, from the first sample to the last; 0 for fewer than two."""
     if len(samples) < 2 or samples[-1].frame <= samples[0].frame:
         return 0.0
@@ -54,7 +54,7 @@ def looks_at(frame: int) -> bool:
     return look == frame
 
 
-def settled(samples: Sequence[Sample]) -> Sequence[Sample]:
+def settled(samples: Sequence[SizeSample]) -> Sequence[SizeSample]:
     """The samples of the later two thirds of the frames, when what fills up at once is full; at least three,
     if there are."""
     last = samples[-1].frame if samples else 0
@@ -62,7 +62,7 @@ def settled(samples: Sequence[Sample]) -> Sequence[Sample]:
     return late if len(late) >= 3 else samples[-3:]
 
 
-def _middle(samples: Sequence[Sample]) -> int:
+def _middle(samples: Sequence[SizeSample]) -> int:
     """The sample nearest to the middle frame, neither the first nor the last."""
     half = (samples[0].frame + samples[-1].frame) / 2
     return min(range(1, len(samples) - 1), key=lambda one: abs(samples[one].frame - half))

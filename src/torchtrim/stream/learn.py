@@ -73,7 +73,7 @@ def learn_state(model: Any, run: Run, frames: int = 40, *, check: bool = True) -
     """
     if frames < 8:
         raise UsageError(f"frames={frames}: a lifetime shows in 8 frames or more; 40 are usual.")
-    watched = _Watched()
+    watched = _WatchedDict()
     state, steps = steps_of(model, run)
     for step in range(frames):
         with _Reads() as reads:
@@ -102,7 +102,7 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @dataclass(slots=True)
-class _Entry:
+class _WrittenEntry:
     written: int
     tensor: torch.Tensor
     read: int | None = None
@@ -110,24 +110,24 @@ class _Entry:
 
 @dataclass(slots=True)
 class _Field:
-    entries: list[_Entry] = field(default_factory=list)
+    entries: list[_WrittenEntry] = field(default_factory=list)
     present: int = 0
 
 
-class _Watched:
+class _WatchedDict:
     """Every tensor that ever was in the state, when it came and when an operator last read it."""
 
     def __init__(self) -> None:
-        self._now: dict[Path, _Entry] = {}
+        self._now: dict[Path, _WrittenEntry] = {}
         self._fields: dict[str, _Field] = {}
-        self._lying: dict[int, list[_Entry]] = {}
+        self._lying: dict[int, list[_WrittenEntry]] = {}
 
     def end_step(self, step: int, state: Any, read: set[int]) -> None:
         present = dict(tensors_in(state))
         for path, tensor in present.items():
             old = self._now.get(path)
             if old is None or storage_id(old.tensor) != storage_id(tensor):
-                self._add(path, _Entry(step, tensor))
+                self._add(path, _WrittenEntry(step, tensor))
         self._now = {path: self._now[path] for path in present}
         for storage in read:
             for entry in self._lying.get(storage, ()):
@@ -137,7 +137,7 @@ class _Watched:
         for pattern, found in sorted(self._fields.items()):
             yield self._judge(pattern, found, frames)
 
-    def _add(self, path: Path, entry: _Entry) -> None:
+    def _add(self, path: Path, entry: _WrittenEntry) -> None:
         self._now[path] = entry
         self._fields.setdefault(pattern_of(path), _Field()).entries.append(entry)
         self._lying.setdefault(storage_id(entry.tensor), []).append(entry)
@@ -151,7 +151,7 @@ class _Watched:
         return Observed(pattern, lifetime, why, len(entries), oldest, most)
 
     def _lifetime(
-        self, entries: list[_Entry], oldest: int | None, frames: int
+        self, entries: list[_WrittenEntry], oldest: int | None, frames: int
     ) -> tuple[Lifetime, str]:
         storages = {storage_id(entry.tensor) for entry in entries}
         frames_written = {entry.written for entry in entries}

@@ -31,11 +31,11 @@ class SharedPositions:
         self._maps.clear()
 
     def _keep_maps(self, module: Any) -> None:
-        made = module.forward
+        made: Callable[..., torch.Tensor] = module.forward
 
         def kept(shape: Any, device: Any, dtype: torch.dtype, mask: Any = None) -> torch.Tensor:
             if mask is not None:
-                return made(shape, device, dtype, mask)  # type: ignore[no-any-return]
+                return made(shape, device, dtype, mask)
             settings = (module.num_position_features, module.normalize, module.scale)
             key = (*shape, str(device), dtype, *settings, module.temperature)
             key = (*key, torch.is_inference_mode_enabled())

@@ -21,9 +21,10 @@ from torchtrim.stream.tombstones import Evicted, Key, Tombstone, split
 from torchtrim.stream.unbounded import bounded, is_unbounded
 
 _REMEMBERED = 256
+"""Arbitrary; entries that went and whose reading still gets an error that names them."""
 
 
-class _Shared:
+class _SharedEntries:
     """The persistent entries of all streams of one model."""
 
     def __init__(self) -> None:
@@ -87,7 +88,7 @@ class StateStore(MutableMapping[Any, Any]):
         self._values: dict[Key, Any] = {}
         self._heads = Heads(max((one.frames or 0 for one in fields.values()), default=0))
         self._slots = Slots(self.fields, budget, policy, spill, remember=remember, compact=compact)
-        self._shared: _Shared = _Shared() if shared is None else shared._shared
+        self._shared: _SharedEntries = _SharedEntries() if shared is None else shared._shared
         self._volatile = [name for name, one in fields.items() if one.kind == "volatile"]
         self._limited = [(n, one.frames) for n, one in fields.items() if one.frames is not None]
         self._open = False

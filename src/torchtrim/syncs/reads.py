@@ -8,7 +8,7 @@ from torchtrim.syncs.asks import device, each_device, filled, on_device, on_host
 from torchtrim.syncs.base import Ask, Row
 from torchtrim.syncs.sources import native, pytorch
 
-_MOST_FUSED_MODE = 2048
+_MOST_FUSED_MODE = 2048  # MAX_BLOCK_SIZE * 2 elements of a slice fit the fused kernel.
 
 
 def _read_equal(ask: Ask) -> int:

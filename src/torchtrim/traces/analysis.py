@@ -2,28 +2,112 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from torchtrim import __version__
 from torchtrim.costs.replay.bound import bound
-from torchtrim.costs.replay.program import Does, Program
+from torchtrim.costs.replay.program import Does, ReplayProgram
 from torchtrim.costs.replay.sets import Prices, price
 from torchtrim.records.trace import Bound, TraceReport, TraceSet, TraceSite
 from torchtrim.records.trace_events import Trace
 from torchtrim.traces.build import build
 from torchtrim.traces.busy import covered, device_busy, loading
-from torchtrim.traces.known_fixes import mended
 from torchtrim.traces.lines import Sources
 from torchtrim.traces.ranks import Talk, job_of
 from torchtrim.traces.sites import Site, sites_of
 from torchtrim.traces.waiting import Wait, find_waits, unexplained_copies
 
-MOST_ERROR = 0.10
-_SHARE = 0.05
-_DIGITS = 3
+
+@dataclass(frozen=True, kw_only=True)
+class Mend:
+    """Sites whose path ends so, or which are in such a function or operator, and what fixes them."""
+
+    path: str = ""
+    function: str = ""
+    within: str = ""
+    package: str
+    says: str
+    source: str
+
+    def fits(self, site: TraceSite) -> bool:
+        """Whether the site is one of these."""
+        return (
+            self.path in site.path.replace("\\", "/")
+            and self.function in (site.function, "")
+            and self.within in (site.within, site.op, "")
+        )
+
+
+_OPTIMIZER = (
+    "its step counter is on the device, as after loading a checkpoint, and is read for each parameter; "
+    "newer Lightning keeps it on the host, capturable=True or fused=True does not read it"
+)
+MENDS = (
+    Mend(
+        path="diffusers/schedulers/",
+        function="index_for_timestep",
+        package="diffusers",
+        says="pipelines that call scheduler.set_begin_index(0), as newer Flux does, do not search",
+        source="https://github.com/huggingface/diffusers/pull/11696",
+    ),
+    Mend(
+        path="transformers/modeling_attn_mask_utils.py",
+        function="_ignore_causal_mask_sdpa",
+        package="transformers",
+        says="the attention mask is read back to choose a kernel; pass none where nothing is padded",
+        source="https://github.com/huggingface/transformers/blob/v4.49.0/src/transformers/modeling_attn_mask_utils.py",
+    ),
+    Mend(
+        path="owlv2/modeling_owlv2.py",
+        function="box_predictor",
+        package="transformers",
+        says="a constant is moved to the device at every call; register it as a buffer",
+        source="https://github.com/huggingface/transformers/blob/v4.49.0/src/transformers/models/owlv2/modeling_owlv2.py",
+    ),
+    *(
+        Mend(
+            within=f"Optimizer.step#{name}.step",
+            package="torch",
+            says=_OPTIMIZER,
+            source="https://github.com/Lightning-AI/pytorch-lightning/issues/19955",
+        )
+        for name in ("Adam", "AdamW")
+    ),
+    Mend(
+        within="aten::multinomial",
+        package="torch",
+        says="it reads its input back to check it; PyTorch counts that among the waits to be removed",
+        source="https://github.com/pytorch/pytorch/issues/108968",
+    ),
+    Mend(
+        within="aten::nonzero",
+        package="torch",
+        says="newer PyTorch has nonzero_static(size=) on CUDA, which does not wait",
+        source="https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/cuda/Nonzero.cu",
+    ),
+)
+
+
+def mended(sites: Iterable[TraceSite], versions: Mapping[str, str]) -> list[str]:
+    """What is known of these sites, with the version that the trace was recorded with, if it tells."""
+    notes = []
+    every = list(sites)
+    for mend in MENDS:
+        found = next((site for site in every if mend.fits(site)), None)
+        if found is not None:
+            where = found.function or found.within or found.op
+            version = versions.get(mend.package, "")
+            used = f"{mend.package} {version}".strip()
+            notes.append(f"{where} ({used}): {mend.says}. {mend.source}")
+    return notes
+
+
+MOST_ERROR = 0.10  # Arbitrary; a replay that is further off its own trace is not believed.
+_SHARE = 0.05  # Arbitrary; less of the trace does not change what is said.
 
 
 def analyse(trace: Trace, source: Path | None = None) -> TraceReport:
@@ -90,7 +174,7 @@ def _named(report: TraceReport) -> str:
 
 def _replayed(
     trace: Trace, sites: list[Site], devices: list[Site]
-) -> tuple[Program | None, Prices | None, list[str]]:
+) -> tuple[ReplayProgram | None, Prices | None, list[str]]:
     if not trace.calls:
         return None, None, ["No calls of the runtime are in the trace, so it cannot be replayed."]
     numbers = {id(call): i for i, site in enumerate([*sites, *devices]) for call in site.calls}
@@ -138,7 +222,7 @@ def _sets(prices: Prices | None) -> tuple[TraceSet, ...]:
     return tuple(TraceSet(sites=tuple(sorted(s)), saves_ms=_ms(gain)) for s, gain in ranked)
 
 
-def _bound(program: Program | None, prices: Prices | None, trace: Trace) -> Bound:
+def _bound(program: ReplayProgram | None, prices: Prices | None, trace: Trace) -> Bound:
     if program is None or prices is None:
         return "unknown"
     span = prices.base.span
@@ -147,7 +231,7 @@ def _bound(program: Program | None, prices: Prices | None, trace: Trace) -> Boun
 
 def _notes(
     trace: Trace,
-    program: Program | None,
+    program: ReplayProgram | None,
     prices: Prices | None,
     waits: list[Wait],
     records: tuple[TraceSite, ...],
@@ -162,7 +246,7 @@ def _notes(
     return notes + mended(records, trace.versions)
 
 
-def _doubts(trace: Trace, program: Program) -> list[str]:
+def _doubts(trace: Trace, program: ReplayProgram) -> list[str]:
     notes = []
     loose = [step for step in program.steps if step.does is Does.OUTSIDE]
     before = sum(activity.seconds for step in loose for activity in step.launches)
@@ -188,4 +272,4 @@ def _doubts(trace: Trace, program: Program) -> list[str]:
 
 
 def _ms(microseconds: float) -> float:
-    return round(microseconds / 1e3, _DIGITS)
+    return round(microseconds / 1e3, 3)

@@ -3,49 +3,215 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from statistics import median, median_low
+from itertools import pairwise
+from statistics import fmean, median, median_low
 
-from torchtrim.costs.replay.program import NO_SITE, Activity, Does, Program, Step
-from torchtrim.records.trace_events import Lane, Trace
+from torchtrim.costs.replay.program import NO_SITE, Activity, Does, ReplayProgram, ReplayStep
+from torchtrim.records.trace_events import Event, Lane, Trace
 from torchtrim.traces.calls import is_pageable
-from torchtrim.traces.hand_over import hand_overs
-from torchtrim.traces.latencies import Latencies, measure
-from torchtrim.traces.launches import Launch, Schedule, Stream, Work, is_waiting, schedule
-from torchtrim.traces.targets import SKEW_US, Ends, Targets, ends, targets
+from torchtrim.traces.launches import DeviceWork, Launch, Schedule, Stream, is_waiting, schedule
+from torchtrim.traces.stacks import lane_of
+from torchtrim.traces.targets import SKEW_US, WaitTargets, WorkEnds, ends, targets
+
+_ENGINE = "autograd::engine::evaluate_function"
+_RUN_US = 200.0  # Some tens of launches: a shorter burst may follow another by chance.
+_NEAR = 0.2  # Arbitrary; threads that take turns leave hardly a gap.
+_MOST_ENGINES = 64  # Arbitrary; autograd has one thread for each device of the process.
+
+
+def hand_overs(trace: Trace, plan: Schedule) -> dict[int, tuple[Lane, float]]:
+    """By `id` of a launch: the thread that its own had waited for, and how long after it began.
+
+    A thread of the autograd engine begins when another calls `backward()`, which is then blocked until
+    the engine is done. Other threads count as taking turns where one's burst of calls fills the
+    gap in the other's.
+    """
+    owners = _engines(trace, plan)
+    found: dict[int, tuple[Lane, float]] = {}
+    pairs = [(owner, engine, True) for engine, owner in owners.items()]
+    pairs += [(a, b, False) for a, b in _others(plan, owners)]
+    for first, second, named in pairs:
+        both = [launch for launch in plan.launches if launch.lane in (first, second)]
+        for run_before, run in _switches(both):
+            before, after = run_before[-1], run[0]
+            if named or _fills(run_before, run):
+                found.setdefault(id(after), (_lane(before), after.time - before.end))
+    return found
+
+
+def _lane(launch: Launch) -> Lane:
+    assert launch.lane is not None
+    return launch.lane
+
+
+def _engines(trace: Trace, plan: Schedule) -> dict[Lane, Lane]:
+    """Threads of the autograd engine, each with the thread that calls it."""
+    calls = Counter(launch.lane for launch in plan.launches if launch.lane is not None)
+    engines = {lane_of(op) for op in trace.operators if _is_engines(op)}
+    forward = [lane for lane, _ in calls.most_common() if lane not in engines]
+    marked = _forward_lanes(trace)
+    found = {}
+    for engine in sorted(engines & calls.keys() - marked)[:_MOST_ENGINES]:
+        same = next((lane for lane in forward if lane[0] == engine[0]), None)
+        if same is not None:
+            found[engine] = same
+    return found
+
+
+def _is_engines(operator: Event) -> bool:
+    if operator.name.startswith(_ENGINE):
+        return True
+    args = operator.args
+    return args is not None and bool(args.forward_thread) and args.sequence is not None
+
+
+def _forward_lanes(trace: Trace) -> set[Lane]:
+    """Threads on which the profiler's steps are marked: never the engine's."""
+    marks = (*trace.annotations, *(op for op in trace.operators if op.name.startswith("Profiler")))
+    return {lane_of(mark) for mark in marks if mark.name.startswith("ProfilerStep")}
+
+
+def _others(plan: Schedule, owners: dict[Lane, Lane]) -> list[tuple[Lane, Lane]]:
+    calls = Counter(launch.lane for launch in plan.launches if launch.lane is not None)
+    lanes = [lane for lane, count in calls.most_common(4) if lane not in owners and count > 8]
+    return [(a, b) for i, a in enumerate(lanes) for b in lanes[i + 1 :] if a[0] == b[0]]
+
+
+def _switches(launches: list[Launch]) -> list[tuple[list[Launch], list[Launch]]]:
+    """Runs of launches of one thread, each with the run of the other thread before it."""
+    runs: list[list[Launch]] = []
+    for launch in launches:
+        if runs and runs[-1][-1].lane == launch.lane:
+            runs[-1].append(launch)
+        else:
+            runs.append([launch])
+    return list(pairwise(runs))
+
+
+def _fills(before: list[Launch], run: list[Launch]) -> bool:
+    """Whether the run begins right after the one before it, and both are long."""
+    lengths = [one[-1].end - one[0].time for one in (before, run)]
+    between = run[0].time - before[-1].end
+    return min(lengths) > _RUN_US and 0 <= between < _NEAR * min(lengths)
+
+
+_NEAR_US = 200.0
+"""Arbitrary; a start or gap that is longer has another reason than the machine's latency."""
+_IDLE_US = 2.0
+"""Arbitrary; how far aligned clocks of host and device may differ."""
+_FEWEST = 3  # The fewest with a median that one outlier does not set.
+_LAUNCH_US, _GAP_US, _BACK_US = 5.0, 1.5, 5.0
+
+
+@dataclass(kw_only=True, slots=True)
+class Latencies:
+    """`launch`: from the call to the start on an idle stream. `gap`: between two activities of a stream.
+
+    `cost`: what a call that launches keeps the host. `back`: from the end of the awaited work to the wait's
+    return. `least`: what a waiting call costs that need not wait. The first three by the activity's kind,
+    the others by the wait's.
+    """
+
+    launch: dict[str, float]
+    gap: dict[str, float]
+    cost: dict[str, float]
+    back: dict[str, float] = field(default_factory=dict)
+    least: dict[str, float] = field(default_factory=dict)
+
+    def launch_of(self, work: DeviceWork) -> float:
+        """From the beginning of the call to the activity's start on an idle stream."""
+        return self.launch.get(work.kind, self.launch.get("", _LAUNCH_US))
+
+    def gap_of(self, work: DeviceWork) -> float:
+        """From the end of the activity before it on a busy stream to its start."""
+        return self.gap.get(work.kind, self.gap.get("", _GAP_US))
+
+    def cost_of(self, work: DeviceWork) -> float:
+        """What the call that launches it keeps the host."""
+        return self.cost.get(work.kind, self.cost.get("", _LAUNCH_US))
+
+    def back_of(self, kind: str) -> float:
+        """From the end of the awaited work to the return of the call."""
+        return self.back.get(kind, _BACK_US)
+
+    def least_of(self, kind: str) -> float:
+        """What the call costs where the work is done already."""
+        return self.least.get(kind, _LAUNCH_US)
+
+
+def measure(plan: Schedule) -> Latencies:
+    """The latencies of the machine on which the trace was recorded."""
+    launch: dict[str, list[float]] = defaultdict(list)
+    gap: dict[str, list[float]] = defaultdict(list)
+    cost: dict[str, list[float]] = defaultdict(list)
+    for work in plan.works:
+        call = work.call
+        if call is None:
+            continue
+        cost[work.kind].append(call.dur)
+        free = work.before.event.end if work.before is not None else 0.0
+        since, idle = work.event.ts - call.ts, work.event.ts - free
+        if free + _IDLE_US < call.ts:
+            if 0 <= since < _NEAR_US:
+                launch[work.kind].append(since)
+        elif since > 2 * _LAUNCH_US and -_IDLE_US < idle < _NEAR_US:
+            gap[work.kind].append(max(idle, 0.0))
+    return Latencies(
+        launch=_summary(launch, median),
+        gap=_summary(gap, _trimmed),
+        cost=_summary(cost, median),
+    )
+
+
+def _summary(samples: dict[str, list[float]], figure: object) -> dict[str, float]:
+    assert callable(figure)
+    found = {kind: figure(values) for kind, values in samples.items() if len(values) >= _FEWEST}
+    every = [value for values in samples.values() for value in values]
+    return found | ({"": figure(every)} if every else {})
+
+
+def _trimmed(values: Iterable[float]) -> float:
+    """The mean without the highest tenth: many small gaps add up, and outliers have other reasons."""
+    ordered = sorted(values)
+    return fmean(ordered[: max(1, len(ordered) * 9 // 10)])
+
 
 _NOISE_US = 25.0
+"""Arbitrary; a start that is later than modelled by less is noise, not a dependency."""
 _OUTSIDE_US = 50.0
-_QUEUE = 256
-_LONG = 20.0
-_LONG_US = 100.0
+"""Arbitrary; returns that are later have a reason outside of the trace, such as the scheduler."""
+_QUEUE = 256  # A queue of launches is never full with fewer; CUDA's holds about a thousand.
+_LONG = 20.0  # Arbitrary; a launch that takes twenty times as long as usual was held up.
+_LONG_US = 100.0  # Arbitrary; so short a launch was not held up by a full queue.
 
 
-def build(trace: Trace, sites: Mapping[int, int]) -> Program:
+def build(trace: Trace, sites: Mapping[int, int]) -> ReplayProgram:
     """The program of a trace. `sites` tells by `id` of the call which site a waiting call belongs to."""
     plan = schedule(trace)
-    return _Builder(trace, plan, sites).program()
+    return _ProgramBuilder(trace, plan, sites).program()
 
 
 @dataclass
-class _Builder:
+class _ProgramBuilder:
     trace: Trace
     plan: Schedule
     sites: Mapping[int, int]
     latencies: Latencies = field(init=False)
-    targets: Targets = field(init=False)
-    ends: Ends = field(init=False)
+    targets: WaitTargets = field(init=False)
+    ends: WorkEnds = field(init=False)
     lanes: dict[Lane, int] = field(default_factory=dict)
     streams: dict[Stream, int] = field(default_factory=dict)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[ReplayStep] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.latencies = measure(self.plan)
         self.targets = targets(self.trace, self.plan)
         self.ends = ends(self.plan)
 
-    def program(self) -> Program:
+    def program(self) -> ReplayProgram:
         """All steps, in the order of their time."""
         self._measure_returns()
         self.targets = targets(self.trace, self.plan)
@@ -55,7 +221,7 @@ class _Builder:
             self._step(launch, id(launch) in handed)
             self.targets.note(launch)
         lanes = list(self.lanes)
-        return Program(
+        return ReplayProgram(
             steps=self.steps,
             lanes=len(lanes),
             streams=len(self.streams),
@@ -88,12 +254,14 @@ class _Builder:
         if found is not None:
             assert launch.lane is not None
             of = self._lane(found[0])
-            self.steps.append(Step(Does.HAND_OVER, self._lane(launch.lane), found[1], 0.0, of=of))
+            self.steps.append(
+                ReplayStep(Does.HAND_OVER, self._lane(launch.lane), found[1], 0.0, of=of)
+            )
 
     def _step(self, launch: Launch, was_handed: bool) -> None:
         if launch.call is None or launch.lane is None:
             works = tuple(self._outside(work) for work in launch.works)
-            self.steps.append(Step(Does.OUTSIDE, 0, 0.0, 0.0, works))
+            self.steps.append(ReplayStep(Does.OUTSIDE, 0, 0.0, 0.0, works))
             return
         lane, gap = self._lane(launch.lane), 0.0 if was_handed else launch.gap
         if launch.works and (is_waiting(launch) or is_pageable(launch.works[0].event.name)):
@@ -103,17 +271,17 @@ class _Builder:
         else:
             self.steps.append(self._launch(launch, lane, gap))
 
-    def _launch(self, launch: Launch, lane: int, gap: float) -> Step:
+    def _launch(self, launch: Launch, lane: int, gap: float) -> ReplayStep:
         cost = launch.end - launch.time
         full = self._full_queue(launch, cost)
         activities = self._activities(launch)
         if full is None:
-            return Step(Does.LAUNCH, lane, gap, cost, activities)
+            return ReplayStep(Does.LAUNCH, lane, gap, cost, activities)
         usual = min(cost, self.latencies.cost_of(launch.works[0]))
         back = launch.end - full.event.end
-        return Step(Does.WAIT, lane, gap, usual, activities, (full.number,), back)
+        return ReplayStep(Does.WAIT, lane, gap, usual, activities, (full.number,), back)
 
-    def _full_queue(self, launch: Launch, cost: float) -> Work | None:
+    def _full_queue(self, launch: Launch, cost: float) -> DeviceWork | None:
         """What had to end before there was room for another launch; None where there was room."""
         if not launch.works or cost < max(
             _LONG_US, _LONG * self.latencies.cost_of(launch.works[0])
@@ -126,14 +294,14 @@ class _Builder:
         last = self.ends.works[at - 1] if at else None
         return last if last is not None and last.number < launch.works[0].number else None
 
-    def _wait(self, launch: Launch, lane: int, gap: float) -> Step:
+    def _wait(self, launch: Launch, lane: int, gap: float) -> ReplayStep:
         cost = launch.end - launch.time
         awaited = self.targets.of(launch)
         last = max((work.event.end for work in awaited), default=0.0)
         back = self.latencies.back_of(launch.kind)
         least = min(cost, self.latencies.least_of(launch.kind))
         outside = launch.end - max(launch.time + least, last + back)
-        return Step(
+        return ReplayStep(
             Does.WAIT,
             lane,
             gap,
@@ -144,15 +312,15 @@ class _Builder:
             site=self.sites.get(id(launch.call), NO_SITE),
         )
 
-    def _copy(self, launch: Launch, lane: int, gap: float) -> Step:
+    def _copy(self, launch: Launch, lane: int, gap: float) -> ReplayStep:
         cost, work = launch.end - launch.time, launch.works[-1]
         site = self.sites.get(id(launch.call), NO_SITE)
         usual = min(cost, self.latencies.cost_of(work), self.latencies.cost.get("kernel", cost))
         activities = self._activities(launch, keeps=work.event.ts - launch.time)
         back = launch.end - work.event.end
         if work.event.ts > launch.end:
-            return Step(Does.WAIT, lane, gap, cost, activities, site=site, without=usual)
-        return Step(
+            return ReplayStep(Does.WAIT, lane, gap, cost, activities, site=site, without=usual)
+        return ReplayStep(
             Does.COPY,
             lane,
             gap,
@@ -172,12 +340,12 @@ class _Builder:
         anchor = ordered[0].event.ts
         return (first, *(self._node(work, first.number, anchor) for work in ordered[1:]))
 
-    def _node(self, work: Work, anchor: int, time: float) -> Activity:
+    def _node(self, work: DeviceWork, anchor: int, time: float) -> Activity:
         stream, event = self._stream(work), work.event
         offset = event.ts - time
         return Activity(work.number, stream, event.dur, 0.0, 0.0, anchor=anchor, offset=offset)
 
-    def _first(self, launch: Launch, work: Work, keeps: float | None) -> Activity:
+    def _first(self, launch: Launch, work: DeviceWork, keeps: float | None) -> Activity:
         event, before = work.event, work.before
         cost = launch.end - launch.time
         usual = self.latencies.cost_of(work)
@@ -213,7 +381,7 @@ class _Builder:
             floor=floor,
         )
 
-    def _outside(self, work: Work) -> Activity:
+    def _outside(self, work: DeviceWork) -> Activity:
         """Work without a launch: at its recorded time, or behind what it was behind on its stream."""
         event, before = work.event, work.before
         stream = self._stream(work)
@@ -246,5 +414,5 @@ class _Builder:
     def _lane(self, lane: Lane) -> int:
         return self.lanes.setdefault(lane, len(self.lanes))
 
-    def _stream(self, work: Work) -> int:
+    def _stream(self, work: DeviceWork) -> int:
         return self.streams.setdefault(work.stream, len(self.streams))

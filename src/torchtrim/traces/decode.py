@@ -1,16 +1,81 @@
-"""JSON of a trace -> events. Strict and fast first; malformed events are then left out, and said."""
+"""A trace file -> events: decompressed within a limit, fast first; malformed ones are left out, and said."""
 
 from __future__ import annotations
 
 import re
+import zlib
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from msgspec import Struct, field
 
 from torchtrim.errors import UnreadableInput
-from torchtrim.records.files import without_collection
+from torchtrim.records.files import read_bounded, without_collection
 from torchtrim.records.trace_events import Event
+
+MOST_BYTES = 2**30
+_GZIP = b"\x1f\x8b"
+_PIECE = 2**24
+_RATIO_FROM = 2**26
+_MOST_RATIO = 250  # Far above what a trace reaches; deflate itself goes up to 1032.
+
+
+def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes | bytearray:
+    """The trace's JSON. Raises `UnreadableInput` for what is missing, damaged or larger than `most` bytes.
+
+    Gzip is known by its first bytes, not by the name. JSON of a profiler shrinks 15 to 40 times; what
+    unpacks to more than 250 times its size is refused once it has shown that over 64 MiB.
+    """
+    if path.is_dir() or (path.exists() and not path.is_file()):
+        raise UnreadableInput(f"{path} is no file. Name a trace, or a folder that holds traces.")
+    data = read_bounded(path, most)
+    if not data:
+        raise UnreadableInput(f"{path} is empty. The profiler did not finish; record it again.")
+    return _unpacked(data, path, most) if data.startswith(_GZIP) else data
+
+
+def _unpacked(data: bytes, path: Path, most: int) -> bytearray:
+    unpacked = bytearray()
+    rest = data
+    while rest.startswith(_GZIP):
+        stream = zlib.decompressobj(wbits=31)
+        while not stream.eof:
+            unpacked += _piece(stream, rest, path, len(unpacked))
+            rest = stream.unconsumed_tail
+            _check_size(len(unpacked), len(data) - len(rest), path, most)
+        rest = stream.unused_data.lstrip(b"\0")
+    return unpacked
+
+
+def _piece(stream: zlib._Decompress, rest: bytes, path: Path, size: int) -> bytes:
+    try:
+        piece = stream.decompress(rest, _PIECE)
+    except zlib.error as error:
+        raise UnreadableInput(
+            f"{path} is damaged: its gzip data cannot be unpacked after {size} bytes ({error}). "
+            "Copy it again from where it was recorded."
+        ) from None
+    if not piece and not stream.eof and not stream.unconsumed_tail:
+        raise UnreadableInput(
+            f"{path} is cut off: its gzip data end after {size} unpacked bytes. "
+            "Copy it again, or wait until the profiler has written it."
+        )
+    return piece
+
+
+def _check_size(size: int, consumed: int, path: Path, most: int) -> None:
+    if size > most:
+        raise UnreadableInput(
+            f"{path} unpacks to more than {most} bytes, the most that is read. "
+            "Profile fewer steps: torch.profiler.schedule(wait=1, warmup=1, active=1)."
+        )
+    if size > _RATIO_FROM and size > _MOST_RATIO * max(consumed, 1):
+        raise UnreadableInput(
+            f"{path} unpacks to more than {_MOST_RATIO} times its size, which no trace does. "
+            "It is not read further."
+        )
+
 
 _VERSIONS = (
     "cuda_runtime_version",
@@ -25,11 +90,12 @@ _VERSIONS = (
 _NO_NUMBER = re.compile(rb'("(?:[^"\\]|\\.)*+")|(?<![\w.])-?(?:NaN|nan|Infinity|inf)(?![\w.])')
 _EVENT_START = re.compile(rb',\s*\{\s*"(?:ph|name|cat|pid|ts|args)"\s*:')
 _TAIL = 2**20
-MOST_OBJECTS = 12_000_000
+MOST_OBJECTS = 12_000_000  # Arbitrary; a trace of 1 GiB has fewer, unless its objects are empty.
 _MOST_COMMAS = 30_000_000
+"""Arbitrary; the tolerant reader keeps plain dicts, which are larger than events."""
 
 
-class Meta(Struct):
+class FileMeta(Struct):
     """What a trace says about itself, as it came: nothing of it can be relied on."""
 
     devices: Any = field(default=None, name="deviceProperties")
@@ -38,7 +104,7 @@ class Meta(Struct):
     versions: dict[str, Any] = {}
 
 
-class _File(Struct):
+class _TraceFile(Struct):
     events: list[Event] = field(name="traceEvents")
 
 
@@ -50,7 +116,7 @@ class Decoded(Struct):
     """The events of a trace, what it says about itself, and what had to be repaired to read it."""
 
     events: list[Event]
-    meta: Meta
+    meta: FileMeta
     notes: list[str]
 
 
@@ -118,12 +184,12 @@ def _no_trace(source: str, error: Exception) -> UnreadableInput:
 def _readable(data: bytes | bytearray, source: str, notes: list[str]) -> Decoded:
     bare = data[:64].lstrip()[:1] == b"["
     try:
-        events = _bare(data) if bare else msgspec.json.decode(data, type=_File).events
+        events = _bare(data) if bare else msgspec.json.decode(data, type=_TraceFile).events
     except msgspec.ValidationError:
         if data.count(b",") > _MOST_COMMAS:
             raise
         events = _tolerant(data, bare, notes)
-    return Decoded(events, Meta() if bare else _meta(data), notes)
+    return Decoded(events, FileMeta() if bare else _meta(data), notes)
 
 
 def _bare(data: bytes | bytearray) -> list[Event]:
@@ -149,14 +215,14 @@ def _tolerant(data: bytes | bytearray, bare: bool, notes: list[str]) -> list[Eve
     return events
 
 
-def _meta(data: bytes | bytearray) -> Meta:
+def _meta(data: bytes | bytearray) -> FileMeta:
     try:
-        meta = msgspec.json.decode(data, type=Meta)
+        meta = msgspec.json.decode(data, type=FileMeta)
         names = [name for name in _VERSIONS if name.encode() in data]
         if names:
             wanted = msgspec.defstruct("Versions", [(name, Any, None) for name in names])
             found = msgspec.structs.asdict(msgspec.json.decode(data, type=wanted))
             meta.versions = {name: value for name, value in found.items() if value is not None}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return Meta()
+        return FileMeta()
     return meta

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from torchtrim.errors import UsageError
 
-MOST_FILES = 64
-MOST_ENTRIES = 100_000
+MOST_FILES = 64  # Arbitrary; ranks of eight nodes.
+MOST_ENTRIES = 100_000  # Arbitrary; ends the search of a folder that is no folder of traces.
 _TENSORBOARD = (".pt.trace.json", ".pt.trace.json.gz")
 _ANY = (".json", ".json.gz")
 

@@ -13,14 +13,14 @@ Stream = tuple[str, str]
 
 
 @dataclass(slots=True, eq=False)
-class Work:
+class DeviceWork:
     """An activity of a device, the number in which it was launched, and what was before it on its stream."""
 
     event: Event
     stream: Stream
     call: Event | None
     number: int = -1
-    before: Work | None = None
+    before: DeviceWork | None = None
 
     @property
     def kind(self) -> str:
@@ -42,7 +42,7 @@ class Launch:
     lane: Lane | None
     call: Event | None
     kind: Kind
-    works: list[Work]
+    works: list[DeviceWork]
     end: float
     gap: float = 0.0
     hands_over: tuple[Lane, float] | None = None
@@ -53,8 +53,8 @@ class Schedule:
     """All launches in the order of their time, and the work of each stream in the order of launching."""
 
     launches: list[Launch]
-    works: list[Work] = field(default_factory=list)
-    by_stream: dict[Stream, list[Work]] = field(default_factory=dict)
+    works: list[DeviceWork] = field(default_factory=list)
+    by_stream: dict[Stream, list[DeviceWork]] = field(default_factory=dict)
 
 
 def stream_of(event: Event) -> Stream:
@@ -98,7 +98,7 @@ def _called(trace: Trace, by_number: dict[object, list[Event]]) -> list[Launch]:
         if events is None and kind == "other":
             continue
         lane = lane_of(call)
-        works = [Work(event, stream_of(event), call) for event in events or ()]
+        works = [DeviceWork(event, stream_of(event), call) for event in events or ()]
         launch = Launch(call.ts, lane, call, kind, works, call.end)
         before = last.get(lane)
         if before is not None and before.end > call.ts:
@@ -116,7 +116,7 @@ def _uncalled(events: list[Event], called: list[Launch]) -> list[Launch]:
     """
     by_stream: dict[Stream, list[Launch]] = defaultdict(list)
     for event in events:
-        work = Work(event, stream_of(event), None)
+        work = DeviceWork(event, stream_of(event), None)
         launch = Launch(event.ts, None, None, "other", [work], event.end)
         by_stream[work.stream].append(launch)
     starts: dict[Stream, list[tuple[float, float]]] = defaultdict(list)

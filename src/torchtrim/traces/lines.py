@@ -12,7 +12,7 @@ from torchtrim.errors import UnreadableInput
 from torchtrim.records.files import read_bounded
 
 _MOST_BYTES = 2**22
-_MOST_PARTS = 64
+_MOST_PARTS = 64  # Arbitrary; paths in a file that is not trusted are no deeper.
 _BUILT_IN = re.compile(r"<built-in (?:method|function) (\w+)")
 _CALLED = re.compile(r"\(\d+\): (\w+)$")
 _COPIES = frozenset(

@@ -20,12 +20,11 @@ from torchtrim.traces.busy import covered
 _KERNEL = re.compile(r"[nr]ccl(?:Dev)?Kernel_([A-Za-z]+)")
 _STEP = "ProfilerStep#"
 _POINT_TO_POINT = ("send", "recv", "sendrecv")
-_SMALL = 0.01
-_DIGITS = 3
+_SMALL = 0.01  # Arbitrary; a rank that costs the others less than a hundredth is no straggler.
 Key = tuple[str, str]
 
 
-class Part(NamedTuple):
+class CollectivePart(NamedTuple):
     """A collective as one rank had it, in microseconds of that rank's own clock."""
 
     name: str
@@ -41,26 +40,26 @@ class Talk(NamedTuple):
     span: float
     busy: float
     exposed: float
-    parts: dict[Key, tuple[Part, ...]]
+    parts: dict[Key, tuple[CollectivePart, ...]]
 
 
 class _Met(NamedTuple):
     """A collective as each of the ranks had it that take part, by number of the trace."""
 
-    parts: dict[int, Part]
+    parts: dict[int, CollectivePart]
 
 
 def talk_of(trace: Trace) -> Talk:
     """The collectives of one rank's trace."""
     kernels = [one for one in trace.activities if _KERNEL.match(one.name)]
     others = [one for one in trace.activities if not _KERNEL.match(one.name)]
-    parts: defaultdict[Key, list[Part]] = defaultdict(list)
+    parts: defaultdict[Key, list[CollectivePart]] = defaultdict(list)
     step_of = _Steps(trace)
     for kernel in sorted(kernels, key=lambda one: one.ts):
         name, group = _named(kernel)
         if name not in _POINT_TO_POINT:
             begin = trace.base + kernel.ts
-            parts[group, step_of(kernel)].append(Part(name, begin, begin + kernel.dur))
+            parts[group, step_of(kernel)].append(CollectivePart(name, begin, begin + kernel.dur))
     return Talk(
         rank=trace.rank,
         span=trace.ended() - trace.started(),
@@ -193,4 +192,4 @@ class _Steps:
 
 
 def _ms(microseconds: float) -> float:
-    return round(microseconds / 1e3, _DIGITS)
+    return round(microseconds / 1e3, 3)

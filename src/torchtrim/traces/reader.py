@@ -11,8 +11,7 @@ from typing import Any
 
 from torchtrim.errors import UnreadableInput, Unsupported
 from torchtrim.records.trace_events import Args, Event, Trace
-from torchtrim.traces.compressed import MOST_BYTES, read_bytes
-from torchtrim.traces.decode import Decoded, Meta, decode
+from torchtrim.traces.decode import MOST_BYTES, Decoded, FileMeta, decode, read_bytes
 
 _KINDS = {
     "cpu_op": "operators",
@@ -30,10 +29,10 @@ _KINDS = {
     "memset": "activities",
     "cuda_sync": "waits",
 }
-_FURTHEST_US = 86_400e6
+_FURTHEST_US = 86_400e6  # A day: events further from the others have broken clocks.
 _PACKAGES = ("torch", "transformers", "diffusers", "accelerate", "lightning", "torchmetrics")
 _PACKAGE = re.compile(r"([A-Za-z0-9_.-]+)==(\S{1,40})")
-_MOST_TEXT = 200
+_MOST_TEXT = 200  # Arbitrary; names of devices and versions are shorter.
 _EMPTY = Args()
 
 
@@ -144,12 +143,12 @@ def _link_by_flows(by_kind: dict[str, list[Event]], flows: list[Event], base: fl
                 event.args = Args(correlation=found, stream=stream)
 
 
-def _rank(meta: Meta) -> int | None:
+def _rank(meta: FileMeta) -> int | None:
     rank = meta.distributed.get("rank") if isinstance(meta.distributed, dict) else None
     return rank if isinstance(rank, int) and 0 <= rank < 2**31 else None
 
 
-def _device(meta: Meta, activities: list[Event]) -> str:
+def _device(meta: FileMeta, activities: list[Event]) -> str:
     """The name of the device that most activities ran on; empty where the trace does not tell."""
     if not isinstance(meta.devices, list) or not meta.devices:
         return ""
@@ -160,7 +159,7 @@ def _device(meta: Meta, activities: list[Event]) -> str:
     return _text(name)
 
 
-def _versions(meta: Meta) -> dict[str, str]:
+def _versions(meta: FileMeta) -> dict[str, str]:
     found = {name: _text(value) for name, value in meta.versions.items()}
     system = meta.metadata.get("system") if isinstance(meta.metadata, dict) else None
     packages = system.get("pip_packages") if isinstance(system, dict) else None

@@ -12,8 +12,8 @@ from torchtrim.records.trace import Phase
 from torchtrim.records.trace_events import Event, Trace
 from torchtrim.traces.lines import Sources, called_by, hints_of
 from torchtrim.traces.stacks import (
+    CallMoment,
     Frame,
-    Moment,
     frames_of,
     is_annotation,
     is_backward,
@@ -25,7 +25,7 @@ from torchtrim.traces.stacks import (
 from torchtrim.traces.waiting import Wait, same_stand
 
 _STEP = "ProfilerStep"
-_MOST_FRAMES = 20_000
+_MOST_FRAMES = 20_000  # Arbitrary; bounds the search for one line.
 Key = tuple[str, str, int, str, str, bool]
 
 
@@ -72,7 +72,7 @@ def _nobodys(path: str) -> bool:
 
 def _site(
     wait: Wait,
-    forward: Moment | None,
+    forward: CallMoment | None,
     found: dict[Key, Site],
     is_users: Callable[[str], bool],
 ) -> Site:
@@ -90,14 +90,14 @@ def _site(
     return found[key]
 
 
-def _within(moment: Moment) -> str:
+def _within(moment: CallMoment) -> str:
     """The innermost annotation, else the outermost operator."""
     marks = [op.name for op in moment.operators if not op.name.startswith(_STEP)]
     named = [op.name for op in moment.operators if is_annotation(op) and op.name in marks]
     return (named[-1:] or marks[:1] or [""])[0]
 
 
-def _forward(trace: Trace, waits: list[Wait]) -> dict[int, Moment]:
+def _forward(trace: Trace, waits: list[Wait]) -> dict[int, CallMoment]:
     """For waits of the backward pass without frames of their own: the forward operator's moment."""
     asked = {
         id(wait): wait
@@ -126,7 +126,7 @@ def _sequence(operator: Event | None) -> object:
 
 
 def _lines(
-    trace: Trace, wait: Wait, forward: Moment | None, frame: Frame, sources: Sources
+    trace: Trace, wait: Wait, forward: CallMoment | None, frame: Frame, sources: Sources
 ) -> list[int]:
     """The lines from which the wait may come; one where the source and the frames' order tell it."""
     moment = wait.moment if place_of(wait.frames) is not None else (forward or wait.moment)

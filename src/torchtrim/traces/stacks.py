@@ -11,9 +11,9 @@ from torchtrim.records.trace_events import Event, Lane, Trace
 
 _FRAME = re.compile(r"(?P<path>.+?)\((?P<line>\d{1,9})\): (?P<function>.+)", re.DOTALL)
 _BACKWARD = "autograd::engine::evaluate_function"
-_HOST_ROUNDING_US = 1.0
-_MOST_TEXT = 512
-_DEEPEST = 512
+_HOST_ROUNDING_US = 1.0  # Traces write times in whole microseconds, or round them so.
+_MOST_TEXT = 512  # Arbitrary; a frame's name is a path, a line and a function.
+_DEEPEST = 512  # Arbitrary; half of Python's own limit of 1,000 frames.
 _INSTALLED = ("site-packages/", "dist-packages/")
 _PLUMBING = frozenset(
     ("asyncio", "concurrent", "contextlib", "functools", "importlib", "multiprocessing", "queue")
@@ -56,7 +56,7 @@ class Frame(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Moment:
+class CallMoment:
     """A host thread at one call: what was open, outermost first."""
 
     operators: tuple[Event, ...]
@@ -93,7 +93,7 @@ def lane_of(event: Event) -> Lane:
     return (str(event.pid), str(event.tid))
 
 
-def moments(trace: Trace, calls: Iterable[Event]) -> list[Moment]:
+def moments(trace: Trace, calls: Iterable[Event]) -> list[CallMoment]:
     """What was open around each call, in the order given."""
     wanted: dict[Lane, list[tuple[float, int, Event]]] = {}
     for number, call in enumerate(calls):
@@ -105,7 +105,7 @@ def moments(trace: Trace, calls: Iterable[Event]) -> list[Moment]:
             if here is not None:
                 here.append(event)
     frames = {id(frame) for frame in trace.frames} if trace.frames else set()
-    found: dict[int, Moment] = {}
+    found: dict[int, CallMoment] = {}
     for lane, asked in wanted.items():
         opened[lane].sort(key=lambda event: (event.ts, -event.dur))
         _sweep(opened[lane], sorted(asked, key=lambda a: a[:2]), frames, found)
@@ -116,7 +116,7 @@ def _sweep(
     events: list[Event],
     asked: list[tuple[float, int, Event]],
     frames: set[int],
-    found: dict[int, Moment],
+    found: dict[int, CallMoment],
 ) -> None:
     stack: list[Event] = []
     at, count = 0, len(events)
@@ -129,7 +129,7 @@ def _sweep(
             at += 1
         end = call.end - _HOST_ROUNDING_US
         around = [e for e in stack[-_DEEPEST:] if e.ts + e.dur >= end and e.ts + e.dur >= time]
-        found[number] = Moment(
+        found[number] = CallMoment(
             operators=tuple(e for e in around if id(e) not in frames),
             frames=tuple(e for e in around if id(e) in frames),
         )
@@ -143,7 +143,7 @@ def parse_frame(name: str, *, exact: bool) -> Frame | None:
     return Frame(match["path"], int(match["line"]), match["function"], exact)
 
 
-def frames_of(moment: Moment) -> list[Frame]:
+def frames_of(moment: CallMoment) -> list[Frame]:
     """The frames of files around a moment, innermost first.
 
     Newer traces have an event for each frame, which tells the line of the function's definition; older

@@ -8,15 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torchtrim.records.trace_events import Event, Lane, Number, Trace
-from torchtrim.traces.launches import Launch, Schedule, Stream, Work, stream_of
+from torchtrim.traces.launches import DeviceWork, Launch, Schedule, Stream, stream_of
 
-SKEW_US = 5.0
-_NEAR_US = 60.0
-_FURTHEST = 4096
+SKEW_US = 5.0  # By how much clocks of host and device may differ in a trace. Arbitrary.
+_NEAR_US = 60.0  # Arbitrary; how long before a wait returns what it awaited may have ended.
+_FURTHEST = 4096  # Arbitrary; bounds the way back along a stream.
 
 
 @dataclass(kw_only=True)
-class Targets:
+class WaitTargets:
     """Launches until now, by thread and stream, and the work that each wait needs.
 
     Launches are shown to it in their order, so that it knows at each what came before.
@@ -24,11 +24,11 @@ class Targets:
 
     schedule: Schedule
     told: Mapping[Number, Event]
-    last: dict[Stream, Work] = field(default_factory=dict)
-    by_lane: dict[Lane | None, Work] = field(default_factory=dict)
-    recorded: dict[Lane | None, Work] = field(default_factory=dict)
-    records: dict[object, Work] = field(default_factory=dict)
-    ordered: dict[Lane | None, list[Work]] = field(default_factory=lambda: defaultdict(list))
+    last: dict[Stream, DeviceWork] = field(default_factory=dict)
+    by_lane: dict[Lane | None, DeviceWork] = field(default_factory=dict)
+    recorded: dict[Lane | None, DeviceWork] = field(default_factory=dict)
+    records: dict[object, DeviceWork] = field(default_factory=dict)
+    ordered: dict[Lane | None, list[DeviceWork]] = field(default_factory=lambda: defaultdict(list))
 
     def note(self, launch: Launch) -> None:
         """Take a launch in."""
@@ -45,7 +45,7 @@ class Targets:
         elif launch.kind == "order":
             self.ordered[launch.lane].append(self.recorded.get(launch.lane, before))
 
-    def ordered_before(self, launch: Launch, work: Work) -> tuple[Work, ...]:
+    def ordered_before(self, launch: Launch, work: DeviceWork) -> tuple[DeviceWork, ...]:
         """What `cudaStreamWaitEvent` calls before this launch put before it, on other streams.
 
         Neither the event nor the stream is in most traces. PyTorch records an event on the stream that it
@@ -61,7 +61,7 @@ class Targets:
             if one.stream != work.stream and one.event.end <= work.event.ts + SKEW_US
         )
 
-    def of(self, launch: Launch) -> list[Work]:
+    def of(self, launch: Launch) -> list[DeviceWork]:
         """The work that this waiting call needs: on each stream the last such activity."""
         assert launch.call is not None
         if launch.kind == "device":
@@ -70,7 +70,7 @@ class Targets:
             return self._ended(self._event(launch), launch.call)
         return self._ended(self._stream(launch), launch.call)
 
-    def _stream(self, launch: Launch) -> list[Work]:
+    def _stream(self, launch: Launch) -> list[DeviceWork]:
         assert launch.call is not None
         told = self._told(launch.call)
         if told is not None and told.args and told.args.stream not in (None, -1):
@@ -81,7 +81,7 @@ class Targets:
             return [mine]
         return self._nearest(launch.call, self.last.get(mine.stream) if mine else None)
 
-    def _event(self, launch: Launch) -> list[Work]:
+    def _event(self, launch: Launch) -> list[DeviceWork]:
         assert launch.call is not None
         told = self._told(launch.call)
         if told is not None and told.args and told.args.wait_record in self.records:
@@ -92,7 +92,7 @@ class Targets:
         number = call.args.correlation if call.args else None
         return self.told.get(number) if number is not None else None
 
-    def _nearest(self, call: Event, likely: Work | None) -> list[Work]:
+    def _nearest(self, call: Event, likely: DeviceWork | None) -> list[DeviceWork]:
         """`likely`, unless another stream's last activity explains much better when the call returned."""
         if likely is not None and _explains(likely, call):
             return [likely]
@@ -101,11 +101,11 @@ class Targets:
             return [max(others, key=lambda work: work.event.end)]
         return [likely] if likely is not None else []
 
-    def _ended(self, works: list[Work], call: Event) -> list[Work]:
+    def _ended(self, works: list[DeviceWork], call: Event) -> list[DeviceWork]:
         """The same, stepping back on each stream over what ended only after the call had returned."""
         found = []
         for work in works:
-            one: Work | None = work
+            one: DeviceWork | None = work
             for _ in range(_FURTHEST):
                 if one is None or one.event.end <= call.end + SKEW_US or one.event.ts <= call.ts:
                     break
@@ -115,24 +115,24 @@ class Targets:
         return found
 
 
-def _explains(work: Work, call: Event) -> bool:
+def _explains(work: DeviceWork, call: Event) -> bool:
     return call.end - _NEAR_US <= work.event.end <= call.end + SKEW_US
 
 
-def targets(trace: Trace, plan: Schedule) -> Targets:
+def targets(trace: Trace, plan: Schedule) -> WaitTargets:
     """A finder for this trace, before its first launch."""
     told = {wait.args.correlation: wait for wait in trace.waits if wait.args}
-    return Targets(schedule=plan, told=told)
+    return WaitTargets(schedule=plan, told=told)
 
 
 @dataclass(kw_only=True)
-class Ends:
+class WorkEnds:
     """When activities ended, to find the one that another may have waited for."""
 
-    works: list[Work]
+    works: list[DeviceWork]
     times: list[float]
 
-    def just_before(self, work: Work, within: float) -> Work | None:
+    def just_before(self, work: DeviceWork, within: float) -> DeviceWork | None:
         """An activity of another stream, launched before, that ended just before this one started."""
         at = bisect_right(self.times, work.event.ts + SKEW_US)
         while at > 0 and self.times[at - 1] >= work.event.ts - within:
@@ -143,7 +143,7 @@ class Ends:
         return None
 
 
-def ends(plan: Schedule) -> Ends:
+def ends(plan: Schedule) -> WorkEnds:
     """All activities by the time at which they ended."""
     works = sorted(plan.works, key=lambda work: work.event.end)
-    return Ends(works=works, times=[work.event.end for work in works])
+    return WorkEnds(works=works, times=[work.event.end for work in works])

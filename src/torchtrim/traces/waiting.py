@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torchtrim.records.trace_events import Event, Trace
 from torchtrim.traces.calls import WAITING, Kind, is_between_devices, is_pageable, kind_of
-from torchtrim.traces.stacks import Frame, Moment, frames_of, lane_of, moments
+from torchtrim.traces.stacks import CallMoment, Frame, frames_of, lane_of, moments
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,7 +21,7 @@ class Wait:
     call: Event
     kind: Kind
     copy: Event | None
-    moment: Moment
+    moment: CallMoment
     frames: tuple[Frame, ...]
     is_profiler: bool
 

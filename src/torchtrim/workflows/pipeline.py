@@ -21,10 +21,10 @@ from torchtrim.errors import TorchtrimError, UsageError
 from torchtrim.executor.fingerprint import sha256_of
 from torchtrim.pipelines.orders import order_of
 from torchtrim.planner.plans import pipeline_plan
-from torchtrim.planner.stages.chain import Reader
+from torchtrim.planner.stages.chain import ChainReader
 from torchtrim.planner.stages.choose import (
-    Candidate,
     Chosen,
+    StageCandidate,
     Ways,
     choose,
     pipeline_of,
@@ -68,7 +68,7 @@ def plan_pipeline(
     trial = fitting.observe()
     planner = fitting.planner(trial)
     budget = parse_bytes(memory, whole=trial.peak_bytes)
-    reader = Reader(planner.profile, trial.seconds, _times(planner.profile))
+    reader = ChainReader(planner.profile, trial.seconds, _times(planner.profile))
     chain_of = functools.lru_cache(maxsize=None)(reader.chain)
     progress("looking for cuts, a schedule and micro-batches")
     ways = Ways(stages, replicas)
@@ -138,7 +138,7 @@ def _shown(chosen: Chosen) -> PipelineReport:
     )
 
 
-def _figures(one: Candidate) -> ScheduleFigures:
+def _figures(one: StageCandidate) -> ScheduleFigures:
     return ScheduleFigures(
         schedule=one.schedule,
         microbatches=one.microbatches,

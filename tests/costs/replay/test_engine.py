@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import draws
 from torchtrim.costs.replay.engine import replay
-from torchtrim.costs.replay.program import Activity, Does, Program, Step
+from torchtrim.costs.replay.program import Activity, Does, ReplayProgram, ReplayStep
 from torchtrim.records.trace_events import Trace
 from torchtrim.traces.build import build
 from torchtrim.traces.sites import sites_of
@@ -19,7 +19,7 @@ from .machines import Backward, Kernel, Machine, Order, Read, Synchronize, Work
 NOISE_US, NOISE = 40.0, 0.02
 
 
-def program_of(trace: Trace) -> tuple[Program, dict[int, int]]:
+def program_of(trace: Trace) -> tuple[ReplayProgram, dict[int, int]]:
     """The program, and the number of the site for each place of a machine's program."""
     sites = sites_of(trace, find_waits(trace), None)
     numbers = {id(call): i for i, site in enumerate(sites) for call in site.calls}
@@ -109,8 +109,8 @@ def test_a_graph_moves_as_one() -> None:
         Activity(1, 0, 100.0, 0.0, 0.0, anchor=0, offset=110.0),
         Activity(2, 1, 50.0, 0.0, 0.0, anchor=0, offset=120.0),
     )
-    program = Program(lanes=1, streams=2, activities=3, tails=[0.0])
-    program.steps.append(Step(Does.LAUNCH, 0, 1000.0, 4.0, nodes))
+    program = ReplayProgram(lanes=1, streams=2, activities=3, tails=[0.0])
+    program.steps.append(ReplayStep(Does.LAUNCH, 0, 1000.0, 4.0, nodes))
     assert replay(program).span == 1000 + 5 + 110 + 100
 
 

@@ -10,7 +10,7 @@ import draws
 from torchtrim.costs.replay.bound import bound
 from torchtrim.costs.replay.engine import Replayed, replay
 from torchtrim.costs.replay.one_stream import OneStream
-from torchtrim.costs.replay.program import Activity, Does, Program, Step
+from torchtrim.costs.replay.program import Activity, Does, ReplayProgram, ReplayStep
 from torchtrim.costs.replay.sets import price
 
 LAUNCH, GAP, BACK = 8.0, 1.5, 5.0
@@ -34,19 +34,20 @@ def short(drawn: list) -> OneStream:
     )
 
 
-def long(drawn: list) -> Program:
+def long(drawn: list) -> ReplayProgram:
     """The same as the steps of a trace, in which each operator is one."""
-    program = Program(lanes=1, streams=1, activities=len(drawn), tails=[0.0])
+    program = ReplayProgram(lanes=1, streams=1, activities=len(drawn), tails=[0.0])
     last = -1
     for number, (own, work, sites) in enumerate(drawn):
         launches: tuple[Activity, ...] = ()
         if work:
             last = number
             launches = (Activity(number, 0, work, LAUNCH, GAP),)
-        program.steps.append(Step(Does.LAUNCH, 0, 0.0, own, launches))
+        program.steps.append(ReplayStep(Does.LAUNCH, 0, 0.0, own, launches))
         awaits = (last,) if last >= 0 else ()
         program.steps += [
-            Step(Does.WAIT, 0, 0.0, 0.0, awaits=awaits, back=BACK, site=site) for site in sites
+            ReplayStep(Does.WAIT, 0, 0.0, 0.0, awaits=awaits, back=BACK, site=site)
+            for site in sites
         ]
     return program
 

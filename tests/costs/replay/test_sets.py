@@ -1,16 +1,16 @@
 """Prices: alone, in sets, ranked, and bounded."""
 
 from torchtrim.costs.replay import sets
-from torchtrim.costs.replay.program import Activity, Does, Program, Step
+from torchtrim.costs.replay.program import Activity, Does, ReplayProgram, ReplayStep
 from torchtrim.costs.replay.sets import price
 
 
-def displaced(waits: int, gain: float = 1000.0) -> Program:
+def displaced(waits: int, gain: float = 1000.0) -> ReplayProgram:
     """One long kernel that `waits` reads wait for, one after the other, and host work of `gain` after."""
-    program = Program(lanes=1, streams=1, activities=1, tails=[gain])
-    program.steps.append(Step(Does.LAUNCH, 0, 0.0, 5.0, (Activity(0, 0, 5000.0, 10.0, 1.0),)))
+    program = ReplayProgram(lanes=1, streams=1, activities=1, tails=[gain])
+    program.steps.append(ReplayStep(Does.LAUNCH, 0, 0.0, 5.0, (Activity(0, 0, 5000.0, 10.0, 1.0),)))
     for site in range(waits):
-        program.steps.append(Step(Does.WAIT, 0, 1.0, 5.0, awaits=(0,), back=3.0, site=site))
+        program.steps.append(ReplayStep(Does.WAIT, 0, 1.0, 5.0, awaits=(0,), back=3.0, site=site))
     return program
 
 
@@ -24,7 +24,7 @@ def test_only_all_of_them_together_gain() -> None:
 
 def test_a_set_is_left_out_where_a_smaller_gains_as_much() -> None:
     program = displaced(1)
-    program.steps.append(Step(Does.WAIT, 0, 1.0, 5.0, site=1))
+    program.steps.append(ReplayStep(Does.WAIT, 0, 1.0, 5.0, site=1))
     prices = price(program, [0, 1])
     assert prices.sets[0][0] in ({0}, {0, 1})
     for chosen, gain in prices.sets:

@@ -27,9 +27,8 @@ from memory.packing.instances import (
 from torchtrim.errors import UsageError
 from torchtrim.memory.packing import Buffer, Packing, engine, pack, why_invalid
 from torchtrim.memory.packing import improve as improving
-from torchtrim.memory.packing.placing import Placing
+from torchtrim.memory.packing.improve import Placing, ranks
 from torchtrim.memory.packing.problem import problem_of
-from torchtrim.memory.packing.ranks import ranks
 
 ALIGNMENTS = (1, 1, 1, 4, 7)
 
@@ -134,7 +133,7 @@ def test_compiled_and_plain_loops_do_the_same(number: int) -> None:
 def test_the_same_in_another_process() -> None:
     code = (
         "from memory.packing.instances import cut\n"
-        "from torchtrim.memory import pack\n"
+        "from torchtrim.memory.packing import pack\n"
         "print(list(pack(cut(3, 40), seconds=0).offsets.values()), pack(cut(1, 25)))"
     )
     run = [

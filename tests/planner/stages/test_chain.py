@@ -14,16 +14,16 @@ from steps import ConvNet, squared, trial
 from torchtrim import TrainStep
 from torchtrim.errors import Unsupported
 from torchtrim.planner.stages.calls import passes_in
-from torchtrim.planner.stages.chain import Reader
+from torchtrim.planner.stages.chain import ChainReader
 from torchtrim.planner.stages.costs import stages_of
 from torchtrim.records.profile import Profile
 
 
 @functools.cache
-def reader_of(kind: str) -> Reader:
+def reader_of(kind: str) -> ChainReader:
     torch.manual_seed(0)
     profile = profile_of(kind)
-    return Reader(profile, profile.step_seconds)
+    return ChainReader(profile, profile.step_seconds)
 
 
 def profile_of(kind: str) -> Profile:
@@ -138,7 +138,7 @@ def test_a_step_without_backward_is_refused() -> None:
         waits=[],
     )
     with pytest.raises(Unsupported, match="nothing to cut"):
-        Reader(profile, 1.0)
+        ChainReader(profile, 1.0)
 
 
 def test_the_loss_belongs_to_the_last_segment() -> None:

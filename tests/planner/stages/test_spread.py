@@ -7,7 +7,7 @@ import pytest
 from torchtrim.errors import InfeasibleBudget, Unsupported, UsageError
 from torchtrim.pipelines.orders import order_of
 from torchtrim.planner.stages.chain import Chain, Segment
-from torchtrim.planner.stages.spread import Fabric, Layout, Spread, spread
+from torchtrim.planner.stages.spread import Fabric, RankLayout, Spread, spread
 from torchtrim.workflows.estimate.spread import spread_over
 
 LAYERS = 8
@@ -35,7 +35,7 @@ def chain_of(share: float) -> Chain:
     return Chain("Net", (one,) * LAYERS, 4, share)
 
 
-def simulated(layout: Layout, fabric: Fabric = QUICK) -> Spread:
+def simulated(layout: RankLayout, fabric: Fabric = QUICK) -> Spread:
     devices = layout.stages * layout.replicas * layout.shards
     batch = layout.samples * layout.microbatches * layout.replicas * layout.shards
     (one,) = spread(chain_of, devices, batch, 10**9, order_of, fabric, [layout])
@@ -43,44 +43,44 @@ def simulated(layout: Layout, fabric: Fabric = QUICK) -> Spread:
 
 
 def test_one_device_takes_the_step_as_it_is() -> None:
-    one = simulated(Layout(1, 1, 1, 4, 1, False, True))
+    one = simulated(RankLayout(1, 1, 1, 4, 1, False, True))
     assert one.seconds == pytest.approx(3 * LAYERS + 0.5 * LAYERS)
     assert one.peak_bytes == LAYERS * 400 + (LAYERS - 1) * 80 + 100 + 10 - 10
     assert one.bubble == one.exposed == 0
 
 
 def test_recomputation_takes_a_forward_more_and_holds_the_inputs_alone() -> None:
-    plain = simulated(Layout(1, 1, 1, 4, 1, False, True))
-    again = simulated(Layout(1, 1, 1, 4, 1, True, True))
+    plain = simulated(RankLayout(1, 1, 1, 4, 1, False, True))
+    again = simulated(RankLayout(1, 1, 1, 4, 1, True, True))
     assert again.seconds == pytest.approx(plain.seconds + LAYERS - 1)
     assert again.peak_bytes == LAYERS * 400 + (LAYERS - 1) * 10 + 100
 
 
 def test_shards_divide_the_state_and_gather_three_layers() -> None:
-    one = simulated(Layout(1, 1, 4, 4, 1, True, True))
+    one = simulated(RankLayout(1, 1, 4, 4, 1, True, True))
     assert one.peak_bytes == LAYERS * 400 // 4 + 3 * 100 + (LAYERS - 1) * 10 + 100
-    kept = simulated(Layout(1, 1, 4, 4, 1, True, False))
+    kept = simulated(RankLayout(1, 1, 4, 4, 1, True, False))
     assert kept.peak_bytes == one.peak_bytes - 300 + 2 * LAYERS * 100
 
 
 def test_exchanges_are_hidden_behind_work_as_far_as_it_takes() -> None:
-    quick = simulated(Layout(1, 1, 4, 4, 1, False, True))
-    few = simulated(Layout(1, 1, 4, 4, 1, False, True), SLOW)
+    quick = simulated(RankLayout(1, 1, 4, 4, 1, False, True))
+    few = simulated(RankLayout(1, 1, 4, 4, 1, False, True), SLOW)
     assert few.seconds == pytest.approx(quick.seconds + 0.075 + 2 * 0.075)
-    far = simulated(Layout(1, 1, 8, 4, 1, False, True), SLOW._replace(between=10.0))
+    far = simulated(RankLayout(1, 1, 8, 4, 1, False, True), SLOW._replace(between=10.0))
     assert far.exposed > 0.5
 
 
 def test_replicas_exchange_once_a_step() -> None:
-    alone = simulated(Layout(1, 1, 1, 4, 4, False, True), SLOW)
-    together = simulated(Layout(1, 4, 1, 4, 4, False, True), SLOW)
+    alone = simulated(RankLayout(1, 1, 1, 4, 4, False, True), SLOW)
+    together = simulated(RankLayout(1, 4, 1, 4, 4, False, True), SLOW)
     hidden = 2 * LAYERS * 100 * 0.75 / 1000
     assert together.seconds == pytest.approx(alone.seconds + max(hidden - 2 * LAYERS, 0))
 
 
 def test_stages_idle_as_in_the_schedule() -> None:
     stages, batches = 4, 8
-    one = simulated(Layout(stages, 1, 1, 4, batches, False, True))
+    one = simulated(RankLayout(stages, 1, 1, 4, batches, False, True))
     assert one.bubble == pytest.approx((stages - 1) / (stages - 1 + batches))
     assert len(one.cuts) == stages - 1
 

@@ -30,7 +30,7 @@ from torchtrim.capture.growth.stream_frames import StreamFrames
 from torchtrim.capture.watch import Listener, Watcher
 from torchtrim.dispatch.places import Places
 from torchtrim.dispatch.storages import parts_of, reachable_tensors
-from torchtrim.stream.growth import Sample, keeps_growing, looks_at, per_frame, settled
+from torchtrim.stream.growth import SizeSample, keeps_growing, looks_at, per_frame, settled
 from torchtrim.stream.memory_use import process_bytes
 
 _MOST_TRACED = 8
@@ -41,7 +41,7 @@ class Suspect:
     """A container that got longer: its lengths, what it held, and where it is."""
 
     kind: str
-    lengths: list[Sample]
+    lengths: list[SizeSample]
     weights: dict[int, Weight] = field(default_factory=dict)
     owner: Owner | None = None
 
@@ -67,7 +67,7 @@ class _Slot:
     """What the tensors of one line hold beside all suspects."""
 
     maker: Maker
-    samples: Sequence[Sample]
+    samples: Sequence[SizeSample]
     owner: Owner
     more: int
     kind: str
@@ -143,7 +143,7 @@ class Growing(Listener):
 
     def process_growth(self) -> int:
         """What a frame added to the process, in bytes, noise and all."""
-        samples = [Sample(*one) for one in sorted(self._resident.items())]
+        samples = [SizeSample(*one) for one in sorted(self._resident.items())]
         return round(per_frame(settled(samples)))
 
     def _frame_ended(self, output: Any) -> None:
@@ -191,11 +191,11 @@ class Growing(Listener):
             now = self._before[number] = length(container)
             suspect = self._suspects.get(number)
             if suspect is None and now > before.get(number, now):
-                was = Sample(self._looked, before[number])
+                was = SizeSample(self._looked, before[number])
                 suspect = Suspect(kind_of(container), [was])
             if suspect is None or now < suspect.lengths[-1].size:
                 continue
-            suspect.lengths.append(Sample(self.frames, now))
+            suspect.lengths.append(SizeSample(self.frames, now))
             suspects[number], found[number] = suspect, container
         self._suspects = suspects
         return found
@@ -244,7 +244,7 @@ class Growing(Listener):
                 held = taken.setdefault(frame, set())
                 new = {key: size for key, size in weight.storages.items() if key not in held}
                 held.update(new)
-                sizes.append(Sample(frame, weight.python + sum(new.values())))
+                sizes.append(SizeSample(frame, weight.python + sum(new.values())))
             assert suspect.owner is not None
             entries = per_frame(settled(suspect.lengths))
             grew = max(per_frame(settled(sizes)), 0.0)
@@ -272,7 +272,7 @@ class Growing(Listener):
         makers = self._made[frames[-1]] if frames else {}
         found = []
         for maker in makers:
-            samples = [Sample(f, self._beside(f, maker, grown)) for f in frames]
+            samples = [SizeSample(f, self._beside(f, maker, grown)) for f in frames]
             steady = settled(samples)
             if keeps_growing(steady):
                 found.append((maker, steady))

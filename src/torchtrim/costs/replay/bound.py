@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from torchtrim.costs.replay.engine import replay
 from torchtrim.costs.replay.one_stream import OneStream
-from torchtrim.costs.replay.program import Program
+from torchtrim.costs.replay.program import ReplayProgram
 from torchtrim.records.trace import Bound
 
 _WAITS, _MOST, _LOADER = 0.10, 0.90, 0.25
 
 
-def bound(program: Program | OneStream, *, gained: float, span: float, loading: float) -> Bound:
+def bound(
+    program: ReplayProgram | OneStream, *, gained: float, span: float, loading: float
+) -> Bound:
     """The verdict, from replays. `gained` is what removing all waits gains; microseconds.
 
     `waits` where that is a tenth of the span; `device` or `host` where it alone, the other infinitely

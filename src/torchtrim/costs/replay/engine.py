@@ -11,7 +11,7 @@ from collections.abc import Set
 from typing import NamedTuple
 
 from torchtrim.costs.replay.one_stream import END, OneStream
-from torchtrim.costs.replay.program import Activity, Does, Program
+from torchtrim.costs.replay.program import Activity, Does, ReplayProgram
 
 _NEVER = float("-inf")
 _NONE: frozenset[int] = frozenset()
@@ -25,7 +25,7 @@ class Replayed(NamedTuple):
 
 
 def replay(
-    program: Program | OneStream,
+    program: ReplayProgram | OneStream,
     without: Set[int] = _NONE,
     *,
     host: float = 1.0,
@@ -86,7 +86,7 @@ class _Streams:
 
     __slots__ = ("began", "device", "end", "start", "tail")
 
-    def __init__(self, program: Program, device: float) -> None:
+    def __init__(self, program: ReplayProgram, device: float) -> None:
         self.device = device
         self.tail = [0.0] * program.streams
         self.began = [0.0] * program.streams

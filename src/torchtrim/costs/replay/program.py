@@ -45,7 +45,7 @@ class Activity(NamedTuple):
     floor: float = 0.0
 
 
-class Step(NamedTuple):
+class ReplayStep(NamedTuple):
     """A step of host thread `lane`: it begins `gap` after the step before it and costs `cost`.
 
     A wait returns when all of `awaits` have ended, `back` later; `outside` is how much longer it took for
@@ -67,10 +67,10 @@ class Step(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class Program:
+class ReplayProgram:
     """Steps in the order in which they began. `tails` is how long each thread went on after its last."""
 
-    steps: list[Step] = field(default_factory=list)
+    steps: list[ReplayStep] = field(default_factory=list)
     lanes: int = 0
     streams: int = 0
     activities: int = 0

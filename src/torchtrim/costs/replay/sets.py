@@ -8,14 +8,14 @@ from itertools import combinations
 
 from torchtrim.costs.replay.engine import Replayed, replay
 from torchtrim.costs.replay.one_stream import OneStream
-from torchtrim.costs.replay.program import Program
+from torchtrim.costs.replay.program import ReplayProgram
 
-_STEPS_A_REPORT = 600_000
-_FEWEST_REPLAYS = 16
-_PAIRS = 5
-_MOST_SETS = 5
-_NOTHING_US = 0.5
-_WORTH = 1.01
+_STEPS_A_REPORT = 600_000  # Arbitrary; bounds the replays of a report to seconds.
+_FEWEST_REPLAYS = 16  # All pairs of five, the five alone, and all together.
+_PAIRS = 5  # Ten pairs; grown sets cover what longer lists of pairs would.
+_MOST_SETS = 5  # Arbitrary; as many rows as a report shows.
+_NOTHING_US = 0.5  # Below what a profiler's clock resolves: rounding of sums, no gain.
+_WORTH = 1.01  # A set that gains one per cent more than a smaller one says nothing new.
 
 
 @dataclass(kw_only=True)
@@ -33,7 +33,7 @@ class Prices:
 
 
 def price(
-    program: Program | OneStream, sites: Sequence[int], *, apart: Sequence[int] = ()
+    program: ReplayProgram | OneStream, sites: Sequence[int], *, apart: Sequence[int] = ()
 ) -> Prices:
     """Price the sites, which come with the longest wait first; those in `apart` only alone.
 

@@ -10,8 +10,9 @@ from torchtrim.memory.network.graph import Graph, bytes_alive, home_lives, homes
 from torchtrim.memory.network.ordering import best_order
 from torchtrim.memory.packing import Buffer, pack
 
-ALIGNMENT = 64
+ALIGNMENT = 64  # What PyTorch's CPU allocator aligns to (c10/core/alignment.h), a cache line.
 WORTH_AN_ARENA = 1.02
+"""An arena is one allocation a call; a fiftieth more bytes is what that may cost."""
 
 
 class Layout(NamedTuple):

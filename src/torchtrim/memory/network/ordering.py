@@ -10,8 +10,9 @@ from typing import NamedTuple
 from torchtrim.memory.network.graph import Graph, bytes_alive, homes_of
 
 Order = tuple[int, ...]
-_WIDTH = 16
+_WIDTH = 16  # Arbitrary; a wider beam takes longer in proportion.
 _MOST_NODES = 3000
+"""Arbitrary; sets of operators are bits of one number, so steps get slower with the size."""
 
 
 def best_order(graph: Graph) -> Order:
@@ -27,7 +28,7 @@ def peak_of(graph: Graph, order: Sequence[int]) -> int:
     return max(bytes_alive(graph, order, homes_of(graph, order)), default=0)
 
 
-class _State(NamedTuple):
+class _BeamState(NamedTuple):
     """Some of the operators have run. `done` and `ready` are sets of them as bits; `last` ran last."""
 
     peak: int
@@ -35,7 +36,7 @@ class _State(NamedTuple):
     done: int
     ready: int
     last: int
-    before: _State | None
+    before: _BeamState | None
 
 
 class _Beam:
@@ -55,9 +56,9 @@ class _Beam:
     def search(self) -> Order:
         """The order of the state that comes out best."""
         ready = sum(1 << n for n, needs in enumerate(self._needs) if not needs)
-        states = [_State(0, 0, 0, ready, -1, None)]
+        states = [_BeamState(0, 0, 0, ready, -1, None)]
         for _ in self._graph.nodes:
-            found: dict[int, _State] = {}
+            found: dict[int, _BeamState] = {}
             for state in states:
                 for following in self._following(state):
                     known = found.get(following.done)
@@ -66,7 +67,7 @@ class _Beam:
             states = sorted(found.values(), key=lambda state: state[:3])[:_WIDTH]
         return tuple(_history(states[0]))
 
-    def _following(self, state: _State) -> Iterator[_State]:
+    def _following(self, state: _BeamState) -> Iterator[_BeamState]:
         for number in _bits(state.ready):
             done = state.done | 1 << number
             rises, stays = self._change(number, done)
@@ -75,7 +76,7 @@ class _Beam:
                 if self._needs[user] & done == self._needs[user]:
                     ready |= 1 << user
             peak = max(state.peak, state.live + rises)
-            yield _State(peak, state.live + stays, done, ready, number, state)
+            yield _BeamState(peak, state.live + stays, done, ready, number, state)
 
     def _change(self, number: int, done: int) -> tuple[int, int]:
         """By how much memory rises while the operator runs, and how much of that stays."""
@@ -98,9 +99,9 @@ def _bits(number: int) -> Iterator[int]:
         number ^= lowest
 
 
-def _history(state: _State) -> list[int]:
+def _history(state: _BeamState) -> list[int]:
     order = []
-    at: _State | None = state
+    at: _BeamState | None = state
     while at is not None and at.last >= 0:
         order.append(at.last)
         at = at.before

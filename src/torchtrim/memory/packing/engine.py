@@ -17,7 +17,7 @@ _CHOICES, _TRAIL = 64, 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class Engine:
+class LoopEngine:
     """Functions of one kind and the arrays that they take; `pace` is units of effort in a
     second."""
 
@@ -45,9 +45,9 @@ class Engine:
 
 
 @cache
-def plain() -> Engine:
+def plain() -> LoopEngine:
     """Python's own loops over lists."""
-    return Engine(
+    return LoopEngine(
         name="python",
         search=search.search,
         place=greedy.place_in_lists,
@@ -63,10 +63,10 @@ def can_compile() -> bool:
 
 
 @cache
-def compiled() -> Engine:
+def compiled() -> LoopEngine:
     """The same functions through numba. What it compiles is kept on disk for the next process."""
     numpy = import_module("numpy")
-    return Engine(
+    return LoopEngine(
         name="numba",
         search=_compile(search)["search"],
         place=_compile(greedy, only=("place",))["place"],

@@ -10,7 +10,7 @@ from bisect import insort
 from collections.abc import Iterator
 from typing import Any
 
-from torchtrim.memory.packing.problem import Problem
+from torchtrim.memory.packing.problem import PackingProblem
 
 
 def place(order: Any, rows: Any, tightest: bool, offsets: Any, work: Any) -> int:
@@ -69,7 +69,7 @@ def place_in_lists(order: Any, rows: Any, tightest: bool, offsets: Any, work: An
     return height
 
 
-def orders(problem: Problem) -> Iterator[tuple[list[int], bool]]:
+def orders(problem: PackingProblem) -> Iterator[tuple[list[int], bool]]:
     """Orders to place buffers in, and whether each goes into its tightest gap; largest first leads.
 
     Next are those by how crowded it gets, which leave the fewest buffers too high in large problems.

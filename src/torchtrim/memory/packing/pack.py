@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from torchtrim.memory.packing.buffers import Buffer, Packing, check
-from torchtrim.memory.packing.improve import Layout, improving
-from torchtrim.memory.packing.problem import Problem, problem_of
+from torchtrim.memory.packing.improve import Placement, improving
+from torchtrim.memory.packing.problem import PackingProblem, problem_of
 
 
 def pack(
@@ -35,7 +35,7 @@ def pack(
     check(buffers, capacity, alignment, seconds)
     taking = [buffer for buffer in buffers if buffer.takes_room]
     problem = problem_of(taking, alignment)
-    best = Layout(offsets=[], height=0, proven=True)
+    best = Placement(offsets=[], height=0, proven=True)
     for best in improving(problem, capacity, seconds) if taking else ():
         if better is not None:
             better(_packing(buffers, taking, problem, best))
@@ -43,7 +43,7 @@ def pack(
 
 
 def _packing(
-    buffers: Sequence[Buffer], taking: Sequence[Buffer], problem: Problem, layout: Layout
+    buffers: Sequence[Buffer], taking: Sequence[Buffer], problem: PackingProblem, layout: Placement
 ) -> Packing:
     offsets: dict[str | int, int] = dict.fromkeys((buffer.id for buffer in buffers), 0)
     offsets.update(zip((buffer.id for buffer in taking), layout.offsets, strict=True))

@@ -16,7 +16,7 @@ from torchtrim.memory.packing.buffers import Buffer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class PackingProblem:
     """What is to be packed, one entry a buffer: `lower` and `upper` are sections, half-open.
 
     lifetime: the time that it is alive, in the caller's unit.
@@ -70,7 +70,7 @@ class Problem:
         )
 
 
-def problem_of(buffers: Sequence[Buffer], alignment: int) -> Problem:
+def problem_of(buffers: Sequence[Buffer], alignment: int) -> PackingProblem:
     """The problem that these buffers are; each takes room, at multiples of its alignment and of this one."""
     lower, upper, sections = _sections(buffers)
     own = [lcm(b.alignment, alignment) for b in buffers]
@@ -78,7 +78,7 @@ def problem_of(buffers: Sequence[Buffer], alignment: int) -> Problem:
     size = [-(-b.size // shared) * shared for b in buffers]
     padding = [s - b.size for s, b in zip(size, buffers, strict=True)]
     load = _loads(lower, upper, size, sections)
-    return Problem(
+    return PackingProblem(
         lower=lower,
         upper=upper,
         lifetime=[b.upper - b.lower for b in buffers],

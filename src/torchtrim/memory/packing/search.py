@@ -16,11 +16,11 @@ from typing import Any
 
 FOUND, EXHAUSTED, GAVE_UP = 1, 0, -1
 BUFFER, NEXT, END, LOW, HIGH, PARENT, REST, AT, LAST, POOL, TRAIL = range(11)
-FIELDS = 11
+FIELDS = 11  # As many as are named above.
 SPLIT_LOW, SPLIT_HIGH, SPLIT_PARENT, SPLIT_AT, SPLIT_LAST, SPLIT_REST = range(6)
-SPLIT_FIELDS = 6
+SPLIT_FIELDS = 6  # As many as are named above.
 FREE, SPENT, NODES, TRAILED, SPLITS, TRUNCATED, LISTED = range(7)
-COUNTERS = 7
+COUNTERS = 7  # As many as are named above.
 MANY = 1 << 60
 
 

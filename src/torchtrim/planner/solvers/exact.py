@@ -6,7 +6,7 @@ from torchtrim.planner.front import Front, Point
 from torchtrim.planner.problem import Chosen, Problem
 from torchtrim.planner.solvers.base import Solved
 
-_MOST = 2048
+_MOST = 2048  # Sets of eleven options that exclude none: a moment. More is for the other solvers.
 
 
 class Exact:

@@ -16,11 +16,11 @@ from torchtrim.planner.problem import Chosen, Problem
 from torchtrim.planner.solvers.base import Answer
 
 if TYPE_CHECKING:
-    from torchtrim.planner.solvers.moments import Heights, Search
+    from torchtrim.planner.solvers.moments import Heights, MomentSearch
 
 _LOWEST = 5.0
 """Seconds for which the lowest is looked for."""
-_MOST_TERMS = 400_000
+_MOST_TERMS = 400_000  # Arbitrary; larger programs are not solved in the seconds that there are.
 _NEAR = 2.5e-3
 """By how much of the step a choice may be slower than the quickest, where that takes long to find."""
 _NEAR_UNITS = 4.0
@@ -70,10 +70,10 @@ class Integer:
 
     def _search(
         self, costs: tuple[float, ...], limit: int | None, near: float, seconds: float
-    ) -> Search:
-        from torchtrim.planner.solvers.moments import Search
+    ) -> MomentSearch:
+        from torchtrim.planner.solvers.moments import MomentSearch
 
         def fits(chosen: Chosen) -> bool:
             return limit is None or self._problem.run(chosen).peak_bytes <= limit
 
-        return Search(self._linear, self._heights, costs, limit, near, seconds, fits)
+        return MomentSearch(self._linear, self._heights, costs, limit, near, seconds, fits)

@@ -1,30 +1,150 @@
-"""An integer program that is asked with more and more moments at which memory counts.
+"""An integer program for HiGHS that is asked with more and more moments at which memory counts.
 
 There are thousands of moments, and few of them matter. So the program is solved with the highest alone,
 those join it at which the answer is over the budget, and it is solved again, first in fractions of options,
 which is soon done, then in whole ones: the cutting planes of Dantzig, Fulkerson and Johnson, "Solution of a
-large-scale traveling-salesman problem" (1954).
+large-scale traveling-salesman problem" (1954). HiGHS (Huangfu and Hall, "Parallelizing the dual revised
+simplex method", 2018) is there with `pip install torchtrim[solver]`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, NamedTuple
 
 import numpy
 
 from torchtrim.core.run_queue import now
-from torchtrim.planner.linear import Linear, Moment, Row
+from torchtrim.planner.linear import Constraint, Linear, PeakMoment
 from torchtrim.planner.problem import Chosen
-from torchtrim.planner.solvers import highs
 from torchtrim.planner.solvers.base import Answer
+
+_GAP = 1e-6  # As small as the solver's tolerance: what it calls proven is so apart from rounding.
+_PATIENCE = 4.0
+"""How many times its seconds a solver may take by the wall, on a machine that does other work too."""
+
+
+@dataclass(frozen=True)
+class IntegerProgram:
+    """Columns between `lower` and `upper`, the first `integers` of them whole, of which `costs` is minimised.
+
+    `near`: how far over the bound an answer may be where the best takes long.
+    """
+
+    lower: Sequence[float]
+    upper: Sequence[float]
+    costs: Sequence[float]
+    integers: int
+    rows: Sequence[Constraint]
+    near: float = 0.0
+
+
+class ProgramAnswer(NamedTuple):
+    """`values` of the columns, None where none were found, and what no others are below.
+
+    `infeasible`: there are none. `proven`: there are none better, apart from rounding.
+    """
+
+    values: Any
+    bound: float
+    infeasible: bool
+    proven: bool
+
+
+def solve(
+    program: IntegerProgram, seconds: float, start: Sequence[int] | None = None, enough: float = 0.0
+) -> ProgramAnswer:
+    """Solve it within some seconds, from the whole columns that are 1 in a `start`.
+
+    The best is looked for during `enough` seconds even where what is found is near it.
+    """
+    highspy: Any = import_module("highspy")
+    solver = highspy.Highs()
+    for name, value in (
+        ("output_flag", False),
+        ("random_seed", 0),
+        ("threads", 1),
+        ("time_limit", _PATIENCE * seconds if program.integers else seconds),
+        ("mip_rel_gap", _GAP),
+        ("mip_abs_gap", _GAP),
+    ):
+        solver.setOptionValue(name, value)
+    solver.passModel(_model(highspy, program))
+    if start is not None and program.integers:
+        values = numpy.zeros(program.integers)
+        values[list(start)] = 1.0
+        numbers = numpy.arange(program.integers, dtype=numpy.int32)
+        solver.setSolution(program.integers, numbers, values)
+    if program.integers:
+        solver.cbMipInterrupt += _stops(program.near, now() + enough, now() + seconds)
+    if not _runs(highspy, solver):
+        return ProgramAnswer(None, -math.inf, infeasible=False, proven=False)
+    return _solved(highspy, solver, whole=bool(program.integers))
+
+
+def _runs(highspy: Any, solver: Any) -> bool:
+    """Run it, once more with new threads where that fails, as after a run of the user's with others."""
+    if solver.run() != highspy.HighsStatus.kError:
+        return True
+    highspy.Highs.resetGlobalScheduler(True)
+    return bool(solver.run() != highspy.HighsStatus.kError)
+
+
+def _stops(near: float, enough: float, until: float) -> Any:
+    """What has the solver stop when its time is over, or it is near enough and has looked for a while."""
+
+    def look(event: Any) -> None:
+        found, clock = event.data_out, now()
+        is_near = found.mip_primal_bound - found.mip_dual_bound <= near
+        event.data_in.user_interrupt = clock > until or (clock > enough and is_near)
+
+    return look
+
+
+def _solved(highspy: Any, solver: Any, *, whole: bool) -> ProgramAnswer:
+    status, info = solver.getModelStatus(), solver.getInfo()
+    if status == highspy.HighsModelStatus.kInfeasible:
+        return ProgramAnswer(None, math.inf, infeasible=True, proven=True)
+    proven = status == highspy.HighsModelStatus.kOptimal
+    found = info.objective_function_value
+    values = numpy.array(solver.getSolution().col_value)
+    if not whole:
+        return ProgramAnswer(values if proven else None, found if proven else 0.0, False, proven)
+    known = proven or math.isfinite(found)
+    return ProgramAnswer(values if known else None, info.mip_dual_bound, False, proven)
+
+
+def _model(highspy: Any, program: IntegerProgram) -> Any:
+    """The program as the solver takes it."""
+    model = highspy.HighsLp()
+    columns = len(program.lower)
+    model.num_col_, model.num_row_ = columns, len(program.rows)
+    model.col_cost_ = numpy.array(program.costs, dtype=float)
+    model.col_lower_ = numpy.array(program.lower, dtype=float)
+    model.col_upper_ = numpy.array(program.upper, dtype=float)
+    model.row_lower_ = numpy.array([row.least for row in program.rows])
+    model.row_upper_ = numpy.array([row.most for row in program.rows])
+    terms = [term for row in program.rows for term in row.terms]
+    matrix = model.a_matrix_
+    matrix.format_ = highspy.MatrixFormat.kRowwise
+    matrix.start_ = numpy.cumsum([0, *(len(row.terms) for row in program.rows)])
+    matrix.index_ = numpy.array([column for column, _ in terms])
+    matrix.value_ = numpy.array([factor for _, factor in terms], dtype=float)
+    kind = highspy.HighsVarType
+    if program.integers:
+        rest = columns - program.integers
+        model.integrality_ = [kind.kInteger] * program.integers + [kind.kContinuous] * rest
+    return model
+
 
 # Bytes are given in units of which the peak has so many, and the solver takes what is off by 1e-6 for equal.
 # Its rounding adds up, hence the slack; every choice is simulated before it counts.
 _UNITS = 4096
-_SLACK = 1e-4
-_JOIN = 24
+_SLACK = 1e-4  # In units, as said above.
+_JOIN = 24  # Arbitrary; enough that few rounds are needed, few enough that the program stays small.
 _ENOUGH = 1.0
 """Seconds for which the best is looked for, when what is near it is known."""
 _IMPOSSIBLE = Answer(None, math.inf, proven=True)
@@ -72,7 +192,7 @@ class _Sparse:
         return numpy.bincount(self._row, products, minlength=self._rows)
 
 
-class Search:
+class MomentSearch:
     """One question, asked with more and more moments until its answer holds at all of them.
 
     `limit`: a budget; None where the smallest peak is looked for, which is then a column of its own. `near`:
@@ -110,7 +230,7 @@ class Search:
     def _ask_in_whole(self, known: Chosen | None) -> Answer:
         best, lowest, enough = None, math.inf, 0.0
         while (left := self._until - now()) > 0:
-            found = highs.solve(self._program(whole=True), left, known, enough)
+            found = solve(self._program(whole=True), left, known, enough)
             if found.infeasible:
                 return _IMPOSSIBLE
             self._bound = max(self._bound, found.bound)
@@ -147,7 +267,7 @@ class Search:
     def _ask_in_fractions(self) -> bool:
         """Let those moments join at which fractions of options are over; False where even they cannot."""
         while (left := self._until - now()) > 0:
-            found = highs.solve(self._program(whole=False), left)
+            found = solve(self._program(whole=False), left)
             if found.infeasible:
                 return False
             if found.values is None:
@@ -169,30 +289,30 @@ class Search:
             self._moments.add(number)
             self._rows.append(self._row(self._model.at(self._model.moments[number])))
 
-    def _row(self, moment: Moment) -> Row:
+    def _row(self, moment: PeakMoment) -> Constraint:
         """The row that keeps memory at a moment under the limit, in units."""
         terms = tuple((column, size / self._unit) for column, size in moment.terms)
         if self._limit is not None:
-            return Row(-math.inf, (self._limit - moment.bytes) / self._unit + _SLACK, terms)
+            return Constraint(-math.inf, (self._limit - moment.bytes) / self._unit + _SLACK, terms)
         peak = self._model.columns
-        return Row(-math.inf, -moment.bytes / self._unit, (*terms, (peak, -1.0)))
+        return Constraint(-math.inf, -moment.bytes / self._unit, (*terms, (peak, -1.0)))
 
-    def _program(self, *, whole: bool) -> highs.Program:
+    def _program(self, *, whole: bool) -> IntegerProgram:
         model = self._model
         lower = [0.0] * model.columns
         lower[self._forced.start : self._forced.stop] = [1.0] * model.forced
         upper, costs = [1.0] * model.columns, self._costs
         if self._limit is None:
             lower, upper, costs = [*lower, 0.0], [*upper, math.inf], [*costs, 1.0]
-        return highs.Program(
+        return IntegerProgram(
             lower, upper, costs, model.options if whole else 0, self._rows, self._near
         )
 
-    def _no_more(self, chosen: Chosen) -> Row:
+    def _no_more(self, chosen: Chosen) -> Constraint:
         """Any choice but this."""
         on = {*chosen, *self._forced}
         terms = tuple((i, 1.0 if i in on else -1.0) for i in range(self._model.options))
-        return Row(-math.inf, len(on) - 1.0, terms)
+        return Constraint(-math.inf, len(on) - 1.0, terms)
 
     def _chosen(self, values: Any) -> Chosen:
         return tuple(numpy.flatnonzero(values[: self._forced.start] > 0.5).tolist())

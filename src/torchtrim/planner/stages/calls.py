@@ -23,7 +23,7 @@ class Pass(NamedTuple):
     last: int
 
 
-class Cut(NamedTuple):
+class CallCut(NamedTuple):
     """A place where a stage may begin: before this call of a module. `bytes`: what crosses there."""
 
     where: str
@@ -35,7 +35,7 @@ class Cut(NamedTuple):
 class Cuts(NamedTuple):
     """The places where a model may be cut, in order, and why not elsewhere: reasons by how often."""
 
-    cuts: tuple[Cut, ...]
+    cuts: tuple[CallCut, ...]
     reasons: tuple[str, ...]
 
 
@@ -85,18 +85,18 @@ def _backward_after(profile: Profile, call: Call) -> int:
 
 def cuts_of(profile: Profile, made: Pass) -> Cuts:
     """Where the model may be cut: where one tensor alone goes from what is before to what is after."""
-    finder = _Finder(profile, made)
+    finder = _CallFinder(profile, made)
     found, reasons = [], Counter[str]()
     for call in finder.candidates():
         reason, size = finder.judged(call)
         if reason:
             reasons[reason] += 1
         else:
-            found.append(Cut(finder.below(call), call.first, call.inputs[0], size))
+            found.append(CallCut(finder.below(call), call.first, call.inputs[0], size))
     return Cuts(tuple(found), tuple(reason for reason, _ in reasons.most_common()))
 
 
-class _Finder:
+class _CallFinder:
     """Looks at what crosses each place of a forward pass."""
 
     def __init__(self, profile: Profile, made: Pass) -> None:

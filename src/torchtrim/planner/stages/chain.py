@@ -64,7 +64,7 @@ class Chain(NamedTuple):
     share: float = 1.0
 
 
-class Reader:
+class ChainReader:
     """Reads chains, for micro-batches of any size, from one profile. Raises `Unsupported` with the reason.
 
     `seconds`: what the step takes without a recorder. `times`: what each operator takes, where that is not

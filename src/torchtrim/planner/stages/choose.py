@@ -23,10 +23,10 @@ from torchtrim.records.pipeline import (
 )
 
 Orders = Callable[[Schedule, int, int, int], Order | None]
-_MOST_MICROBATCHES = 64
+_MOST_MICROBATCHES = 64  # Arbitrary; a pipeline's bubble is small long before.
 _STAGES_A_RANK = (1, 2)
-_IMPROVED = 8
-_SHORT = 2
+_IMPROVED = 8  # Arbitrary; moving cuts simulates hundreds of steps for each.
+_SHORT = 2  # Arbitrary; those that are clocked besides the best of a schedule.
 
 
 class Ways(NamedTuple):
@@ -39,7 +39,7 @@ class Ways(NamedTuple):
     link: Link = Link()
 
 
-class Candidate(NamedTuple):
+class StageCandidate(NamedTuple):
     """One way to run the model in stages, simulated."""
 
     schedule: Schedule
@@ -62,10 +62,10 @@ class Chosen(NamedTuple):
     `shortlist`: the few quickest of each schedule, for whose stages it pays to be clocked.
     """
 
-    best: Candidate
-    others: tuple[Candidate, ...]
+    best: StageCandidate
+    others: tuple[StageCandidate, ...]
     pipeline: Pipeline
-    shortlist: tuple[Candidate, ...]
+    shortlist: tuple[StageCandidate, ...]
 
 
 def choose(
@@ -96,9 +96,9 @@ def rechosen(chosen: Chosen, clocks: Sequence[Sequence[Clocked]], ways: Ways) ->
     return _chosen(found, chosen.pipeline.root, ways)
 
 
-def _chosen(fits: list[Candidate], root: str, ways: Ways) -> Chosen:
+def _chosen(fits: list[StageCandidate], root: str, ways: Ways) -> Chosen:
     fits = sorted(fits, key=lambda one: (one.simulated.seconds, one.peak))
-    by_schedule: dict[Schedule, list[Candidate]] = {}
+    by_schedule: dict[Schedule, list[StageCandidate]] = {}
     for one in fits:
         by_schedule.setdefault(one.schedule, []).append(one)
     others = tuple(several[0] for several in by_schedule.values())
@@ -106,7 +106,7 @@ def _chosen(fits: list[Candidate], root: str, ways: Ways) -> Chosen:
     return Chosen(fits[0], others, pipeline_of(root, fits[0], ways), tuple(few))
 
 
-def _shortened(several: Sequence[Candidate]) -> list[Candidate]:
+def _shortened(several: Sequence[StageCandidate]) -> list[StageCandidate]:
     """The first few that differ in more than where they are cut."""
     found = {(one.microbatches, len(one.stages)): one for one in reversed(several)}
     return sorted(found.values(), key=lambda one: one.simulated.seconds)[:_SHORT]
@@ -114,7 +114,7 @@ def _shortened(several: Sequence[Candidate]) -> list[Candidate]:
 
 def _candidates(
     chain_of: Callable[[float], Chain], ways: Ways, budget: int | None, orders: Orders
-) -> Iterator[Candidate]:
+) -> Iterator[StageCandidate]:
     batch = chain_of(1.0).batch
     for microbatches in _microbatches(batch, ways):
         chain = chain_of(1 / (microbatches * ways.replicas))
@@ -149,7 +149,7 @@ def _candidate(
     order: Order,
     ways: Ways,
     budget: int | None,
-) -> Candidate:
+) -> StageCandidate:
     """The candidate, with stages that recompute where ranks would be over the budget."""
     again: tuple[int, ...] = ()
     stages = stages_of(chain, cuts)
@@ -157,7 +157,7 @@ def _candidate(
         again = _recomputed(chain, cuts, stages, order, microbatches, budget)
         stages = stages_of(chain, cuts, again)
     simulated = timed(stages, order, microbatches, ways.link)
-    return Candidate(schedule, microbatches, cuts, again, tuple(stages), simulated, order)
+    return StageCandidate(schedule, microbatches, cuts, again, tuple(stages), simulated, order)
 
 
 def _recomputed(
@@ -180,14 +180,14 @@ def _recomputed(
 
 
 def _improved(
-    found: list[Candidate],
+    found: list[StageCandidate],
     chain_of: Callable[[float], Chain],
     ways: Ways,
     budget: int | None,
-) -> list[Candidate]:
+) -> list[StageCandidate]:
     """The best few with their cuts moved while that makes the simulated step shorter."""
 
-    def rank(one: Candidate) -> tuple[bool, float]:
+    def rank(one: StageCandidate) -> tuple[bool, float]:
         return (budget is not None and one.peak > budget, one.simulated.seconds)
 
     found = sorted(found, key=rank)
@@ -195,7 +195,7 @@ def _improved(
     for one in found[:_IMPROVED]:
         chain = chain_of(1 / (one.microbatches * ways.replicas))
 
-        def price(cuts: Cuts, one: Candidate = one, chain: Chain = chain) -> float:
+        def price(cuts: Cuts, one: StageCandidate = one, chain: Chain = chain) -> float:
             stages = stages_of(chain, cuts, one.again)
             seconds = step_seconds(stages, one.order, ways.link)
             return seconds + _over(stages, one, budget) * 10 * seconds
@@ -207,7 +207,7 @@ def _improved(
     return [*best, *found[_IMPROVED:], *found[:_IMPROVED]]
 
 
-def _over(stages: Sequence[StageCost], one: Candidate, budget: int | None) -> float:
+def _over(stages: Sequence[StageCost], one: StageCandidate, budget: int | None) -> float:
     """By how much the worst rank is over the budget, as a share of it."""
     if budget is None:
         return 0.0
@@ -216,7 +216,7 @@ def _over(stages: Sequence[StageCost], one: Candidate, budget: int | None) -> fl
     return max(0.0, peak / budget - 1)
 
 
-def pipeline_of(root: str, best: Candidate, ways: Ways) -> Pipeline:
+def pipeline_of(root: str, best: StageCandidate, ways: Ways) -> Pipeline:
     """The candidate as a plan has it."""
     return Pipeline(
         root=root,
@@ -259,7 +259,7 @@ def _nothing(chain: Chain, ways: Ways) -> str:
     )
 
 
-def _infeasible(smallest: Candidate) -> InfeasibleBudget:
+def _infeasible(smallest: StageCandidate) -> InfeasibleBudget:
     peak = smallest.peak
     rank = smallest.simulated.peaks.index(peak)
     return InfeasibleBudget(

@@ -10,7 +10,7 @@ from math import comb
 from torchtrim.planner.stages.chain import Segment
 
 Cuts = tuple[int, ...]
-_MOST = 600
+_MOST = 600  # Arbitrary; simulated steps for one candidate, about a second.
 
 
 def balanced(segments: Sequence[Segment], stages: int, most_bytes: int | None = None) -> Cuts:

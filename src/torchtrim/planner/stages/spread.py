@@ -23,8 +23,9 @@ from torchtrim.planner.stages.timing import step_seconds
 from torchtrim.records.pipeline import Order, Schedule
 
 _SCHEDULE: Schedule = "1F1B"
-_MOST_MICROBATCHES = 512
+_MOST_MICROBATCHES = 512  # Arbitrary; bounds the layouts. The bubble is nothing long before.
 _MOST_SAMPLES = 16
+"""Arbitrary; where micro-batches are larger, more of them are as quick and need less memory."""
 _SIMULATED = 3
 """Micro-batches for each stage that are simulated one by one."""
 
@@ -49,7 +50,7 @@ class Fabric(NamedTuple):
         return self.latency + size * (ranks - 1) / ranks / rate
 
 
-class Layout(NamedTuple):
+class RankLayout(NamedTuple):
     """How the devices share the work: `samples` of each micro-batch, `microbatches` of each replica's shard.
 
     `again`: segments run again in backward. `reshard`: parameters are let go of after each use, and gathered
@@ -69,7 +70,7 @@ class Spread(NamedTuple):
     """A layout as simulated: `seconds` of a step, `bubble` and `exposed` the shares of it in which devices
     idle or await an exchange, and the highest bytes of any device."""
 
-    layout: Layout
+    layout: RankLayout
     seconds: float
     bubble: float
     exposed: float
@@ -97,7 +98,7 @@ def spread(
     budget: int,
     orders: Orders,
     fabric: Fabric = FABRIC,
-    layouts: Sequence[Layout] = (),
+    layouts: Sequence[RankLayout] = (),
 ) -> tuple[Spread, ...]:
     """The layouts of a batch over the devices that stay within `budget` bytes on each, the quickest first.
 
@@ -133,7 +134,7 @@ def spread(
     return tuple(sorted(fits, key=lambda one: (one.seconds, one.peak_bytes)))
 
 
-def described(one: Layout) -> str:
+def described(one: RankLayout) -> str:
     """The layout in words."""
     again = ", recomputes" if one.again else ""
     kept = "" if one.reshard or one.shards == 1 else ", parameters stay gathered"
@@ -143,7 +144,7 @@ def described(one: Layout) -> str:
     )
 
 
-def _layouts(devices: int, batch: int, segments: int) -> Iterator[Layout]:
+def _layouts(devices: int, batch: int, segments: int) -> Iterator[RankLayout]:
     for stages in _divisors(devices):
         ways = devices // stages
         if stages > segments or batch % ways:
@@ -154,9 +155,11 @@ def _layouts(devices: int, batch: int, segments: int) -> Iterator[Layout]:
                 if samples > _MOST_SAMPLES or count > _MOST_MICROBATCHES or count < stages:
                     continue
                 for again in (False, True):
-                    yield Layout(stages, ways // shards, shards, samples, count, again, True)
+                    yield RankLayout(stages, ways // shards, shards, samples, count, again, True)
                     if shards > 1:
-                        yield Layout(stages, ways // shards, shards, samples, count, again, False)
+                        yield RankLayout(
+                            stages, ways // shards, shards, samples, count, again, False
+                        )
 
 
 def _divisors(count: int) -> list[int]:
@@ -164,7 +167,7 @@ def _divisors(count: int) -> list[int]:
 
 
 def _simulated(
-    chain: Chain, edges: Sequence[int], layout: Layout, fabric: Fabric, orders: Orders
+    chain: Chain, edges: Sequence[int], layout: RankLayout, fabric: Fabric, orders: Orders
 ) -> Spread | None:
     few = min(layout.microbatches, _SIMULATED * layout.stages)
     order = orders(_SCHEDULE, layout.stages, layout.stages, few)
@@ -190,7 +193,7 @@ def _simulated(
 
 
 def _running(
-    costs: Sequence[StageCost], order: Order | None, layout: Layout, fabric: Fabric
+    costs: Sequence[StageCost], order: Order | None, layout: RankLayout, fabric: Fabric
 ) -> float:
     """Seconds until all micro-batches are through; in a full pipeline the longest stage sets the pace."""
     if layout.stages == 1 or order is None:
@@ -202,7 +205,7 @@ def _running(
 
 
 def _stage(
-    segments: Sequence[Segment], first: int, last: int, layout: Layout, fabric: Fabric
+    segments: Sequence[Segment], first: int, last: int, layout: RankLayout, fabric: Fabric
 ) -> _Stage:
     own = segments[first:last]
     plain = stage_of(segments, first, last, again=False)
@@ -262,7 +265,7 @@ def _activations(
     return held + max(sent, 0), rise, max(back, rise)
 
 
-def _always(own: Sequence[Segment], layout: Layout) -> int:
+def _always(own: Sequence[Segment], layout: RankLayout) -> int:
     """What a device holds of a stage whatever runs: its shards, and what is gathered of others'."""
     state = sum(one.state + one.gradients for one in own)
     if layout.shards == 1:
@@ -274,7 +277,7 @@ def _always(own: Sequence[Segment], layout: Layout) -> int:
     return state // layout.shards + two + max(sizes)
 
 
-def _peak(one: _Stage, number: int, layout: Layout) -> int:
+def _peak(one: _Stage, number: int, layout: RankLayout) -> int:
     """The highest bytes of a device that runs stage `number`."""
     flights = min(layout.microbatches, layout.stages - number)
     cost = one.cost

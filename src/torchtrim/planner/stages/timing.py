@@ -12,7 +12,7 @@ from torchtrim.records.pipeline import Action, Order
 _Key = tuple[str, int, int]
 
 
-class Bar(NamedTuple):
+class StageBar(NamedTuple):
     """An action of a rank, and when: seconds from the start of the step."""
 
     action: Action
@@ -30,7 +30,7 @@ class Simulated(NamedTuple):
     bubble: float
     peaks: tuple[int, ...]
     in_flight: tuple[int, ...]
-    bars: tuple[tuple[Bar, ...], ...]
+    bars: tuple[tuple[StageBar, ...], ...]
 
 
 def timed(stages: Sequence[StageCost], order: Order, batches: int, link: Link) -> Simulated:
@@ -56,12 +56,14 @@ def step_seconds(stages: Sequence[StageCost], order: Order, link: Link) -> float
     return max(bar.end for line in _timed(stages, order, link) for bar in line)
 
 
-def _timed(stages: Sequence[StageCost], order: Order, link: Link) -> tuple[tuple[Bar, ...], ...]:
+def _timed(
+    stages: Sequence[StageCost], order: Order, link: Link
+) -> tuple[tuple[StageBar, ...], ...]:
     """Let each rank do its actions in order, each once what it needs is there."""
     done: dict[_Key, float] = {}
     free = [0.0] * len(order.ranks)
     left = [deque(actions) for actions in order.ranks]
-    bars: list[list[Bar]] = [[] for _ in order.ranks]
+    bars: list[list[StageBar]] = [[] for _ in order.ranks]
     while any(left):
         moved = False
         for rank, actions in enumerate(left):
@@ -70,7 +72,7 @@ def _timed(stages: Sequence[StageCost], order: Order, link: Link) -> tuple[tuple
                 start = max(ready, free[rank])
                 free[rank] = start + _seconds(action, stages[action.stage])
                 done[_key(action)] = free[rank]
-                bars[rank].append(Bar(action, start, free[rank]))
+                bars[rank].append(StageBar(action, start, free[rank]))
                 moved = True
         assert moved, "the order waits for itself"
     return tuple(map(tuple, bars))

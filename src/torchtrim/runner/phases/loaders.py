@@ -11,7 +11,7 @@ from torchtrim.core.clock import CLOCK, Clock
 from torchtrim.data.here import cores_here
 from torchtrim.data.model import Consumer
 from torchtrim.data.rebuild import end_workers, rebuilt
-from torchtrim.data.search import Limits, Search
+from torchtrim.data.search import SearchLimits, SettingsSearch
 from torchtrim.data.tuner import for_cores, said_of, tuning_of
 from torchtrim.records.loader import LoaderCost, LoaderSettings, Tuning
 from torchtrim.records.trial import Tunes
@@ -39,8 +39,8 @@ class TriedLoaders:
         assert cost.parts is not None
         ready = cost.step_seconds if cost.ready_seconds is None else cost.ready_seconds
         consumer = Consumer(ready / max(cost.batches, 1), cost.busy)
-        limits = Limits(cores_here(), tunes.memory, pins=pins)
-        self._search = Search(cost.parts, cost.settings, consumer, limits)
+        limits = SearchLimits(cores_here(), tunes.memory, pins=pins)
+        self._search = SettingsSearch(cost.parts, cost.settings, consumer, limits)
         self._cost = cost
         self._loader = loader
         self._dataset = iterator._dataset

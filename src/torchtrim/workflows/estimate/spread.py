@@ -10,8 +10,8 @@ from torchtrim.costs.devices import DEVICES
 from torchtrim.costs.roofline import estimate
 from torchtrim.errors import UsageError
 from torchtrim.pipelines.orders import order_of
-from torchtrim.planner.stages.chain import Reader
-from torchtrim.planner.stages.spread import FABRIC, Fabric, Layout, Spread, spread
+from torchtrim.planner.stages.chain import ChainReader
+from torchtrim.planner.stages.spread import FABRIC, Fabric, RankLayout, Spread, spread
 from torchtrim.records.trial import Request
 from torchtrim.runner.trials import Model, Progress, Workload
 from torchtrim.workflows.estimate.estimate import Estimate
@@ -25,7 +25,7 @@ def spread_over(
     batch: int,
     device: str = "h100",
     fabric: Fabric = FABRIC,
-    layouts: Sequence[Layout] = (),
+    layouts: Sequence[RankLayout] = (),
     progress: Progress = lambda _: None,
 ) -> tuple[Spread, ...]:
     """Stages x replicas x shards for a step of `batch` samples on so many devices, the quickest first.
@@ -45,7 +45,7 @@ def spread_over(
     request = Request(steps=0, warmup=1, dry=True)
     found = Estimate(workload, device=device, request=request, progress=progress)
     times = estimate(found.profile, DEVICES[device]).device_seconds
-    reader = Reader(found.profile, 0.0, times)
+    reader = ChainReader(found.profile, 0.0, times)
     progress("looking for stages, replicas and shards")
     chain_of = functools.lru_cache(maxsize=None)(reader.chain)
     return spread(chain_of, devices, batch, budget, order_of, fabric, layouts)
