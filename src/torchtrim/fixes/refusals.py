@@ -8,9 +8,7 @@ from itertools import islice
 from typing import NoReturn
 
 from torchtrim.fixes import (
-    distinct_count,
     masked_assignment,
-    masked_count,
     masked_cross_entropy,
     masked_fill,
     masked_reduction,
@@ -18,6 +16,7 @@ from torchtrim.fixes import (
     partition,
 )
 from torchtrim.fixes.conditional_fill import fills
+from torchtrim.fixes.counts import DISTINCT_COUNT, MASKED_COUNT
 from torchtrim.rewriter.fix import Fix, Match
 from torchtrim.source.branches import branches
 from torchtrim.source.facts import Facts, Refused, Values, is_tensor
@@ -105,7 +104,7 @@ _LOOPED = (
 
 def _open_shapes(source: Source) -> Iterator[Place]:
     """The calls that no fix is for."""
-    fixed = _fixed(source, (distinct_count.FIX, masked_count.FIX, masked_fill.FIX))
+    fixed = _fixed(source, (DISTINCT_COUNT, MASKED_COUNT, masked_fill.FIX))
     for node, form, bound in places(_SHAPES, source):
         selected = any(selection(outer, source) for outer in islice(source.around(node), 2))
         if id(node) not in fixed and not selected:
@@ -190,8 +189,8 @@ _LISTED = (
 
 def _open_selections(source: Source) -> Iterator[Place]:
     """The selections that no fix is for."""
-    others = (masked_assignment, masked_count, masked_cross_entropy, masked_reduction, partition)
-    fixed = _fixed(source, (other.FIX for other in others))
+    others = (masked_assignment, masked_cross_entropy, masked_reduction, partition)
+    fixed = _fixed(source, (MASKED_COUNT, *(other.FIX for other in others)))
     for node in source.at({(ast.Call, ""), (ast.Subscript, "")}):
         assert isinstance(node, ast.expr)
         if id(node) in fixed:
