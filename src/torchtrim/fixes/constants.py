@@ -12,7 +12,7 @@ from torchtrim.source.names import is_private, only_reads, only_reads_at
 from torchtrim.source.purity import is_simple
 from torchtrim.source.source import Function, Source
 from torchtrim.source.uploads import need_device, uploads
-from torchtrim.source.uses import loads, stores
+from torchtrim.source.uses import binds, loads, stores
 
 _MAKERS = frozenset(("tensor", "as_tensor"))
 _COPYING_NAMES = """
@@ -98,13 +98,7 @@ def _check_loop(
     inside = {id(one) for one in ast.walk(loop)}
     if any(id(use) not in inside for use in loads(function, name)):
         raise Refused(f"`{name}` is read behind the loop, which may have had no turn")
-    names = {one.id for one in ast.walk(device) if isinstance(one, ast.Name)}
-    changed = {
-        one.id
-        for one in ast.walk(loop)
-        if isinstance(one, ast.Name) and not isinstance(one.ctx, ast.Load)
-    }
-    if not is_simple(device) or names & changed:
+    if not is_simple(device) or binds(loop, device):
         raise Refused("the device may be another in each turn")
 
 

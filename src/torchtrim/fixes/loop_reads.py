@@ -13,8 +13,8 @@ from torchtrim.source.facts import Facts, Refused, is_tensor, need_tensor
 from torchtrim.source.names import is_private, literal_stores, only_reads, was_fresh
 from torchtrim.source.purity import is_pure
 from torchtrim.source.reads import bare, is_whole, read_of, reads_in
-from torchtrim.source.source import Loop, Source
-from torchtrim.source.uses import loads
+from torchtrim.source.source import Loop, Source, within
+from torchtrim.source.uses import binds, loads, names_in, stores
 
 _HARMLESS_METHODS_NAMES = """
     append extend insert items keys values get join format split strip startswith endswith lower
@@ -41,11 +41,7 @@ def _match(source: Source, node: ast.AST, target: ast.expr, iterated: ast.expr) 
     if found is None:
         return
     name, tensor = found
-    uses = [
-        one
-        for one in ast.walk(node)
-        if isinstance(one, ast.Name) and one.id == name and isinstance(one.ctx, ast.Load)
-    ]
+    uses = loads(node, name)
     reads = [source.parents[_top(source, use)] for use in uses]
     if not uses or not all(_reads(source, use) for use in uses):
         return
@@ -103,13 +99,12 @@ def _listed(match: Match, facts: Facts) -> Writing:
     edits = [
         Edit(source.start(tensor), source.end(tensor), f"{atom(source, tensor)}.flatten().tolist()")
     ]
-    for use in ast.walk(around):
-        if isinstance(use, ast.Name) and use.id == name and isinstance(use.ctx, ast.Load):
-            call = source.parents[_top(source, use)]
-            read = read_of(call, source)
-            assert read is not None
-            text = f"{read.cast}({name})" if read.cast else name
-            edits.append(Edit(source.start(call), source.end(call), text))
+    for use in loads(around, name):
+        call = source.parents[_top(source, use)]
+        read = read_of(call, source)
+        assert read is not None
+        text = f"{read.cast}({name})" if read.cast else name
+        edits.append(Edit(source.start(call), source.end(call), text))
     check_comments(source, edits)
     return Writing(tuple(edits), risk)
 
@@ -132,22 +127,10 @@ def _risk(match: Match, around: ast.AST) -> str:
 def _check_name(source: Source, loop: ast.For, name: str) -> None:
     """After the loop the name is a number, so nobody may look at it."""
     function = source.function(loop)
-    own = {id(one) for one in ast.walk(loop)}
-    others = [
-        one
-        for one in ast.walk(function)
-        if isinstance(one, ast.Name) and one.id == name and id(one) not in own
-    ]
-    if any(isinstance(one.ctx, ast.Load) for one in others) or not is_private(
-        source, function, name
-    ):
+    alone = len(loads(function, name)) == len(loads(loop, name))
+    if not alone or not is_private(source, function, name):
         raise Refused(f"`{name}` is used after the loop, as a tensor")
-    stores = [
-        one
-        for one in ast.walk(loop)
-        if isinstance(one, ast.Name) and one.id == name and not isinstance(one.ctx, ast.Load)
-    ]
-    if len(stores) > 1:
+    if len(stores(loop, name)) > 1:
         raise Refused(f"`{name}` is given another value in the loop")
 
 
@@ -203,23 +186,15 @@ def _tensor(source: Source, node: ast.Call) -> ast.expr | None:
 def _parts(source: Source, node: ast.Call, tensor: ast.expr) -> dict[str, ast.expr] | None:
     """The tensor, or the whole and the indices of a row of it."""
     loop = source.loop(node)
-    if loop is None or (isinstance(loop, ast.For) and _within(node, loop.iter)):
+    if loop is None or (isinstance(loop, ast.For) and within(node, loop.iter)):
         return None
-    if not _bound(tensor, loop):
+    if not binds(loop, tensor):
         return {"X": tensor}
-    if isinstance(tensor, ast.Subscript) and not _bound(tensor.value, loop):
+    if isinstance(tensor, ast.Subscript) and not binds(loop, tensor.value):
         found = tensor.slice.elts if isinstance(tensor.slice, ast.Tuple) else [tensor.slice]
         if not any(isinstance(one, ast.Slice | ast.Starred) for one in found):
             return {"X": tensor.value, **{f"I{n}": one for n, one in enumerate(found)}}
     return None
-
-
-def _bound(node: ast.expr, loop: Loop) -> bool:
-    names = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
-    return any(
-        isinstance(one, ast.Name) and one.id in names and not isinstance(one.ctx, ast.Load)
-        for one in ast.walk(loop)
-    )
 
 
 def _is_guarded(source: Source, node: ast.AST) -> bool:
@@ -262,7 +237,7 @@ def _widest(match: Match) -> tuple[Loop, str]:
     source, tensor = match.source, match.parts["X"]
     found = None
     for loop in _loops_around(source, match.node):
-        if _bound(tensor, loop) or not _keeps(source, loop, tensor):
+        if binds(loop, tensor) or not _keeps(source, loop, tensor):
             break
         found = loop
     if found is not None:
@@ -320,10 +295,6 @@ def _is_unpacked(source: Source, node: ast.AST) -> bool:
     )
 
 
-def _within(node: ast.AST, around: ast.AST) -> bool:
-    return any(one is node for one in ast.walk(around))
-
-
 INVARIANT_READ: Fix = Fix(
     name="invariant_read",
     doc="""`mask.sum(1).tolist()` and `sizes[i].tolist()` in a loop are read once, before they are first
@@ -363,13 +334,7 @@ def _changes_nothing(source: Source, inside: ast.AST) -> bool:
 
 def _keeps(source: Source, loop: Loop, expression: ast.expr) -> bool:
     """Whether an expression's names mean the same tensors, with the same content, throughout the loop."""
-    names = {node.id for node in ast.walk(expression) if isinstance(node, ast.Name)}
-    rebound = {
-        node.id
-        for node in ast.walk(loop)
-        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)
-    }
-    if names & rebound:
+    if binds(loop, expression):
         return False
     if _changes_nothing(source, loop):
         return True
@@ -377,7 +342,7 @@ def _keeps(source: Source, loop: Loop, expression: ast.expr) -> bool:
         isinstance(node, ast.Attribute) and _is_data(source, node) for node in ast.walk(expression)
     ):
         return False
-    own = [name for name in names if name not in source.imported]
+    own = names_in(expression) - set(source.imported)
     return all(
         was_fresh(source, name, loop) and all(only_reads(source, use) for use in loads(loop, name))
         for name in own
