@@ -18,6 +18,7 @@ import pytest
 import torchtrim
 from torchtrim.cli.main import torchtrim as command_line
 from torchtrim.executor.registry import names, technique
+from torchtrim.rewriter.fix import Fix
 from torchtrim.rewriter.registry import all_fixes, fixes_of
 from torchtrim.rules.registry import all_rules
 
@@ -216,10 +217,13 @@ def test_every_rule_fix_technique_and_verb_is_found_by_its_file() -> None:
         files("fixes", "FIXES"),
     )
     assert not alone & families
-    members = [
-        fix.name for home in families for fix in fixes_of(import_module(f"torchtrim.fixes.{home}"))
-    ]
+    homes = [import_module(f"torchtrim.fixes.{home}") for home in families]
+    members = [fix.name for home in homes for fix in fixes_of(home)]
     assert sorted(found.name for found in all_fixes()) == sorted([*alone, *members])
+    for home in homes:
+        made = [one for one in vars(home).values() if isinstance(one, Fix)]
+        own = {one.name for one in made if one.write.__module__ == home.__name__}
+        assert own == {fix.name for fix in fixes_of(home)}
 
 
 @pytest.mark.parametrize("name", names())
