@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import click
@@ -17,7 +18,8 @@ import pytest
 import torchtrim
 from torchtrim.cli.main import torchtrim as command_line
 from torchtrim.executor.registry import names, technique
-from torchtrim.rewriter.registry import all_fixes
+from torchtrim.rewriter.fix import Fix
+from torchtrim.rewriter.registry import all_fixes, fixes_of
 from torchtrim.rules.registry import all_rules
 
 ROOT = Path(__file__).parents[1]
@@ -207,10 +209,21 @@ def test_every_rule_fix_technique_and_verb_is_found_by_its_file() -> None:
 
     verbs = command_line.list_commands(click.Context(command_line))
     assert {found.stem for found in all_rules()} == files("rules", "RULE = ")
-    assert {found.name for found in all_fixes()} == files("fixes", "FIX")
     techniques = "techniques", "TECHNIQUE = "
     assert set(names()) == files(*techniques) | folders(*techniques)
     assert {verb.replace("-", "_") for verb in verbs} == files("cli/verbs", "def command(")
+    alone, families = (
+        files("fixes", "FIX: Fix = ") | files("fixes", "FIX = "),
+        files("fixes", "FIXES"),
+    )
+    assert not alone & families
+    homes = [import_module(f"torchtrim.fixes.{home}") for home in families]
+    members = [fix.name for home in homes for fix in fixes_of(home)]
+    assert sorted(found.name for found in all_fixes()) == sorted([*alone, *members])
+    for home in homes:
+        made = [one for one in vars(home).values() if isinstance(one, Fix)]
+        own = {one.name for one in made if one.write.__module__ == home.__name__}
+        assert own == {fix.name for fix in fixes_of(home)}
 
 
 @pytest.mark.parametrize("name", names())

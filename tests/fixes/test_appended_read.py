@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fixes import proving
-from torchtrim.fixes.appended_read import FIX
+from torchtrim.fixes.deferred_reads import APPENDED_READ as FIX
 from torchtrim.source.facts import Refused
 
 pytestmark = pytest.mark.filterwarnings("ignore:Converting a tensor")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchtrim.fixes.control_dependence import FIX
+from torchtrim.fixes.refusals import CONTROL_DEPENDENCE as FIX
 from torchtrim.source.facts import Facts, Refused
 from torchtrim.source.source import Source
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fixes import proving
-from torchtrim.fixes.counted_values import FIX
+from torchtrim.fixes.counts import COUNTED_VALUES as FIX
 from torchtrim.rewriter.edits import patch
 from torchtrim.source.facts import Refused
 

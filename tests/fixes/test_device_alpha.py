@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fixes import proving
-from torchtrim.fixes.device_alpha import FIX
+from torchtrim.fixes.given_back import DEVICE_ALPHA as FIX
 from torchtrim.source.facts import Refused
 
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

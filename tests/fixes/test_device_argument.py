@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fixes import proving
-from torchtrim.fixes.device_argument import FIX
+from torchtrim.fixes.given_back import DEVICE_ARGUMENT as FIX
 from torchtrim.source.facts import Refused
 
 pytestmark = pytest.mark.filterwarnings("ignore:Converting a tensor")

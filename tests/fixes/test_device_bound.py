@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fixes import proving
-from torchtrim.fixes.device_bound import FIX
+from torchtrim.fixes.refusals import DEVICE_BOUND as FIX
 from torchtrim.source.facts import Facts, Refused
 from torchtrim.source.source import Source
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fixes import proving
-from torchtrim.fixes.distinct_count import FIX
+from torchtrim.fixes.counts import DISTINCT_COUNT as FIX
 from torchtrim.rewriter.edits import patch
 from torchtrim.source.facts import Facts, Refused
 from torchtrim.source.source import Source

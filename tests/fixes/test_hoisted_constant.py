@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fixes import proving
-from torchtrim.fixes.hoisted_constant import FIX
+from torchtrim.fixes.constants import HOISTED_CONSTANT as FIX
 from torchtrim.source.facts import Refused
 
 BODIES = (

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fixes import proving
-from torchtrim.fixes.invariant_read import FIX
+from torchtrim.fixes.loop_reads import INVARIANT_READ as FIX
 from torchtrim.linter.text import fixed_text
 from torchtrim.source.facts import Facts, Refused, Told
 from torchtrim.source.source import Source

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fixes import proving
-from torchtrim.fixes.iterated_read import FIX
+from torchtrim.fixes.loop_reads import ITERATED_READ as FIX
 from torchtrim.source.facts import Refused
 from torchtrim.source.source import Source
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fixes import proving
-from torchtrim.fixes.listed_range import FIX
+from torchtrim.fixes.uploads import LISTED_RANGE as FIX
 from torchtrim.source.facts import Refused
 
 SAFE = (

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fixes import proving
-from torchtrim.fixes.made_on_device import FIX
+from torchtrim.fixes.uploads import MADE_ON_DEVICE as FIX
 from torchtrim.source.facts import Refused
 
 

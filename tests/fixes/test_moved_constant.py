@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fixes import proving
-from torchtrim.fixes.moved_constant import FIX
+from torchtrim.fixes.constants import MOVED_CONSTANT as FIX
 from torchtrim.source.facts import Refused
 
 HEAD = """

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fixes import proving
-from torchtrim.fixes.open_selection import FIX
+from torchtrim.fixes.refusals import OPEN_SELECTION as FIX
 from torchtrim.source.facts import Facts, Refused
 from torchtrim.source.source import Source
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fixes import proving
-from torchtrim.fixes.pinned_upload import FIX
+from torchtrim.fixes.uploads import PINNED_UPLOAD as FIX
 from torchtrim.source.facts import Refused
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fixes import proving
-from torchtrim.fixes.remade_tensor import FIX
+from torchtrim.fixes.given_back import REMADE_TENSOR as FIX
 from torchtrim.source.facts import Refused
 
 CALLS = (

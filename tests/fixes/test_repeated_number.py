@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fixes import proving
-from torchtrim.fixes.repeated_number import FIX
+from torchtrim.fixes.uploads import REPEATED_NUMBER as FIX
 from torchtrim.source.facts import Refused
 
 CALLS = (

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fixes import proving
-from torchtrim.fixes.round_trip import FIX
+from torchtrim.fixes.given_back import ROUND_TRIP as FIX
 from torchtrim.source.facts import Refused
 
 TYPES = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.bool)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fixes import proving
-from torchtrim.fixes.scalar_on_device import FIX
+from torchtrim.fixes.uploads import SCALAR_ON_DEVICE as FIX
 from torchtrim.linter.text import fixed_text
 from torchtrim.source.facts import Refused
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fixes import proving
-from torchtrim.fixes.unchecked_cholesky import FIX
+from torchtrim.fixes.unchecked import UNCHECKED_CHOLESKY as FIX
 from torchtrim.source.facts import Refused
 
 CALLS = ("torch.linalg.cholesky(a @ a.mT + 1 * e)", "torch.linalg.cholesky(e + e, upper=True)")

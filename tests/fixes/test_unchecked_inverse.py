@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fixes import proving
-from torchtrim.fixes.unchecked_inverse import FIX
+from torchtrim.fixes.unchecked import UNCHECKED_INVERSE as FIX
 from torchtrim.source.facts import Refused
 
 CALLS = ("torch.linalg.inv(a)", "torch.inverse(a * 1)", "torch.linalg.solve(a, b)")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchtrim.fixes.unsynchronized_copy import FIX
+from torchtrim.fixes.refusals import UNSYNCHRONIZED_COPY as FIX
 from torchtrim.source.facts import Facts, Refused
 from torchtrim.source.source import Source
 

@@ -8,8 +8,7 @@ import pytest
 
 from torchtrim.linter.kinds import Kind
 from torchtrim.linter.static_syncs import static_syncs
-from torchtrim.linter.text import fixed_text, lint_source
-from torchtrim.linter.told import told_of
+from torchtrim.linter.text import fixed_text, lint_source, told_of
 from torchtrim.rewriter.registry import matches
 from torchtrim.source.source import Source
 

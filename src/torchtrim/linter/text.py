@@ -11,16 +11,15 @@ from typing import NamedTuple
 
 from torchtrim.analysis.ignores import ignored_codes
 from torchtrim.errors import UnreadableInput
-from torchtrim.linter.kinds import Kind
+from torchtrim.linter.kinds import UNKNOWN, Kind
 from torchtrim.linter.project import is_cpu_test, outside_of
 from torchtrim.linter.static_syncs import StaticSync, static_syncs
-from torchtrim.linter.told import told_of
 from torchtrim.records.finding import Finding, Suggestion
 from torchtrim.rewriter.edits import compatible, diff_of, patch
 from torchtrim.rewriter.fix import Match, Rewrite
 from torchtrim.rewriter.registry import matches
 from torchtrim.source.branches import is_fallback
-from torchtrim.source.facts import Facts, Refused
+from torchtrim.source.facts import Facts, NoTensor, Refused, Told
 from torchtrim.source.source import Source, spot
 from torchtrim.syncs.lookup import row
 
@@ -38,6 +37,10 @@ _MOST_ROUNDS = 20
 _MOST_FIXED = 250
 """How many places of a file a fix is looked for, so that the time is linear in the file."""
 _LATER = f"No fix was looked for: only the first {_MOST_FIXED} places of a file are. "
+_NO_TENSORS = frozenset(
+    ("plain", "array", "sequence", "device", "dtype", "mapping", "layer", "function")
+)
+_DTYPES = {"bool": "bool", "int": "int64"}
 _RANK = ("safe", "unsafe", "refused")
 Selected = Callable[[str], bool]
 
@@ -266,6 +269,24 @@ def _candidate(match: Match, kinds: Mapping[ast.AST, Kind]) -> Candidate:
     return Candidate(
         match, rewrite, "; ".join(part for part in (rewrite.risk, needs) if part), text
     )
+
+
+def told_of(match: Match, kinds: Mapping[ast.AST, Kind]) -> dict[str, Told]:
+    """What the source tells of each part of a match."""
+    return {name: _told(kinds.get(node, UNKNOWN)) for name, node in match.parts.items()}
+
+
+def _told(kind: Kind) -> Told:
+    if kind.what in _NO_TENSORS:
+        return Told(kind=NoTensor(kind.what))
+    if kind.what != "tensor":
+        return Told()
+    fields: dict[str, object] = {"kind": "tensor"}
+    if kind.dtype:
+        fields["dtype"] = _DTYPES[kind.dtype]
+    if kind.single:
+        fields["shape"] = ()
+    return Told(**fields)
 
 
 def _suggestion(source: Source, found: Found) -> Suggestion:

@@ -11,7 +11,7 @@ from torchtrim.source.facts import Facts, Refused, Values
 from torchtrim.source.forms import equal
 from torchtrim.source.purity import is_pure, is_simple
 from torchtrim.source.selections import Tree, tensor_part, trailing
-from torchtrim.source.source import Function, Source
+from torchtrim.source.source import Function, Source, within
 from torchtrim.source.uses import stores
 
 _REPEATED = "its number of dimensions"
@@ -54,17 +54,17 @@ class Dense:
         parts: dict[ast.AST, str] = dict(also or {})
         for number in range(len(self._tree.leaves)):
             leaf = self._tree.leaves[number][0].node
-            if _within(leaf, inner):
+            if within(leaf, inner):
                 parts[leaf] = self.leaf(number)
         for number, operand in enumerate(self._tree.operands):
-            if self._guards(number) and _within(operand.node, inner):
+            if self._guards(number) and within(operand.node, inner):
                 parts[operand.node] = self._operand(number)
         if after is not None:
             node, more = after
             parts[node] = spliced(
-                self._source, node, {p: t for p, t in parts.items() if _within(p, node)}
+                self._source, node, {p: t for p, t in parts.items() if within(p, node)}
             )
-            parts = {p: t for p, t in parts.items() if p is node or not _within(p, node)}
+            parts = {p: t for p, t in parts.items() if p is node or not within(p, node)}
             parts[node] += more
         return spliced(self._source, inner, parts)
 
@@ -77,7 +77,7 @@ class Dense:
             if self._guards(number):
                 texts[operand.node] = self._operand(number)
         for node, text in texts.items():
-            if not _within(node, inner):
+            if not within(node, inner):
                 yield Edit(self._source.start(node), self._source.end(node), text)
 
     def _guards(self, number: int) -> bool:
@@ -222,7 +222,3 @@ def spliced(source: Source, node: ast.AST, parts: Mapping[ast.AST, str]) -> str:
         text += [source.text[at : source.start(part)], parts[part]]
         at = source.end(part)
     return "".join([*text, source.text[at : source.end(node)]])
-
-
-def _within(node: ast.AST, around: ast.AST) -> bool:
-    return any(one is node for one in ast.walk(around))

@@ -107,19 +107,24 @@ class Fix:
 
     `codes` are the rules whose findings it fixes. `find` gives the places that have its form. `write`
     says what to write there, by the facts; it asks `facts.need` for what it rests on, and raises
-    `Refused` where the fix would change the result. The docstring of its module is its
-    documentation: a line of summary, then what must hold, why, and when it refuses.
+    `Refused` where the fix would change the result. `doc` is its documentation: a line of summary,
+    then what must hold, why, and when it refuses. A fix that has its file to itself has its `name`
+    and `doc` from there.
     """
 
     codes: tuple[str, ...]
     equivalence: Equivalence
     find: Callable[[Source], Iterator[Match]]
     write: Callable[[Match, Facts], Writing]
+    name: str = ""
+    doc: str = ""
 
-    @property
-    def name(self) -> str:
-        """The name of its file, of its test and in reports."""
-        return self.write.__module__.rpartition(".")[2]
+    def __post_init__(self) -> None:
+        """Take the name and the documentation of the file where none are given."""
+        home = self.write.__module__
+        object.__setattr__(self, "name", self.name or home.rpartition(".")[2])
+        doc = self.doc or sys.modules[home].__doc__ or ""
+        object.__setattr__(self, "doc", inspect.cleandoc(doc))
 
     def places(self, source: Source) -> tuple[Match, ...]:
         """What `find` gives of a source, in which it looks once, without what a guard keeps as it was."""
@@ -133,8 +138,7 @@ class Fix:
     @property
     def summary(self) -> str:
         """What it does, in a sentence."""
-        doc = inspect.cleandoc(sys.modules[self.write.__module__].__doc__ or "")
-        return doc.partition("\n\n")[0].replace("\n", " ")
+        return self.doc.partition("\n\n")[0].replace("\n", " ")
 
     def rewrite(self, match: Match, facts: Facts) -> Rewrite:
         """The rewrite of one place. Raises `Refused` with the reason where there is none."""

@@ -8,7 +8,7 @@ from torchtrim.rewriter.replace import runs_first
 from torchtrim.source.purity import is_pure
 from torchtrim.source.selections import selection
 from torchtrim.source.source import Source
-from torchtrim.source.uses import loads, stores
+from torchtrim.source.uses import loads, names_in, stores
 
 
 def named_values(source: Source, node: ast.expr) -> dict[str, ast.Assign]:
@@ -25,18 +25,18 @@ def named_values(source: Source, node: ast.expr) -> dict[str, ast.Assign]:
     block = source.block(source.statement(node))
     at = next((n for n, one in enumerate(block) if one is source.statement(node)), 0)
     inside = {id(one) for one in ast.walk(node)}
-    read = _names(node)
+    read = names_in(node)
     found: dict[str, ast.Assign] = {}
     bound: set[str] = set()
     for statement in reversed(block[:at]):
         name = _name(statement)
         if name in read and isinstance(statement, ast.Assign):
-            if _names(statement.value) & bound:
+            if names_in(statement.value) & bound:
                 break
             if _only_here(function, name, inside):
                 found[name] = statement
                 inside |= {id(one) for one in ast.walk(statement.value)}
-                read |= _names(statement.value)
+                read |= names_in(statement.value)
         if not _plain(source, statement):
             break
         bound |= {one.id for one in ast.walk(statement) if _binds(one)}  # type: ignore[attr-defined]
@@ -83,7 +83,3 @@ def _plain(source: Source, statement: ast.stmt) -> bool:
 
 def _binds(node: ast.AST) -> bool:
     return isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)
-
-
-def _names(node: ast.AST) -> set[str]:
-    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}

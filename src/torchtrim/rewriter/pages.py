@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,8 +31,7 @@ def page() -> str:
 
 def _sections(fixes: tuple[Fix, ...]) -> Iterator[str]:
     for fix in fixes:
-        doc = inspect.cleandoc(sys.modules[fix.write.__module__].__doc__ or "")
-        yield f"\n## {fix.name}\n\n{doc}\n"
+        yield f"\n## {fix.name}\n\n{fix.doc}\n"
 
 
 def _codes(fix: Fix) -> str:

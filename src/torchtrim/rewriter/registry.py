@@ -1,4 +1,4 @@
-"""Finds the fixes. To add one, add a file to `fixes/` that defines `FIX`."""
+"""Finds the fixes. To add one, add a file to `fixes/` that defines `FIX`, or `FIXES` of one family."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pkgutil
 from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib import import_module
+from types import ModuleType
 
 from torchtrim.core.isolation import Failure, collected, isolated, note
 from torchtrim.rewriter.fix import Fix, Match
@@ -29,8 +30,13 @@ def _imported(folders: tuple[str, ...]) -> tuple[tuple[Fix, ...], tuple[Failure,
     with collected() as failed:
         for name in sorted(one.name for one in pkgutil.iter_modules(folders)):
             with isolated("fix", name):
-                found.append(import_module(f"{_HOME}.{name}").FIX)
-    return tuple(found), tuple(failed)
+                found += fixes_of(import_module(f"{_HOME}.{name}"))
+    return tuple(sorted(found, key=lambda fix: fix.name)), tuple(failed)
+
+
+def fixes_of(home: ModuleType) -> tuple[Fix, ...]:
+    """The fixes of a file: those of its family, else its only one."""
+    return home.FIXES if hasattr(home, "FIXES") else (home.FIX,)
 
 
 def matches(source: Source, codes: Iterable[str] | None = None) -> Iterator[Match]:

@@ -13,7 +13,7 @@ from torchtrim.rewriter.fix import Edit, Match
 from torchtrim.source.facts import Refused
 from torchtrim.source.forms import form
 from torchtrim.source.purity import is_pure, is_simple
-from torchtrim.source.source import Source
+from torchtrim.source.source import Source, within
 
 _WORD = re.compile(r"\*\*[A-Z][A-Z0-9]*\b|\b[A-Z][A-Z0-9]*\b|\b(?:torch|math)(?=\.)")
 _ATOMS = (
@@ -175,7 +175,7 @@ def runs_first(source: Source, node: ast.AST) -> bool:
     statement = source.statement(node)
     if isinstance(statement, ast.While | ast.Match | ast.Try) or _is_elif(source, statement):
         return False
-    if isinstance(statement, ast.For) and not _within(node, statement.iter):
+    if isinstance(statement, ast.For) and not within(node, statement.iter):
         return False
     inner = node
     for outer in source.around(node):
@@ -270,7 +270,7 @@ def _stands_alone(source: Source, node: ast.expr) -> bool:
 
 
 def _check_effects(match: Match, written: list[str]) -> None:
-    own = {name: node for name, node in match.parts.items() if _within(node, match.node)}
+    own = {name: node for name, node in match.parts.items() if within(node, match.node)}
     impure = {name for name, node in own.items() if not is_pure(node, match.source)}
     at = sorted(impure, key=lambda name: match.source.start(match.parts[name]))
     if [name for name in written if name in impure] != at:
@@ -290,10 +290,6 @@ def _is_elif(source: Source, statement: ast.stmt) -> bool:
     )
 
 
-def _within(node: ast.AST, around: ast.AST) -> bool:
-    return any(one is node for one in ast.walk(around))
-
-
 def _calls_before(source: Source, statement: ast.stmt, node: ast.AST) -> Iterator[ast.Call]:
     """The calls of the statement's own line of code that run before the node."""
     outer = set(source.around(node))
@@ -305,7 +301,7 @@ def _calls_before(source: Source, statement: ast.stmt, node: ast.AST) -> Iterato
             if (
                 isinstance(inner, ast.Call)
                 and inner not in outer
-                and not _within(inner, node)
+                and not within(inner, node)
                 and source.start(inner) < source.start(node)
             ):
                 yield inner

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from torchtrim.source.names import assignment_before
 from torchtrim.source.source import Source
 from torchtrim.source.total import is_total
-from torchtrim.source.uses import stores
+from torchtrim.source.uses import names_in, stores
 
 Assigns = tuple[ast.Assign, ...]
 
@@ -149,7 +149,7 @@ def origins(source: Source, branch: Branch) -> Assigns:
 
 def _still_stands(source: Source, assign: ast.Assign, statement: ast.stmt) -> bool:
     """Whether no name that the assignment uses is bound anew before the statement."""
-    used = {one.id for one in ast.walk(assign.value) if isinstance(one, ast.Name)}
+    used = names_in(assign.value)
     return not any(
         assign.lineno <= one.lineno < statement.lineno
         for name in used

@@ -322,3 +322,8 @@ def _bound_in(function: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
             yield node.name
         pending += children(node)
+
+
+def within(node: ast.AST, around: ast.AST) -> bool:
+    """Whether a node is another, or a part of it."""
+    return any(one is node for one in ast.walk(around))

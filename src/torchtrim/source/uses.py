@@ -1,4 +1,4 @@
-"""Where a function's code reads a name, and where it binds one."""
+"""Where a piece of code reads a name, and where it binds one."""
 
 from __future__ import annotations
 
@@ -18,6 +18,16 @@ def loads(function: ast.AST, name: str) -> Sequence[ast.Name]:
 def stores(function: ast.AST, name: str) -> Sequence[ast.Name]:
     """Each place of a function's code that binds or deletes a name."""
     return _places(function, name)[1]
+
+
+def names_in(node: ast.AST) -> set[str]:
+    """Every name in a piece of code."""
+    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+
+
+def binds(inside: ast.AST, expression: ast.expr) -> bool:
+    """Whether a piece of code binds or deletes a name of an expression."""
+    return any(stores(inside, name) for name in names_in(expression))
 
 
 def _places(function: ast.AST, name: str) -> _Places:

@@ -1,0 +1,282 @@
+"""Reads in a loop whose numbers nobody sees before it is over: they are put off until then."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from torchtrim.rewriter.deferred import (
+    Computed,
+    computed_of,
+    gives_int,
+    need_reads,
+    on_device,
+    widest_loop,
+)
+from torchtrim.rewriter.fix import Edit, Equivalence, Fix, Match, Writing
+from torchtrim.rewriter.guarded import check_bound, names_tested, with_names
+from torchtrim.rewriter.replace import check_comments, fresh, insert_after, torch_of
+from torchtrim.source.facts import Facts, Refused
+from torchtrim.source.names import assigned_to, literal_stores, only_reads
+from torchtrim.source.reads import is_whole
+from torchtrim.source.source import Loop, Source
+from torchtrim.source.uses import loads, stores
+
+
+def _match(fix: Fix, source: Source, node: ast.AST, value: ast.expr) -> Iterator[Match]:
+    """The match of a node in a loop whose value is computed of reads."""
+    if source.loop(node) is not None and (computed := computed_of(value, source)) is not None:
+        yield Match(fix=fix, source=source, node=node, parts=computed.parts)
+
+
+def _needed(match: Match, facts: Facts, value: ast.expr) -> Computed:
+    """What the value is computed of, which the facts must allow."""
+    computed = computed_of(value, match.source)
+    assert computed is not None
+    need_reads(match, facts, computed)
+    return computed
+
+
+def _grade(computed: Computed) -> Equivalence:
+    return "BITWISE" if computed.exact else "ROUNDING"
+
+
+def _sums(source: Source) -> Iterator[Match]:
+    """Each `+=` and `-=` of reads in a loop."""
+    for node in source.at({(ast.AugAssign, "")}):
+        assert isinstance(node, ast.AugAssign)
+        if isinstance(node.op, ast.Add | ast.Sub):
+            yield from _match(ACCUMULATED_READ, source, node, node.value)
+
+
+def _added(match: Match, facts: Facts) -> Writing:
+    """The sum on the device, and its reads."""
+    node, source = match.node, match.source
+    assert isinstance(node, ast.AugAssign)
+    if not isinstance(node.target, ast.Name):
+        raise Refused(
+            f"`{source.segment(node.target)[:60]}` may be looked at by others before the loop is over. Add "
+            "to a name of the function, and store its value once after the loop"
+        )
+    name = node.target.id
+    loop = widest_loop(source, node, name)
+    starts = _starts(match, node, loop)
+    computed = _needed(match, facts, node.value)
+    integral = gives_int(facts, computed) and int in starts
+    if integral and float in starts:
+        raise Refused(f"`{name}` begins as an integer in one place and as a float in another")
+    return Writing(
+        _sum_edits(match, facts, loop, computed, integral, starts), equivalence=_grade(computed)
+    )
+
+
+def _starts(match: Match, node: ast.AugAssign, loop: Loop) -> set[type]:
+    """The types that the sum begins with."""
+    source = match.source
+    assert isinstance(node.target, ast.Name)
+    name, function = node.target.id, source.function(node)
+    found = literal_stores(source, function, name)
+    if not found:
+        raise Refused(f"`{name}` does not begin as a number that is written there, such as 0.0")
+    for store in stores(loop, name):
+        outer = source.parents[store]
+        if isinstance(outer, ast.AugAssign) and outer is not node:
+            raise Refused(f"line {outer.lineno} changes `{name}` in the same loop")
+    return {type(one.value) for one in found}
+
+
+def _sum_edits(
+    match: Match,
+    facts: Facts,
+    loop: Loop,
+    computed: Computed,
+    integral: bool,
+    starts: set[type],
+) -> tuple[Edit, ...]:
+    source, node = match.source, match.node
+    assert isinstance(node, ast.AugAssign)
+    assert isinstance(node.target, ast.Name)
+    name = node.target.id
+    torch, imports = torch_of(source)
+    test, _, nodes = names_tested(match, facts, [f"L{n}" for n in range(len(computed.reads))])
+    check_bound(match, nodes, node)
+    read = f"{name}.item() if {torch}.is_tensor({name}) else {name}"
+    plain = not test and (integral or starts == {float})
+    if plain:
+        read = f"{'int' if integral else 'float'}({name})"
+    if plain and not test:
+        imports = ()
+    text = on_device(source, node.value, computed, facts, ".long()" if integral else ".double()")
+    if test:
+        text = f"({text} if {test} else {source.segment(node.value)})"
+    elif not isinstance(node.value, ast.Call):
+        text = f"({text})"
+    sign = "+" if isinstance(node.op, ast.Add) else "-"
+    edits = [Edit(source.start(node), source.end(node), f"{name} = {name} {sign} {text}"), *imports]
+    used = list(loads(source.function(node), name))
+    within = {id(one) for one in ast.walk(loop)}
+    for use in used:
+        if id(use) in within:
+            if not is_whole(source, use):
+                raise Refused(f"`{name}` is in a text in line {use.lineno}. Give it a name before")
+            edits.append(Edit(source.start(use), source.end(use), read if plain else f"({read})"))
+    if any(id(use) not in within for use in used) or isinstance(source.function(node), ast.Module):
+        edits.append(insert_after(source, loop, f"{name} = {read}"))
+    check_comments(source, edits)
+    return tuple(edits)
+
+
+ACCUMULATED_READ: Fix = Fix(
+    name="accumulated_read",
+    doc="""`total += loss.item()` in a loop adds on the device, and reads once when the loop is over.
+
+    Each `.item()` waits until the device has computed the loss. The sum is kept in 64 bits on the device,
+    as Python keeps it, so that it is the same number: `total = total + loss.detach().double()`. Counts stay
+    integers. After the loop `total` is made a number of Python's again, and where the loop itself looks at
+    it, it is read there.
+
+    Types that were seen are tested for, which needs no sync; others are read as before. Holds for sums of
+    products too, `total += loss.item() * n`. Refused where somebody else may see `total` meanwhile: an
+    attribute, a name of a function within, a `try` that goes on. Divided by a number the device may round
+    otherwise.""",
+    codes=("TT101",),
+    equivalence="ROUNDING",
+    find=with_names(_sums),
+    write=_added,
+)
+
+
+def _appends(source: Source) -> Iterator[Match]:
+    """Each `x.append(...)` of reads in a loop, that is a statement."""
+    for node in source.at({(ast.Call, "append")}):
+        assert isinstance(node, ast.Call)
+        alone = isinstance(source.parents[node], ast.Expr) and isinstance(node.func, ast.Attribute)
+        if alone and len(node.args) == 1 and not node.keywords:
+            yield from _match(APPENDED_READ, source, node, node.args[0])
+
+
+def _kept(match: Match, facts: Facts) -> Writing:
+    """Tensors in a list of their own, and one read of them."""
+    node, source = match.node, match.source
+    assert isinstance(node, ast.Call)
+    assert isinstance(node.func, ast.Attribute)
+    target = node.func.value
+    if not isinstance(target, ast.Name):
+        raise Refused(
+            f"`{source.segment(target)[:60]}` may be looked at by others before the loop is over. Append to "
+            "a list of the function, and store it once after the loop"
+        )
+    statement = source.statement(node)
+    loop = widest_loop(source, statement, target.id)
+    _check_list(source, target, loop)
+    computed = _needed(match, facts, node.args[0])
+    for number in range(len(computed.reads)):
+        facts.only("the type", lambda v, n=number: getattr(v, f"L{n}").dtype, "")  # type: ignore[misc]
+    return Writing(_list_edits(match, facts, computed, loop), equivalence=_grade(computed))
+
+
+def _check_list(source: Source, target: ast.Name, loop: Loop) -> None:
+    """The list must be the function's own, and nobody may see it before the loop is over."""
+    name, function = target.id, source.function(target)
+    for store in stores(function, name):
+        made = assigned_to(source, store)
+        if made is None or not _is_list(made) or _is_shared(source, store):
+            raise Refused(f"`{name}` is not made there as a list, so others may have it too")
+        if any(store is one for one in ast.walk(loop)):
+            raise Refused(f"`{name}` begins anew in the same loop")
+    if not list(stores(function, name)):
+        raise Refused(f"`{name}` is not made in this function, so others may see it")
+    within = {id(one) for one in ast.walk(loop)}
+    outer = {id(one) for around in _loops(source, loop) for one in ast.walk(around)}
+    for use in loads(function, name):
+        if use is target:
+            continue
+        if id(use) in within:
+            raise Refused(f"line {use.lineno} uses `{name}` before the loop is over")
+        if (id(use) in outer or use.lineno < loop.lineno) and not _is_looked_at(source, use):
+            raise Refused(
+                f"line {use.lineno} may keep `{name}`, and see it before the loop is over"
+            )
+
+
+def _loops(source: Source, loop: Loop) -> Iterator[Loop]:
+    while (outer := source.loop(loop)) is not None:
+        yield outer
+        loop = outer
+
+
+def _is_shared(source: Source, store: ast.Name) -> bool:
+    assign = source.parents[store]
+    return isinstance(assign, ast.Assign) and len(assign.targets) > 1
+
+
+def _is_looked_at(source: Source, use: ast.Name) -> bool:
+    outer = source.parents[use]
+    if isinstance(outer, ast.Subscript):
+        return outer.value is use and isinstance(outer.ctx, ast.Load)
+    return only_reads(source, use)
+
+
+def _is_list(node: ast.expr) -> bool:
+    named = (
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "list"
+    )
+    return isinstance(node, ast.List) or named
+
+
+def _list_edits(match: Match, facts: Facts, computed: Computed, loop: Loop) -> tuple[Edit, ...]:
+    source, node = match.source, match.node
+    assert isinstance(node, ast.Call)
+    assert isinstance(node.func, ast.Attribute)
+    name = source.segment(node.func.value)
+    torch, imports = torch_of(source)
+    pending = fresh(source, node, f"{name}_read_later")
+    blanks = source.indentation(loop)
+    if blanks is None:
+        raise Refused("the loop shares its line with another statement. Give each its own line")
+    text = on_device(source, node.args[0], computed, facts, _cast(facts, computed, node.args[0]))
+    if not facts.holds(lambda v: not v.L0.shape):
+        text = f"({text}).reshape(())"
+    at = source.line_start(loop.lineno)
+    after = f"if {pending}:\n    {name}.extend({torch}.stack({pending}).tolist())"
+    edits = (
+        Edit(at, at, f"{blanks}{pending} = []{source.newline}"),
+        Edit(source.start(node), source.end(node), f"{pending}.append({text})"),
+        insert_after(source, loop, after),
+        *imports,
+    )
+    check_comments(source, edits)
+    return edits
+
+
+def _cast(facts: Facts, computed: Computed, node: ast.expr) -> str:
+    """What makes the tensor the number that would have been read: its own type, or 64 bits."""
+    alone = computed.reads[0].node is node
+    if alone and computed.reads[0].cast == "":
+        return ".clone()"
+    if alone and computed.reads[0].cast == "float":
+        return ".double().clone()"
+    return ".long()" if gives_int(facts, computed) else ".double()"
+
+
+APPENDED_READ: Fix = Fix(
+    name="appended_read",
+    doc="""`losses.append(loss.item())` in a loop keeps the tensor, and reads all at once when the loop is
+    over.
+
+    Each `.item()` waits until the device has computed the loss. Copies of the losses are kept on the device
+    in a list of their own; after the loop one `torch.stack(...).tolist()` reads them all and puts the
+    numbers into the same list.
+
+    Values computed from the numbers on the way count as real, as in the run that was watched.
+
+    Refused where somebody may look at the list before the loop is over: an attribute, a list that has
+    another name too, a use within the loop, a `try` that goes on.""",
+    codes=("TT101",),
+    equivalence="ROUNDING",
+    find=_appends,
+    write=_kept,
+)
+
+
+FIXES = (ACCUMULATED_READ, APPENDED_READ)

@@ -1,0 +1,472 @@
+"""Syncs that no form of the same result avoids: each is left as it is, with the reason and a way out."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import NoReturn
+
+from torchtrim.fixes import (
+    masked_assignment,
+    masked_cross_entropy,
+    masked_fill,
+    masked_reduction,
+    padding_mask,
+    partition,
+)
+from torchtrim.fixes.conditional_fill import fills
+from torchtrim.fixes.counts import DISTINCT_COUNT, MASKED_COUNT
+from torchtrim.rewriter.fix import Fix, Match
+from torchtrim.source.branches import branches
+from torchtrim.source.facts import Facts, Refused, Values, is_tensor
+from torchtrim.source.forms import match_form, places
+from torchtrim.source.selections import mask_of_index, selection
+from torchtrim.source.source import Source
+from torchtrim.source.total import is_total
+from torchtrim.source.uses import loads
+
+Place = tuple[ast.AST, Mapping[str, ast.expr], str]
+"""A node, its parts and its form."""
+
+
+def _refusal(
+    name: str,
+    code: str,
+    doc: str,
+    find: Callable[[Source], Iterator[Place]],
+    reason: Callable[[Match, Facts], str],
+) -> Fix:
+    """The fix that refuses each place with the reason."""
+
+    def found(source: Source) -> Iterator[Match]:
+        for node, parts, form in find(source):
+            yield Match(fix=fix, source=source, node=node, parts=parts, form=form)
+
+    def write(match: Match, facts: Facts) -> NoReturn:
+        raise Refused(reason(match, facts))
+
+    fix = Fix(name=name, doc=doc, codes=(code,), equivalence="BITWISE", find=found, write=write)
+    return fix
+
+
+def _fixed(source: Source, others: Iterable[Fix]) -> set[int]:
+    """The nodes that other fixes are for."""
+    return {
+        id(part)
+        for other in others
+        for match in other.places(source)
+        for node in (match.node, match.begin or match.node)
+        for part in ast.walk(node)
+    }
+
+
+_NONZERO = "nonzero"
+_UNIQUE = "unique"
+_CLASSES = "one_hot"
+_SHAPES = {
+    "X.nonzero(**REST)": _NONZERO,
+    "torch.nonzero(X, **REST)": _NONZERO,
+    "torch.where(X)": _NONZERO,
+    "X.argwhere()": _NONZERO,
+    "torch.argwhere(X)": _NONZERO,
+    "torch.unique(X, **REST)": _UNIQUE,
+    "X.unique(**REST)": _UNIQUE,
+    "torch.unique_consecutive(X, **REST)": _UNIQUE,
+    "X.unique_consecutive(**REST)": _UNIQUE,
+    "torch.nn.functional.one_hot(X)": _CLASSES,
+}
+_SHAPE_REASONS = {
+    _NONZERO: (
+        "as many indices come from it as there are true elements, and what follows works with them. Where "
+        "the host knows a bound, `torch.nonzero_static(mask, size=n)`; where they come from what the host "
+        "made, make the indices there with `torch.arange`; else keep the mask and compute with all elements"
+    ),
+    _UNIQUE: (
+        "as many values come from it as there are different ones, and what follows works with them. Where "
+        "the range is known (classes, batch numbers), compute for all of it: `torch.arange(k)`, "
+        "`scatter_add_` into k places, or `one_hot(x, k)`"
+    ),
+    _CLASSES: (
+        "the host asks for the largest value to know how many classes there are. Say it: "
+        "`one_hot(x, num_classes=k)`; from one run the number cannot be known"
+    ),
+}
+_DRAWN = (
+    "as many random numbers are drawn as it has elements: any form of fixed size draws others. If "
+    "that may be, `torch.rand(mask.shape).masked_fill(~mask, -1).topk(k).indices` draws k of them"
+)
+_LOOPED = (
+    "the loop runs once for each value that occurs. Compute all values at once: sort by them, or "
+    "`scatter_add_` by them; or loop over the range, if the host knows it"
+)
+
+
+def _open_shapes(source: Source) -> Iterator[Place]:
+    """The calls that no fix is for."""
+    fixed = _fixed(source, (DISTINCT_COUNT, MASKED_COUNT, masked_fill.FIX))
+    for node, form, bound in places(_SHAPES, source):
+        selected = any(selection(outer, source) for outer in islice(source.around(node), 2))
+        if id(node) not in fixed and not selected:
+            yield node, bound.parts, form
+
+
+def _why_open_shape(match: Match, facts: Facts) -> str:
+    kind = _SHAPES[match.form]
+    if kind == _NONZERO and _sizes_a_draw(match):
+        return _DRAWN
+    if kind == _UNIQUE and _is_looped_over(match):
+        return _LOOPED
+    return _SHAPE_REASONS[kind]
+
+
+def _sizes_a_draw(match: Match) -> bool:
+    """Whether the length of what it gives is that of a permutation or of random numbers."""
+    source = match.source
+    statement = source.statement(match.node)
+    if not isinstance(statement, ast.Assign) or not isinstance(statement.targets[0], ast.Name):
+        return False
+    names = {statement.targets[0].id}
+    function = source.function(statement)
+    for node in ast.walk(function):
+        if isinstance(node, ast.Call) and (source.dotted(node.func) or "").startswith("torch.rand"):
+            given = {use.id for part in node.args for name in names for use in loads(part, name)}
+            if given:
+                return True
+    return False
+
+
+def _is_looped_over(match: Match) -> bool:
+    outer = match.source.statement(match.node)
+    if isinstance(outer, ast.For):
+        return any(part is match.node for part in ast.walk(outer.iter))
+    if not isinstance(outer, ast.Assign) or not isinstance(outer.targets[0], ast.Name):
+        return False
+    name = outer.targets[0].id
+    loops = (one for one in ast.walk(match.source.function(outer)) if isinstance(one, ast.For))
+    return any(list(loads(loop.iter, name)) for loop in loops)
+
+
+OPEN_SHAPE = _refusal(
+    "open_shape",
+    "TT102",
+    """A call whose result is as long as the data decides is left as it is, with the reason.
+
+    `nonzero`, `torch.where` with one argument, `unique` with its inverse or counts, and `one_hot` without a
+    number of classes need a host-device sync to learn a size. Where that size goes on into what follows, or
+    into a draw of random numbers, there is no form of fixed size that does the same.
+    """,
+    _open_shapes,
+    _why_open_shape,
+)
+
+
+_LISTS = (
+    "X[M.nonzero()]",
+    "X[torch.nonzero(M)]",
+    "X[M.nonzero().squeeze()]",
+    "X[M.nonzero().squeeze(1)]",
+)
+_EXTREMES = ("max", "min", "amax", "amin", "aminmax")
+_ORDERED = (
+    "sort",
+    "argsort",
+    "topk",
+    "kthvalue",
+    "median",
+    "nanmedian",
+    "quantile",
+    "mode",
+    "unique",
+)
+_SPREADS = ("std", "var", "var_mean", "std_mean")
+_LISTED = (
+    "`x[mask]` would wait as well: the indices of a mask are as many as it has true elements, "
+    "however they are asked for. Keep all rows and the mask, or `torch.nonzero_static(mask, size=n)` "
+    "where a bound n is known"
+)
+
+
+def _open_selections(source: Source) -> Iterator[Place]:
+    """The selections that no fix is for."""
+    others = (masked_assignment, masked_cross_entropy, masked_reduction, partition)
+    fixed = _fixed(source, (MASKED_COUNT, *(other.FIX for other in others)))
+    for node in source.at({(ast.Call, ""), (ast.Subscript, "")}):
+        assert isinstance(node, ast.expr)
+        if id(node) in fixed:
+            continue
+        for form in _LISTS:
+            if (bound := match_form(form, node, source)) is not None:
+                yield node, bound.parts, form
+                break
+        else:
+            if indices := _indices(node, source):
+                names = ("X", "M", "M1", "M2", "M3")
+                yield node, dict(zip(names, indices, strict=False)), ""
+
+
+def _indices(node: ast.expr, source: Source) -> list[ast.expr]:
+    """The tensor that is selected from, and what may be a mask in its index."""
+    found = selection(node, source)
+    if found is not None:
+        return [found.tensor, found.mask]
+    if not isinstance(node, ast.Subscript) or not isinstance(node.slice, ast.Tuple):
+        return []
+    if not isinstance(node.ctx, ast.Load):
+        return []
+    masks = [one for one in node.slice.elts if mask_of_index(one) is not None]
+    return [node.value, *masks] if masks else []
+
+
+def _why_open_selection(match: Match, facts: Facts) -> str:
+    if match.form in _LISTS:
+        return _LISTED
+    masks = [name for name in match.parts if name.startswith("M")]
+    if facts.holds(lambda v: not _has_mask(v, masks)):
+        return "it is no selection by a mask: what waits in this line is something else"
+    return _why_followed(_what_follows(match))
+
+
+def _has_mask(values: Values, names: list[str]) -> bool:
+    found = [getattr(values, name) for name in names]
+    return is_tensor(values.X) and any(
+        is_tensor(one) and one.dtype in ("bool", "uint8") for one in found
+    )
+
+
+def _why_followed(kind: str) -> str:
+    if kind in _EXTREMES:
+        return (
+            f"of nothing `{kind}` raises an error, which no fixed size does. Where something is always "
+            "selected, fill with the least value: `x.masked_fill(~mask, -math.inf).max()`"
+        )
+    if kind in _ORDERED:
+        return (
+            f"`{kind}` ranks selected elements among themselves. Fill what is not selected with infinity, "
+            "sort all, and take the places by `mask.sum()` as an index on the device"
+        )
+    if kind in _SPREADS:
+        return (
+            "the spread is around the mean of the selection. Compute it with weights: "
+            "`n = mask.sum()`, `m = (x * mask).sum() / n`, then `(((x - m) ** 2) * mask).sum() / "
+            "(n - 1)`"
+        )
+    return (
+        "as many rows go on from here as the mask has true elements, and what follows works with them. Keep "
+        "all rows and the mask: multiply by it, fill with `torch.where`, or pad to a size that the host "
+        "knows (`torch.nonzero_static(mask, size=n)`); else select once and use that again"
+    )
+
+
+def _what_follows(match: Match) -> str:
+    """The method or function that takes the selection."""
+    outer = match.source.parents.get(match.node)
+    if isinstance(outer, ast.Attribute):
+        return outer.attr
+    if isinstance(outer, ast.Call) and match.node in outer.args:
+        return (match.source.dotted(outer.func) or "").removeprefix("torch.")
+    return ""
+
+
+OPEN_SELECTION = _refusal(
+    "open_selection",
+    "TT102",
+    """A selection whose length goes on into what follows is left as it is, with the reason.
+
+    `x[mask]`, and `x[mask.nonzero()]` no less, has as many rows as the mask has true elements. Where what
+    follows sorts them, takes their maximum or median, gives them to a network or returns them, there is no
+    form of fixed size that does the same here.
+    """,
+    _open_selections,
+    _why_open_selection,
+)
+
+
+_ASKING_NAMES = """
+    any all item isnan isinf isfinite equal allclose is_nonzero max min sum norm tolist count_nonzero
+    eq ne lt le gt ge
+"""
+_ASKING = frozenset(_ASKING_NAMES.split())
+_RAISES = (
+    "it raises, so the host must know at once. Check every N steps, or let the device check with "
+    "`torch._assert_async(condition)`, which fails later"
+)
+_LEAVES = (
+    "it decides whether the loop goes on. Check every N steps, or keep the flag on the device, mask what is "
+    "done, and read it once after the loop"
+)
+_REPEATS = (
+    "how often the loop runs depends on the device. Run it for a number of times that the host knows, mask "
+    "what is done, and check every N times"
+)
+_COUNTED = (
+    "the host counts to a number of the device. Count to one that the host knows, such as a size or a count "
+    "that was kept when the data was made; where a chunk may be empty, `max(1, ...)` of that"
+)
+_CALLS = (
+    "what hangs on it has an effect, so the host must know. Ask first what the host knows (`a and b` stops "
+    "at `a`), compute the flag once outside and pass it in, or add flags up on the device and read them "
+    "once a step"
+)
+
+
+def _conditions(source: Source) -> Iterator[Place]:
+    """Conditions and ranges that may depend on the device, and that nothing else is for."""
+    values = {
+        branch.test
+        for branch in branches(source)
+        if all(is_total(one, source) for one in branch.expressions)
+    }
+    for node in source.at({(ast.If, ""), (ast.While, ""), (ast.IfExp, "")}):
+        assert isinstance(node, ast.If | ast.While | ast.IfExp)
+        filled = isinstance(node, ast.If) and fills(source, node)
+        if node.test not in values and not filled and _asks(node.test):
+            yield node.test, {"C": node.test}, ""
+    for node in source.at({(ast.For, "")}):
+        assert isinstance(node, ast.For)
+        if _is_range(node.iter):
+            yield node.iter, {"C": node.iter}, ""
+
+
+def _asks(node: ast.AST) -> bool:
+    return any(
+        isinstance(one, ast.Call)
+        and (
+            (isinstance(one.func, ast.Attribute) and one.func.attr in _ASKING)
+            or (isinstance(one.func, ast.Name) and one.func.id in ("bool", "float", "int"))
+        )
+        for one in ast.walk(node)
+    ) or isinstance(node, ast.Name | ast.Compare | ast.UnaryOp)
+
+
+def _is_range(node: ast.expr) -> bool:
+    named = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    return named and node.func.id == "range"  # type: ignore[attr-defined]
+
+
+def _why_condition(match: Match, facts: Facts) -> str:
+    outer = match.source.parents[match.node]
+    if isinstance(outer, ast.While):
+        return _REPEATS
+    if isinstance(outer, ast.For):
+        return _COUNTED
+    body = [*outer.body, *outer.orelse] if isinstance(outer, ast.If) else []
+    inside = [one for statement in body for one in ast.walk(statement)]
+    if any(isinstance(one, ast.Raise) for one in inside):
+        return _RAISES
+    if any(isinstance(one, ast.Break | ast.Continue) for one in inside):
+        return _LEAVES
+    return _CALLS
+
+
+CONTROL_DEPENDENCE = _refusal(
+    "control_dependence",
+    "TT101",
+    """A condition that decides what the host does next cannot be left to the device: refused, with a way out.
+
+    `if torch.isnan(loss): raise`, `while not done.all():`, `for i in range(n.item()):` and branches that call
+    something need the value now. What can be done depends on what hangs on it: look less often, keep a flag
+    on the device and read it once, ask the host first what it knows, or let the device check.
+    """,
+    _conditions,
+    _why_condition,
+)
+
+
+_SIZES = ("shape", "size", "len", "dim", "numel")
+_PLAIN_BOUNDS = "its bounds are numbers of Python's: what waits in this line is something else"
+_BOUND = (
+    "the host reads the bound, for it decides how large the slice is. Keep all rows and a mask, "
+    "`torch.arange(len(x), device=x.device) < n`, or read the bounds of all slices at once with one "
+    "`.tolist()` before"
+)
+
+
+def _slices(source: Source) -> Iterator[Place]:
+    """The slices with a bound that may be a tensor."""
+    fixed = _fixed(source, (padding_mask.FIX,))
+    for node in source.each(ast.Subscript):
+        if id(node) in fixed:
+            continue
+        bounds = [one for one in _bounds(node.slice) if _may_be_a_tensor(one)]
+        if bounds:
+            parts = {"X": node.value} | {f"B{number}": one for number, one in enumerate(bounds)}
+            yield node, parts, ""
+
+
+def _bounds(index: ast.expr) -> Iterator[ast.expr]:
+    for one in index.elts if isinstance(index, ast.Tuple) else [index]:
+        if isinstance(one, ast.Slice):
+            yield from (bound for bound in (one.lower, one.upper, one.step) if bound is not None)
+
+
+def _may_be_a_tensor(bound: ast.expr) -> bool:
+    inner = bound.operand if isinstance(bound, ast.UnaryOp) else bound
+    names = {part.attr for part in ast.walk(inner) if isinstance(part, ast.Attribute)}
+    names |= {part.id for part in ast.walk(inner) if isinstance(part, ast.Name)}
+    return not isinstance(inner, ast.Constant) and not names.intersection(_SIZES)
+
+
+def _why_bound(match: Match, facts: Facts) -> str:
+    names = [name for name in match.parts if name.startswith("B")]
+    plain = facts.holds(lambda v: not any(is_tensor(getattr(v, name)) for name in names))
+    return _PLAIN_BOUNDS if plain else _BOUND
+
+
+DEVICE_BOUND = _refusal(
+    "device_bound",
+    "TT101",
+    """A slice whose bound is on the device is left as it is, with the reason.
+
+    `x[:n]` with a tensor `n` calls its `__index__`, so the host reads it: the slice's size is a number that
+    the host must know. That it is written without `.item()` changes nothing.
+    """,
+    _slices,
+    _why_bound,
+)
+
+
+_COPIED = (
+    "the copy is read without a sync before, so the numbers may be old ones. Record an event after it "
+    "(`e = torch.cuda.Event(); e.record()`) and call `e.synchronize()` before the first read, or drop "
+    "`non_blocking=True`"
+)
+
+
+def _copies(source: Source) -> Iterator[Place]:
+    """Copies to the host that do not wait."""
+    for node in source.at({(ast.Call, "to")}):
+        assert isinstance(node, ast.Call)
+        words = {word.arg: word.value for word in node.keywords}
+        blocking = words.get("non_blocking", ast.Constant(False))
+        where = node.args[0] if node.args else words.get("device")
+        if (
+            isinstance(blocking, ast.Constant)
+            and blocking.value is True
+            and _is_host(where, source)
+        ):
+            assert isinstance(node.func, ast.Attribute)
+            yield node, {"X": node.func.value}, ""
+
+
+def _is_host(node: ast.expr | None, source: Source) -> bool:
+    if isinstance(node, ast.Call) and source.dotted(node.func) == "torch.device" and node.args:
+        node = node.args[0]
+    return isinstance(node, ast.Constant) and node.value == "cpu"
+
+
+UNSYNCHRONIZED_COPY = _refusal(
+    "unsynchronized_copy",
+    "TT105",
+    """`x.to("cpu", non_blocking=True)` is refused: what is read on the host may not have arrived yet.
+
+    A copy to the host that does not wait gives a tensor whose numbers come later. Whoever reads it before the
+    device has written it gets what was there before, without an error. It is safe only with an event that is
+    waited for first; without one, the plain `.cpu()` is right, and waits.
+    """,
+    _copies,
+    lambda match, facts: _COPIED,
+)
+
+
+FIXES = (CONTROL_DEPENDENCE, DEVICE_BOUND, OPEN_SELECTION, OPEN_SHAPE, UNSYNCHRONIZED_COPY)
