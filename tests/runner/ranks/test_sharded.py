@@ -82,7 +82,7 @@ def test_without_resharding_it_is_too() -> None:
 def test_it_is_what_two_processes_need(tmp_path: Path) -> None:
     folders = [ROOT / "src", ROOT / "tests"]
     subprocess.run(
-        [sys.executable, "-m", "run.gloo", "2", str(tmp_path)],
+        [sys.executable, "-m", "runner.gloo", "2", str(tmp_path)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))},
         check=True,
         timeout=900,
