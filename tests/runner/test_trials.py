@@ -211,7 +211,7 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path, number: int, code: int) -> 
     assert list((tmp_path / "t").iterdir()) == []
     assert sorted(tmp_path.iterdir()) == [tmp_path / "t"]
     time.sleep(0.3)
-    assert "run.worker" not in _processes(str(tmp_path))
+    assert "runner.worker" not in _processes(str(tmp_path))
 
 
 def _hears_interrupts() -> None:
