@@ -59,6 +59,7 @@ def test_a_plan_of_schema_1_is_read(tmp_path: Path) -> None:
     assert load_pins(path) == {"keep": ("*:softmax.0",)}
     path.write_text(text.replace("schema_version = 2\n", ""))
     assert load_plan(path).techniques[0].where == (OF_ROLES,)
+    assert load_pins(path) == {"keep": ("*:softmax.0",)}
 
 
 @pytest.mark.parametrize("broken", ["[[techniques]]\nwhere = 3", "pins = 7", "techniques = [1]"])

@@ -292,7 +292,7 @@ def load_pins(path: Path) -> dict[str, tuple[str, ...]]:
         raise UnreadableInput(
             f"{path} is no plan: {unknown}. {_UPDATE if _is_newer(tree.get('torchtrim')) else _CORRECT}"
         )
-    if tree.get("schema_version") == 1:
+    if tree.get("schema_version", 1) == 1:
         pins = _upgraded(tree).get("pins", {})
     try:
         return msgspec.convert(pins, dict[str, tuple[str, ...]])

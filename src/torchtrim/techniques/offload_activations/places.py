@@ -6,8 +6,7 @@ import re
 from typing import NamedTuple
 
 from torchtrim.errors import ApplyFailed
-from torchtrim.records.roles import role_of
-from torchtrim.techniques.replay.places import Run
+from torchtrim.techniques.replay.places import Run, run_of
 
 _RUN = r"\w+(?:\.\d+)?"
 _WHERE = re.compile(
@@ -66,10 +65,10 @@ def placed(where: str) -> tuple[Place, Room]:
         )
     place = Place(
         match["root"],
-        _run(match["made"]),
+        run_of(match["made"]),
         int(match["result"] or 0),
-        _run(match["until"]),
-        _run(match["trigger"]),
+        run_of(match["until"]),
+        run_of(match["trigger"]),
     )
     offsets = tuple(map(int, match["offsets"].split(","))) if match["offsets"] else ()
     return place, Room(offsets, bool(match["file"]))
@@ -77,8 +76,3 @@ def placed(where: str) -> tuple[Place, Room]:
 
 def _text(run: Run) -> str:
     return f"{run.name}.{run.ordinal}"
-
-
-def _run(text: str) -> Run:
-    name, _, ordinal = text.partition(".")
-    return Run(role_of(name), int(ordinal or 0))

@@ -41,9 +41,10 @@ def place_of(where: str) -> Place:
             f"cannot read {where!r} as a place. Write a module's path and operators of its calls, each "
             "with a number from 0 on, such as Net.blocks.3:gelu.0 or Net.mlp:addmm.0,gelu.0."
         )
-    return Place(match["path"], tuple(map(_run, match["runs"].split(","))))
+    return Place(match["path"], tuple(map(run_of, match["runs"].split(","))))
 
 
-def _run(text: str) -> Run:
+def run_of(text: str) -> Run:
+    """Read `"gelu.3"`, or a kernel's name as plans of schema 1 have it. No number is the first."""
     name, _, ordinal = text.partition(".")
     return Run(role_of(name), int(ordinal or 0))
