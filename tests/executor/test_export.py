@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -157,6 +158,35 @@ def test_it_runs_where_there_is_no_torchtrim_bit_for_bit(tmp_path: Path) -> None
         "the plan is for Net, and this is a Linear.",
         "the plan was made for another Net. Plan again for this one.",
     ]
+
+
+IN_ANY_ORDER = """
+from torchtrim.executor.export import exported
+from torchtrim.records.plan import Plan, Prediction, Technique
+
+techniques = Technique(name="overwrite", where=("Net",)), Technique(name="recompute", where=("Net",))
+predicted = Prediction(peak_bytes=1, step_seconds=1.0)
+rest = dict(torchtrim="0", script="", fingerprint={}, budget_bytes=1, predicted=predicted)
+text = exported(Plan(techniques=techniques, **rest), "What it is.")
+exec(compile(text, "planned.py", "exec"), {"__name__": "planned"})
+print(text)
+"""
+
+
+def test_it_is_the_same_text_and_runs_whatever_the_hashes_of_names_are() -> None:
+    def text(seed: str) -> str:
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        return subprocess.run(
+            [sys.executable, "-c", IN_ANY_ORDER],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+
+    texts = {text(seed) for seed in ("0", "2", "3", "4")}
+    assert len(texts) == 1
+    assert "def rerun_places" in texts.pop()
 
 
 @pytest.mark.parametrize("model", [lambda: ConvNet(blocks=3), flat])

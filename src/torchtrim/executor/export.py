@@ -10,6 +10,7 @@ import ast
 import importlib.util
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -143,7 +144,7 @@ class _Bundle:
 
     def __init__(self) -> None:
         self._files: dict[str, _File] = {}
-        self._order: list[str] = []
+        self._needs: defaultdict[str, set[str]] = defaultdict(set)
         self._wanted: dict[str, set[str]] = {}
 
     def add(self, plain: Plain) -> None:
@@ -161,14 +162,13 @@ class _Bundle:
             if name in piece.makes:
                 for used in piece.uses:
                     self._use(file, used)
-        if module not in self._order:
-            self._order.append(module)
 
     def _use(self, file: _File, name: str) -> None:
         home = file.inside.get(name)
         if home == _ERRORS:
             assert name == "ApplyFailed", f"{file.module} raises {name}, which is not exported"
         elif home is not None:
+            self._needs[file.module].add(home)
             self._want(home, name)
         elif any(name in piece.makes for piece in file.pieces) or name in file.outside:
             self._want(file.module, name)
@@ -187,10 +187,15 @@ class _Bundle:
             f"from {home} import {', '.join(sorted(found[home]))}" for home in sorted(found)
         )
 
+    def _in_order(self) -> Iterable[str]:
+        """The files, each after those that it uses; the same whatever Python's hashes are."""
+        needs = {module: sorted(self._needs[module]) for module in sorted(self._files)}
+        return TopologicalSorter(needs).static_order()
+
     def pieces(self) -> Iterator[str]:
         """The texts, each after those that it uses."""
         known: dict[str, str] = {}
-        for module in self._order:
+        for module in self._in_order():
             for piece in self._files[module].pieces:
                 if not piece.makes & self._wanted[module]:
                     continue
