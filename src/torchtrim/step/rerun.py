@@ -1,8 +1,8 @@
 """The edit of running spans of forward again in backward, instead of keeping what autograd saved there.
 
-The first unpacking of anything that a span saved runs the span again, up to the last thing that it saved;
-what it saved is then held until backward has used it, and its inputs until backward has left the span. So
-does torch.utils.checkpoint without re-entrance, which `techniques.recompute.rerun` rests on.
+The first unpacking of anything that a span saved runs the whole span again; what it saved is then held until
+backward has used it, and its inputs until backward has left the span. So does torch.utils.checkpoint without
+re-entrance and early stop, which `techniques.recompute.rerun` rests on.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ def rerun(step: Step, spans: Sequence[Span], kept: frozenset[str] = frozenset())
 
 
 class _Saved(NamedTuple):
-    """What autograd saved in a span: tensor, hold, the tasks of packing and asking, and its end."""
+    """What autograd saved in a span: tensor, hold, the task that first asks for it, and its end."""
 
     tensor: int
     hold: int
-    packed: int
     asked: int
     until: int
 
@@ -55,13 +54,12 @@ def _of_span(step: Step, span: Span, kept: frozenset[str]) -> Edit | None:
         return _unused(step, span, saved)
     begins = min(one.asked for one in asked)
     ends = max(one.until for one in asked)
-    last = max(max(one.packed for one in saved) + 1, span.first)
     copies = _copies(saved, ends)
-    born = {number for task in range(span.first, last) for number in step.made_by[task]}
+    born = {number for task in range(*span) for number in step.made_by[task]}
     made = {number: until for number, until in copies.items() if number in born}
     blocks = [Block(step.tensors[number].bytes, begins, until) for number, until in made.items()]
     makes = sum(block.bytes for block in blocks)
-    again = [i for i in range(span.first, last) if i not in stays]
+    again = [i for i in range(*span) if i not in stays]
     own, overhead = sum(step.tasks[i].seconds for i in again), step.overhead
     seconds = own + len(again) * overhead.task + overhead.span
     return Edit(
@@ -88,9 +86,9 @@ def _unused(step: Step, span: Span, saved: Sequence[_Saved]) -> Edit:
     )
 
 
-def _moments(step: Step, tensor: int, hold: int) -> tuple[int, int, int]:
+def _moments(step: Step, tensor: int, hold: int) -> tuple[int, int]:
     found = step.tensors[tensor].holds[hold]
-    return found.packed, found.asked, found.until
+    return found.asked, found.until
 
 
 def _copies(saved: Iterable[_Saved], ends: int) -> dict[int, int]:
