@@ -1,8 +1,8 @@
 """The edit of running spans of forward again in backward, instead of keeping what autograd saved there.
 
-The first unpacking of anything that a span saved runs the whole span again; what it saved is then held until
-backward has used it, and its inputs until backward has left the span. So does torch.utils.checkpoint without
-re-entrance and early stop, which `techniques.recompute.rerun` rests on.
+The first unpacking of anything that a span saved runs the span again; what it saved is then held until backward
+has used it, and its inputs until backward has left the span. So does torch.utils.checkpoint without re-entrance,
+which `techniques.recompute.rerun` rests on.
 """
 
 from __future__ import annotations
@@ -18,27 +18,36 @@ from torchtrim.step.step import DEVICE, Span, Step
 _STATE = frozenset(("parameter", "buffer", "optimizer_state", "gradient", "gathered"))
 
 
-def rerun(step: Step, spans: Sequence[Span], kept: frozenset[str] = frozenset()) -> Edit | None:
-    """The edit for spans that run again, each by itself; None where autograd saved nothing of them.
+def rerun(
+    step: Step,
+    spans: Sequence[Span],
+    kept: frozenset[str] = frozenset(),
+    *,
+    early_stop: bool = False,
+) -> Edit | None:
+    """Return the edit for spans that run again, each by itself; None where autograd saved nothing of them.
 
     `kept`: operators, such as `aten::mm`, whose results are kept, so that they do not run again: selective
     checkpointing. A span whose graph never runs backward, as that of an evaluation with gradients on, does
-    not run again: what it saved is not kept.
+    not run again: what it saved is not kept. `early_stop`: a span runs again up to the last tensor that it
+    saved, as torch.utils.checkpoint does by default, instead of to its end.
     """
-    found = [edit for span in spans if (edit := _of_span(step, span, kept)) is not None]
+    every = (_of_span(step, span, kept, early_stop) for span in spans)
+    found = [edit for edit in every if edit is not None]
     return joined(found) if found else None
 
 
 class _Saved(NamedTuple):
-    """What autograd saved in a span: tensor, hold, the task that first asks for it, and its end."""
+    """What autograd saved in a span: tensor, hold, the tasks of packing and asking, and its end."""
 
     tensor: int
     hold: int
+    packed: int
     asked: int
     until: int
 
 
-def _of_span(step: Step, span: Span, kept: frozenset[str]) -> Edit | None:
+def _of_span(step: Step, span: Span, kept: frozenset[str], early_stop: bool) -> Edit | None:
     stays = {i for i in range(*span) if kept and base_name(step.tasks[i].name) in kept}
     results = {number for i in stays for number in step.made_by[i]}
     saved = [
@@ -54,12 +63,13 @@ def _of_span(step: Step, span: Span, kept: frozenset[str]) -> Edit | None:
         return _unused(step, span, saved)
     begins = min(one.asked for one in asked)
     ends = max(one.until for one in asked)
+    last = max(max(one.packed for one in saved) + 1, span.first) if early_stop else span.last
     copies = _copies(saved, ends)
-    born = {number for task in range(*span) for number in step.made_by[task]}
+    born = {number for task in range(span.first, last) for number in step.made_by[task]}
     made = {number: until for number, until in copies.items() if number in born}
     blocks = [Block(step.tensors[number].bytes, begins, until) for number, until in made.items()]
     makes = sum(block.bytes for block in blocks)
-    again = [i for i in range(*span) if i not in stays]
+    again = [i for i in range(span.first, last) if i not in stays]
     own, overhead = sum(step.tasks[i].seconds for i in again), step.overhead
     seconds = own + len(again) * overhead.task + overhead.span
     return Edit(
@@ -86,9 +96,9 @@ def _unused(step: Step, span: Span, saved: Sequence[_Saved]) -> Edit:
     )
 
 
-def _moments(step: Step, tensor: int, hold: int) -> tuple[int, int]:
+def _moments(step: Step, tensor: int, hold: int) -> tuple[int, int, int]:
     found = step.tensors[tensor].holds[hold]
-    return found.asked, found.until
+    return found.packed, found.asked, found.until
 
 
 def _copies(saved: Iterable[_Saved], ends: int) -> dict[int, int]:
