@@ -1,8 +1,8 @@
 """The edit of running spans of forward again in backward, instead of keeping what autograd saved there.
 
-The first unpacking of anything that a span saved runs the span again; what it saved is then held until backward
-has used it, and its inputs until backward has left the span. So does torch.utils.checkpoint without re-entrance,
-which `techniques.recompute.rerun` rests on.
+The first unpacking of anything that a span saved runs the span again; what it saved is then held until
+backward has used it, and its inputs until backward has left the span. So does torch.utils.checkpoint without
+re-entrance, which `techniques.recompute.rerun` rests on.
 """
 
 from __future__ import annotations
