@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils import flop_counter
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from torchtrim.dispatch.modes import tensors_among
 from torchtrim.dryrun.machine import machine, needed
@@ -52,6 +52,8 @@ _MEASURED = frozenset(
     )
 )
 """Operators with scratch beside their results."""
+_ATTENTION: Callable[..., int] = flop_counter.sdpa_flop_count
+_ATTENTION_BACKWARD: Callable[..., int] = flop_counter.sdpa_backward_flop_count
 _ONEDNN_COMPUTES: dict[torch.dtype, Callable[[], bool]] = {
     torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
     torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
@@ -106,12 +108,12 @@ def _is_large(name: str, func: Any, args: Any, kwargs: Any, result: Any) -> bool
 def _flops(name: str, func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Operations of products; 0 for what only goes through its tensors."""
     if name.startswith(_RECURRENT):
-        return 6 * math.prod(args[0].shape[:-1]) * (args[1].numel() + args[2].numel())
+        return int(6 * math.prod(args[0].shape[:-1]) * (args[1].numel() + args[2].numel()))
     if name.endswith("attention_for_cpu"):
-        return int(sdpa_flop_count(*(one.shape for one in args[:3])))
+        return _ATTENTION(*(one.shape for one in args[:3]))
     if name.endswith("attention_for_cpu_backward"):
-        return int(sdpa_backward_flop_count(*(one.shape for one in args[:4])))
-    count = flop_registry.get(func.overloadpacket)
+        return _ATTENTION_BACKWARD(*(one.shape for one in args[:4]))
+    count = flop_counter.flop_registry.get(func.overloadpacket)
     return 0 if count is None else int(count(*args, **kwargs, out_val=result))
 
 
