@@ -11,7 +11,7 @@ from rich.console import Console
 
 from torchtrim.core.units import format_bytes, format_seconds
 from torchtrim.records import Certificate, Finding, Plan, Profile, Report
-from torchtrim.report import estimates, facts, terminal
+from torchtrim.report import facts, sentences, terminal
 from torchtrim.report.figures import figure_rows
 from torchtrim.report.headline import headline
 from torchtrim.report.pictures import picture
@@ -114,7 +114,7 @@ def _report(report: Report) -> Iterable[Markup]:
     techniques = report.plan.techniques if report.plan else ()
     proof = facts.certificate_lines(report.certificate) if report.certificate else []
     told = [
-        *estimates.estimate_lines(report),
+        *sentences.estimate_lines(report),
         *facts.waiting_lines(report),
         *facts.fix_lines(report),
         *map(facts.technique_line, techniques),

@@ -14,8 +14,7 @@ from markupsafe import Markup
 from torchtrim.core.units import format_bytes, format_seconds
 from torchtrim.records import Profile, Report
 from torchtrim.records.files import without_collection
-from torchtrim.report import estimates, facts, frontier, stages
-from torchtrim.report.ranks import rank_lines
+from torchtrim.report import facts, frontier, sentences, stages
 from torchtrim.report.safe import clean, without_source
 from torchtrim.report.views import CAPS, draw, view
 
@@ -64,8 +63,7 @@ def _environment() -> Environment:
         script=Markup(script),
         policy=Markup(f"'sha256-{_sha256(script)}'"),
         facts=facts,
-        estimates=estimates,
-        rank_lines=rank_lines,
+        sentences=sentences,
         stages=stages,
         trade=frontier.chart,
         bytes=format_bytes,
