@@ -12,11 +12,10 @@ from rich.console import Console
 from torchtrim.core.units import format_bytes, format_seconds
 from torchtrim.records import Certificate, Finding, Plan, Profile, Report
 from torchtrim.report import facts, sentences, terminal
+from torchtrim.report.charts import area, picture
 from torchtrim.report.figures import figure_rows
 from torchtrim.report.headline import headline
-from torchtrim.report.pictures import picture
 from torchtrim.report.safe import clean, keep_right
-from torchtrim.report.svg import area
 
 _WIDTH = 80
 _MOST_ROWS = 20
