@@ -29,9 +29,9 @@ from torchtrim.report.breakdown import (
     tree,
 )
 from torchtrim.report.charts import Picture, picture, stacked, trade_off, unseen
-from torchtrim.report.copies import Copies, copies_of
+from torchtrim.report.copies import CopyLanes, copies_of
 from torchtrim.report.excerpt import SourceLine, excerpt
-from torchtrim.report.figures import Row, figure_rows
+from torchtrim.report.figures import FigureRow, figure_rows
 from torchtrim.report.headline import Headline, headline
 from torchtrim.report.lanes import Lanes, lanes
 from torchtrim.report.safe import clean, keep_right, without_source
@@ -197,8 +197,8 @@ class PageView:
     script: str
     headline: Headline
     heads: Sequence[str]
-    figures: Sequence[Row]
-    kinds: Sequence[Row]
+    figures: Sequence[FigureRow]
+    kinds: Sequence[FigureRow]
     longest: int
     charts: Sequence[ChartView]
     findings: Capped[FindingView]
@@ -229,7 +229,7 @@ class Drawings:
 
     profile: Profile | None
     lanes: Lanes | None
-    copies: Copies | None
+    copies: CopyLanes | None
     charts: Sequence[ChartView]
     splits: Sequence[TimeSplit]
     tree: Sequence[ModuleNode]

@@ -16,7 +16,7 @@ from torchtrim.records import Finding, Report
 from torchtrim.records.commands import shell_words
 from torchtrim.report import facts
 from torchtrim.report.blocks import Column, Items, Table, first, labelled, padded, show
-from torchtrim.report.figures import Row, figure_rows
+from torchtrim.report.figures import FigureRow, figure_rows
 from torchtrim.report.headline import headline
 from torchtrim.report.safe import clean, keep_left, keep_right, sentence, wrap
 from torchtrim.report.sentences import sentences
@@ -262,7 +262,7 @@ def _evidence(page: _Page, room: _RowLimits) -> list[Text]:
     return [head.append(legend if bars >= len(legend) else "", "dim"), *lines]
 
 
-def _bar(page: _Page, row: Row, length: float) -> Text:
+def _bar(page: _Page, row: FigureRow, length: float) -> Text:
     if not row.kind or not length:
         return Text()
     before, after = row.bar
