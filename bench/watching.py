@@ -34,7 +34,6 @@ from torchtrim.techniques.overwrite.running import Holders
 from torchtrim.techniques.overwrite.technique import TECHNIQUE as OVERWRITE
 from torchtrim.techniques.overwrite.technique import TYPES
 from torchtrim.techniques.recompute import rerun
-from torchtrim.techniques.recompute.early_stop import EarlyStop
 from torchtrim.techniques.recompute.technique import TECHNIQUE as RECOMPUTE
 
 GOAL = 0.01
@@ -48,7 +47,6 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         (BlockState, "begin"),
         (Before, "has_run"),
         (Before, "again"),
-        (EarlyStop, "__bool__"),
         (rerun, "as_they_are"),
     ),
     "optimizer_in_backward": (

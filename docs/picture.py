@@ -10,7 +10,7 @@ from torchtrim import Profile, Script
 from torchtrim.api import optimize_report
 from torchtrim.core.units import format_bytes
 from torchtrim.records.trial import Request
-from torchtrim.report.pictures import Picture, picture
+from torchtrim.report.charts import Picture, picture
 
 HERE = Path(__file__).parent
 WIDTH, HEIGHT, LEFT, TOP, GAP = 370, 210, 70, 34, 50

@@ -332,7 +332,7 @@ def test_several_threads_measure_one_after_the_other() -> None:
         inside -= 1
 
     def measure() -> None:
-        pytest_plugin._measure(body, pytest_plugin.Limits(device="cpu"), ROOT)
+        pytest_plugin._measure(body, pytest_plugin.MarkLimits(device="cpu"), ROOT)
 
     threads = [threading.Thread(target=measure) for _ in range(4)]
     for thread in threads:
@@ -349,7 +349,7 @@ def test_a_real_measurement_on_the_cpu() -> None:
         calls.append(len(calls))
         torch.ones(1024, 1024).sum().item()
 
-    limits = pytest_plugin.Limits(device="cpu", warmup=2)
+    limits = pytest_plugin.MarkLimits(device="cpu", warmup=2)
     measured = pytest_plugin._measure(body, limits, ROOT)
     assert calls == [0, 1, 2]
     assert measured.peak_bytes >= 4 * samples.MIB

@@ -29,7 +29,7 @@ _USAGE = (
     "without a limit, to torchtrim-baseline.json."
 )
 _SECTION = pytest.StashKey[str]()
-_LEDGER = pytest.StashKey["Ledger"]()
+_LEDGER = pytest.StashKey["BaselineLedger"]()
 _MOST_HOLDERS = 8
 _PROPERTY = "torchtrim_"
 
@@ -53,7 +53,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Make the mark known, read the options, and listen to reports, of other processes too."""
     config.addinivalue_line("markers", _USAGE)
-    ledger = config.stash[_LEDGER] = Ledger(config)
+    ledger = config.stash[_LEDGER] = BaselineLedger(config)
     config.pluginmanager.register(ledger, "torchtrim-ledger")
 
 
@@ -69,7 +69,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         )
     if inspect.iscoroutinefunction(getattr(item, "obj", None)):
         _fail("a test with the mark torchtrim is called several times and cannot be async.")
-    Limits.of(mark)
+    MarkLimits.of(mark)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -78,7 +78,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     mark = pyfuncitem.get_closest_marker(_MARK)
     if mark is None:
         return None
-    limits = Limits.of(mark)
+    limits = MarkLimits.of(mark)
     if limits.max_growth is not None:
         _judge_growth(pyfuncitem, limits)
     else:
@@ -103,7 +103,7 @@ def _body(item: pytest.Function) -> Callable[[], object]:
     return lambda: item.obj(**arguments)
 
 
-def _measured(item: pytest.Function, limits: Limits) -> Measured:
+def _measured(item: pytest.Function, limits: MarkLimits) -> Measured:
     from torchtrim.errors import TorchtrimError
 
     try:
@@ -112,14 +112,14 @@ def _measured(item: pytest.Function, limits: Limits) -> Measured:
         _fail(str(error))
 
 
-def _measure(body: Callable[[], object], limits: Limits, root: Path) -> Measured:
+def _measure(body: Callable[[], object], limits: MarkLimits, root: Path) -> Measured:
     from torchtrim.api import measure
 
     return measure(body, warmup=limits.warmup, device=limits.device, project=root)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class MarkLimits:
     """The arguments of a mark. None is no limit."""
 
     max_syncs: int | None = None
@@ -135,7 +135,7 @@ class Limits:
         return self.max_syncs is not None or self.max_peak is not None
 
     @classmethod
-    def of(cls, mark: pytest.Mark) -> Limits:
+    def of(cls, mark: pytest.Mark) -> MarkLimits:
         """The arguments of a mark; a test with a wrong one fails and says what is right."""
         known = {"max_syncs", "max_peak", "max_growth", "frames_of", "warmup", "device"}
         unknown = sorted(set(mark.kwargs) - known)
@@ -145,7 +145,7 @@ class Limits:
         amounts = {name: _amount(name, mark) for name in ("max_peak", "max_growth")}
         return cls(**{**mark.kwargs, **amounts}).checked()
 
-    def checked(self) -> Limits:
+    def checked(self) -> MarkLimits:
         """These limits, if they are some."""
         for name, value in (("max_syncs", self.max_syncs), ("warmup", self.warmup)):
             none = value is None and name == "max_syncs"
@@ -175,7 +175,7 @@ def _amount(name: str, mark: pytest.Mark) -> int | None:
         _fail(f"{name} of the mark torchtrim: {error}")
 
 
-def _judge_growth(item: pytest.Function, limits: Limits) -> None:
+def _judge_growth(item: pytest.Function, limits: MarkLimits) -> None:
     """Call a test that streams once, and hold what its frames add to the limit."""
     from torchtrim.api import growing_state, measure_growth
     from torchtrim.core.units import format_bytes
@@ -196,7 +196,7 @@ def _judge_growth(item: pytest.Function, limits: Limits) -> None:
         _fail(f"{grew} a frame ({stream.frame}), max_growth={most}")
 
 
-def _judge(item: pytest.Function, limits: Limits, measured: Measured) -> None:
+def _judge(item: pytest.Function, limits: MarkLimits, measured: Measured) -> None:
     ledger = item.config.stash[_LEDGER]
     level = _level(measured)
     if limits.explicit:
@@ -209,7 +209,7 @@ def _judge(item: pytest.Function, limits: Limits, measured: Measured) -> None:
         _fail("\n".join(wrong))
 
 
-def _over(level: Level, limits: Limits) -> list[str]:
+def _over(level: Level, limits: MarkLimits) -> list[str]:
     from torchtrim.core.units import format_bytes
 
     wrong = []
@@ -236,7 +236,7 @@ def _fields(level: Level) -> dict[str, Any]:
     return {"syncs": level.syncs, "peak_bytes": level.peak_bytes, "device": level.device}
 
 
-class Ledger:
+class BaselineLedger:
     """The baseline, and what is to be written into it. Under xdist the first process writes it."""
 
     def __init__(self, config: pytest.Config) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from report import samples
 from torchtrim.api import Result
-from torchtrim.cli.limits import WAITS, Gate, Limits
+from torchtrim.cli.limits import WAITS, Gate, GateLimits
 from torchtrim.errors import UnreadableInput, UsageError
 from torchtrim.records import Report
 from torchtrim.records.allow import Entry, load_allow, save_allow
@@ -37,7 +37,7 @@ def result(tmp_path: Path) -> Result:
 
 
 def limits_passed(report: Report, **given: Any) -> list[str]:
-    return [o.limit for o in Limits.of(options(**given)).over(report, report.findings)]
+    return [o.limit for o in GateLimits.of(options(**given)).over(report, report.findings)]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_what_passes_a_limit(result: Result, given: dict[str, Any], passed: list
 @pytest.mark.parametrize("given", [{"fail_on": "dear"}, {"max_peak": "60%"}])
 def test_a_limit_that_cannot_be_read(given: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
-        Limits.of(options(**given))
+        GateLimits.of(options(**given))
 
 
 def test_a_step_that_was_not_measured_is_held_to_nothing(result: Result) -> None:

@@ -1,4 +1,4 @@
-"""The table of workspaces against the allocator's own events, an operator at a time."""
+"""Workspaces against the allocator's own events, an operator at a time."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtrim.attention import RelativeAttention, get_rpe_config
 from torchtrim.dispatch.modes import tensors_among
-from torchtrim.dryrun import convolution
 from torchtrim.dryrun import workspace as table
 from torchtrim.dryrun.machine import Machine
 from torchtrim.dryrun.run import dry_run
 from torchtrim.dryrun.workspace import workspace
+from torchtrim.emulator.device import emulate
+from torchtrim.emulator.model import model_named
 
 aten = torch.ops.aten
 SLACK = 16_384
@@ -38,8 +39,7 @@ def _one_thread() -> Iterator[None]:
 def _nothing_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is told of this machine is measured now."""
     here = Machine("here", None)
-    for module in (convolution, table):
-        monkeypatch.setattr(module, "machine", lambda: here)
+    monkeypatch.setattr(table, "machine", lambda: here)
 
 
 def needed(call: Callable[[], Any]) -> tuple[int, Any]:
@@ -58,10 +58,11 @@ def needed(call: Callable[[], Any]) -> tuple[int, Any]:
 
 
 def check(operator: Any, *args: Any) -> None:
-    """The table says within 5 % of the bytes that are touched what the operator needs."""
+    """What is told is within 5 % of the bytes that are touched."""
     found, result = needed(lambda: operator(*args))
     touched = sum(one.nbytes for one in tensors_among((*args, result)))
     told = workspace(operator, args, {}, result)
+    assert told is not None
     assert abs(told - found) <= 0.05 * (touched + found) + SLACK
 
 
@@ -173,3 +174,71 @@ def test_relative_attention(side: int, skip: int, on: str) -> None:
     with _Calls() as calls:
         module(x, height=side, width=side).sum().backward()
     assert calls.checked == 2
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_lstm(training: bool) -> None:
+    layer = torch.nn.LSTM(24, 40)
+    x = torch.randn(9, SAMPLES, 24)
+    x.requires_grad_(training)
+    checked = []
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if "rnn_layer" in func.name():
+                check(func, *args)
+                checked.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with torch.set_grad_enabled(training), Calls():
+        result = layer(x)[0]
+        if training:
+            result.sum().backward()
+    assert len(checked) == 1 + training
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_attention(heads: int) -> None:
+    query, key, value = torch.randn(3, 2, heads, 300, 16)
+    forward = aten._scaled_dot_product_flash_attention_for_cpu.default
+    check(forward, query, key, value)
+    result, logsumexp = forward(query, key, value)
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    check(backward, torch.ones_like(result), query, key, value, result, logsumexp, 0.0, False)
+
+
+def test_a_call_is_run_once_and_changes_nothing_of_the_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ran = []
+    monkeypatch.setattr(table, "needed", lambda call: ran.append(call()) or 7)
+    x = torch.randn(4, 6)
+    state = torch.get_rng_state()
+    with dry_run(".", owned_only=True) as dry, torch.no_grad():
+        for _ in range(2):
+            torch.native_dropout(x.repeat(9, 9), 0.5, True)
+        assert not torch.is_grad_enabled()
+        assert dry.take_workspace() == 7
+    assert len(ran) == 1
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("limit", ["_MOST_BYTES", "_MOST_FLOPS"])
+def test_a_call_that_is_too_large_is_not_run_and_is_named(
+    limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table, limit, 1000)
+    monkeypatch.setattr(table, "needed", lambda call: pytest.fail("was run"))
+    with dry_run(".", owned_only=True) as dry:
+        torch.nn.Conv2d(16, 8, 3)(torch.empty(5, 16, 32, 32))
+        assert dry.take_workspace() == 0
+    (note,) = dry.guesses.notes()
+    assert "scratch of aten::convolution is not counted" in note
+
+
+def test_kernels_of_the_cpu_are_not_run_for_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "needed", lambda call: pytest.fail("was run"))
+    with emulate(model_named("h100")), dry_run(".", owned_only=True):
+        torch.nn.Conv2d(16, 8, 3, device="cuda")(torch.empty(5, 16, 32, 32, device="cuda"))

@@ -17,7 +17,7 @@ from torchtrim.capture.workload import TrainStep
 from torchtrim.emulator import emulate
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile
-from torchtrim.report.copies import Copies, copies_of
+from torchtrim.report.copies import CopyLanes, copies_of
 from torchtrim.report.perfetto import render
 from torchtrim.report.timeline import copies_view
 from torchtrim.step.costs import on_device
@@ -44,7 +44,7 @@ def planned() -> tuple[Profile, Technique]:
     return profile, TECHNIQUE.settled(step, Technique(name=TECHNIQUE.name, where=where))
 
 
-def drawn() -> Copies:
+def drawn() -> CopyLanes:
     profile, technique = planned()
     found = copies_of(profile, [technique])
     assert found is not None

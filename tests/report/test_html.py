@@ -12,9 +12,8 @@ from report import samples
 from torchtrim.records import Report, Suggestion
 from torchtrim.records.profile import Storage
 from torchtrim.report import html
-from torchtrim.report.pictures import picture
-from torchtrim.report.split import splits
-from torchtrim.report.svg import ticks
+from torchtrim.report.breakdown import splits
+from torchtrim.report.charts import picture, ticks
 
 BEFORE, AFTER = samples.profile(412), samples.profile(236)
 VOID = {"meta", "br", "hr", "img", "input", "link", "path"}

@@ -9,7 +9,7 @@ from torchtrim.costs.devices import DEVICES
 from torchtrim.costs.syncs import price_syncs
 from torchtrim.records.profile import Profile
 from torchtrim.records.report import Waiting
-from torchtrim.report.lanes import Span, Spans, lanes
+from torchtrim.report.lanes import LaneSpan, Spans, lanes
 
 
 def waiting(device: str) -> Waiting:
@@ -37,7 +37,11 @@ def reads(races: bool = False) -> Profile:
 
 def test_columns_read_as_spans() -> None:
     spans = Spans(array("d", [0.0, 1.0, 4.0]), array("d", [1.0, 2.0, 0.5]), [7, 8, 9], "abc")
-    assert list(spans) == [Span(0.0, 1.0, 7, "a"), Span(1.0, 2.0, 8, "b"), Span(4.0, 0.5, 9, "c")]
+    assert list(spans) == [
+        LaneSpan(0.0, 1.0, 7, "a"),
+        LaneSpan(1.0, 2.0, 8, "b"),
+        LaneSpan(4.0, 0.5, 9, "c"),
+    ]
     assert spans[-1] == list(spans)[-1]
     assert spans[1:] == list(spans)[1:]
     assert len(spans) == 3

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from report import samples
 from torchtrim.records.allow import Allowed
 from torchtrim.report import facts, markdown
+from torchtrim.report.blocks import escape
 from torchtrim.report.figures import figure_rows
 from torchtrim.report.headline import headline
 from torchtrim.report.safe import clean
@@ -79,14 +80,14 @@ def test_hostile_names_are_inert() -> None:
 
 @given(st.text(max_size=290))
 def test_any_text_shows_as_it_is(text: str) -> None:
-    escaped = markdown.escape(text)
+    escaped = escape(text)
     assert html.unescape(escaped).replace("\u200b", "") == clean(text)
     assert "\n" not in escaped
 
 
 @given(st.text(alphabet="@#:/w.W<>|`*_[]()~$&;\\ax1 ", max_size=60))
 def test_no_text_has_markup_mentions_or_links(text: str) -> None:
-    escaped = markdown.escape(text)
+    escaped = escape(text)
     plain = re.sub(r"&#\d+;", " ", escaped)
     assert not re.search(r"[<>\\`*_\[\]|~$&]", plain)
     assert not MENTION.search(html.unescape(escaped))

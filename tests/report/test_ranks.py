@@ -13,7 +13,7 @@ from report import samples
 from torchtrim.records import Profile
 from torchtrim.records.job import RankFigures
 from torchtrim.report import html, job_trace, markdown, terminal
-from torchtrim.report.ranks import rank_lines
+from torchtrim.report.sentences import rank_lines
 
 MIB = 2**20
 REPORT = replace(

@@ -12,7 +12,7 @@ from torchtrim.errors import Unsupported
 from torchtrim.records.plan import Technique
 from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request, Trial
-from torchtrim.report.ranks import rank_lines
+from torchtrim.report.sentences import rank_lines
 from torchtrim.runner.script import Script, working_folder
 from torchtrim.runner.trials import run_trial
 from torchtrim.workflows.optimize.fitting import Fit, Fitting

@@ -75,8 +75,8 @@ class CpuAllocator:
         self._undo = contextlib.ExitStack()
 
     def start(self) -> None:
-        """Begin, unless the script runs a profiler of its own."""
-        if is_taken():
+        """Begin, unless the script runs a profiler of its own, or nothing runs at all."""
+        if is_taken() or current_dry() is not None:
             return
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         profiler: Any = autograd_profiler.profile(profile_memory=True, record_shapes=True)

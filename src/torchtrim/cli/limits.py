@@ -33,7 +33,7 @@ def checked_price(_: click.Context, __: click.Parameter, value: str | None) -> s
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class GateLimits:
     """What a report must not pass. None is no limit."""
 
     syncs: int | None = None
@@ -43,7 +43,7 @@ class Limits:
     peak: int | None = None
 
     @classmethod
-    def of(cls, options: dict[str, Any]) -> Limits:
+    def of(cls, options: dict[str, Any]) -> GateLimits:
         """The limits that the options set. Raises `UsageError` for what cannot be read."""
         price, peak = options["fail_on"], options["max_peak"]
         match = _MILLISECONDS.fullmatch(price or "")
@@ -137,7 +137,7 @@ class Gate:
     def __init__(self, options: dict[str, Any], project: Path) -> None:
         from torchtrim.records.allow import FILE_NAME, load_allow
 
-        self.limits = Limits.of(options)
+        self.limits = GateLimits.of(options)
         self.path: Path = options["allow"] or project / FILE_NAME
         self._updates: bool = options["update_allow"]
         asked = options["allow"] is not None and not self._updates

@@ -10,7 +10,6 @@ import torch
 
 from torchtrim.dryrun.collectives import gathered_into, written_out
 from torchtrim.dryrun.oracle import Geometry, is_small
-from torchtrim.dryrun.recurrent import kept_bytes
 
 if TYPE_CHECKING:
     from torchtrim.dryrun.mode import Dry
@@ -18,6 +17,8 @@ if TYPE_CHECKING:
 Bound = Callable[["Dry", Any, Any, dict[str, Any], bool], Any]
 _aten = torch.ops.aten
 _LONG = torch.int64
+_PAGE, _LINE, _ALIASES, _FLOAT = 4096, 16, 256, 4
+"""oneDNN's LSTM: oneapi-src/oneDNN, src/cpu/rnn/rnn_utils.cpp (`get_good_ld`, `set_workspace_sizes`)."""
 
 UNTOUCHED = frozenset(
     (
@@ -192,8 +193,33 @@ def _nms(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
 def _recurrent(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
     """An LSTM on the CPU also gives what backward needs, of which fake tensors know nothing."""
     results = list(dry.general(func, args, kwargs, False))
-    results[3] = dry.blank(Geometry((kept_bytes(args),), (1,), torch.uint8))
+    results[3] = dry.blank(Geometry((_kept_bytes(args),), (1,), torch.uint8))
     return tuple(results)
+
+
+def _kept_bytes(args: Any) -> int:
+    """Bytes of what an LSTM gives to backward; none where gradients are off.
+
+    Gates, hidden and cell states and their gradients, each from a page's beginning.
+    """
+    if not torch.is_grad_enabled():
+        return 0
+    (steps, samples, inputs), hidden = args[0].shape, args[2].shape[1]
+    wide = _leading(max(inputs, hidden))
+    gates = _pages(steps * samples * _leading(4 * hidden))
+    states = _pages(2 * (steps + 1) * samples * wide)
+    cells = _pages(2 * (steps + 1) * samples * hidden)
+    return gates + 3 * states + 2 * cells + _pages(steps * samples * _leading(hidden))
+
+
+def _leading(length: int) -> int:
+    """Elements from one row to the next: whole cache lines, and no power of two that rows would share."""
+    lines = -(-length // _LINE) * _LINE
+    return lines + _LINE if lines % _ALIASES == 0 else lines
+
+
+def _pages(elements: int) -> int:
+    return -(-elements * _FLOAT // _PAGE) * _PAGE
 
 
 def _reduced_loss(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:

@@ -1,11 +1,7 @@
-"""What kernels need on this machine, where a formula that was found on another may not hold.
+"""What calls of operators needed on this machine, as far as they were tried.
 
-Which of oneDNN's implementations computes a call follows from the processor's instructions: the same
-convolution takes 2.3 MB of scratch on one with AVX-512, 0.8 MB on one with AMX too, and 2.7 MB with AVX2
-alone. So a call is tried here once, with as many samples of zeros as take no time, and what it took is
-remembered in the user's cache folder, by the processor's instructions and torch's version. Where the
-formula holds for the trial it gives the bytes of the whole call; where it does not, bytes are taken to
-grow with the samples as they did between two trials.
+It is remembered in the user's cache folder, by the processor's instructions and torch's version: which of
+oneDNN's implementations computes a call follows from these.
 """
 
 from __future__ import annotations
@@ -17,7 +13,7 @@ import os
 import platform
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
@@ -29,26 +25,7 @@ from torchtrim.dispatch import profilers
 from torchtrim.dispatch.modes import tensors_among
 
 _MOST_CALLS, _MOST_BYTES = 20_000, 2**24
-_NEAR, _PADDING = 0.02, 1024
 _SETTINGS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
-Try = Callable[[int], int]
-"""Bytes that a call needs beside its results, by its number of samples."""
-
-
-class Call(NamedTuple):
-    """A call of an operator with any number of samples. `name` tells all but that number.
-
-    `attempt` runs it. `few` samples are the fewest that are computed as many are, and `most` what takes no
-    time; where that is less than half as many, a call is not tried. `touched` is bytes of a sample's
-    tensors.
-    """
-
-    name: str
-    formula: Try
-    attempt: Try
-    touched: int
-    most: int
-    few: int = 2
 
 
 class _Own(profiler.profile):
@@ -75,37 +52,7 @@ class Machine:
         self._path = path
         self._calls = self._read()
         self._is_saved = True
-        self._untried = False
         self._may_try: bool | None = None
-
-    def needs(self, call: Call, samples: int) -> int:
-        """Bytes that a call of so many samples needs beside its results."""
-        if 2 * call.most < call.few:
-            self._untried = True
-            return call.formula(samples)
-        most = max(call.most, call.few)
-        many = samples if samples <= most else 1 << most.bit_length() - 1
-        found = self._tried(call, many)
-        if found is None or samples == many:
-            return call.formula(samples) if found is None else found
-        if abs(call.formula(many) - found) <= _NEAR * (many * call.touched + found) + _PADDING:
-            return call.formula(samples)
-        return self._grown(call, samples, many)
-
-    def _grown(self, call: Call, samples: int, many: int) -> int:
-        """Bytes grow as from half as many samples to these; a bound where they do not grow yet."""
-        low = many // 2 if many // 2 >= call.few else many
-        before, after = self._tried(call, low), self._tried(call, 2 * low)
-        if before is None or after is None:
-            return call.formula(samples)
-        if before == after and samples > 2 * low:
-            return max(after, call.formula(samples))
-        return max(0, after + (after - before) * (samples - 2 * low) // low)
-
-    def take_untried(self) -> bool:
-        """Whether a call since this was last asked could not be tried, so that a formula told its bytes."""
-        untried, self._untried = self._untried, False
-        return untried
 
     def save(self) -> None:
         """Save the calls that were tried, with those that other processes saved meanwhile."""
@@ -121,7 +68,6 @@ class Machine:
         """Bytes that something took when it was first tried; None where it cannot be tried now."""
         if name not in self._calls:
             if not self._can_try():
-                self._untried = True
                 return None
             self._calls[name] = attempt()
             self._is_saved = False
@@ -135,9 +81,6 @@ class Machine:
         if self._may_try is None:
             self._may_try = not profilers.waits_to_start()
         return self._may_try and not profilers.runs()
-
-    def _tried(self, call: Call, samples: int) -> int | None:
-        return self.once(f"{call.name} x {samples}", lambda: call.attempt(samples))
 
     def _read(self) -> dict[str, int]:
         try:
@@ -162,7 +105,6 @@ def needed(call: Callable[[], Any]) -> int:
     """Bytes that the allocator gives to a call beyond what its results hold."""
     with (
         _disable_current_modes(),
-        torch.no_grad(),
         torch.autocast("cpu", enabled=False),
         _Own(profile_memory=True) as seen,
     ):
@@ -175,12 +117,6 @@ def needed(call: Callable[[], Any]) -> int:
             highest = max(highest, level)
     storages = {one.untyped_storage() for one in tensors_among((result,))}
     return max(0, highest - sum(one.nbytes() for one in storages))
-
-
-def zeros(tensor: torch.Tensor, samples: int | None = None) -> torch.Tensor:
-    """A tensor of zeros in the layout of another, with another number of samples."""
-    size = tensor.shape if samples is None else (samples, *tensor.shape[1:])
-    return torch.empty_strided(size, tensor.stride(), dtype=tensor.dtype, device="cpu").zero_()
 
 
 def _name() -> str:

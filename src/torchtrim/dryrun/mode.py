@@ -30,10 +30,10 @@ from torchtrim.dispatch.storages import PLAIN
 from torchtrim.dryrun.bounds import BOUNDS, UNTOUCHED
 from torchtrim.dryrun.collectives import NAMESPACE, collective
 from torchtrim.dryrun.guesses import Guesses
-from torchtrim.dryrun.machine import machine
 from torchtrim.dryrun.meta_tensors import blanks
 from torchtrim.dryrun.oracle import Geometry, is_small, made_by, oracle
 from torchtrim.dryrun.workspace import workspace
+from torchtrim.emulator.device import current as emulated
 from torchtrim.errors import Unsupported
 
 _NOT_TOLD = (
@@ -41,12 +41,6 @@ _NOT_TOLD = (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
     NotImplementedError,
-)
-
-
-_UNTRIED = (
-    "scratch is counted as on a processor with AVX-512: the call is too large to be tried here, "
-    "or the program's own profiler runs"
 )
 
 
@@ -138,10 +132,20 @@ class Dry(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         every = all(map(self.knows, tensors))
         result = (known.bound or Dry.general)(self, func, args, kwargs, every)
-        self.need(workspace(func, args, kwargs, result))
-        if machine().take_untried():
-            self.guesses.add(_UNTRIED)
+        if emulated() is None:
+            self._measure(func, args, kwargs, result)
         return result
+
+    def _measure(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        """Count a CPU kernel's scratch, or say that it is not counted."""
+        size = workspace(func, args, kwargs, result)
+        if size is not None:
+            self.need(size)
+            return
+        self.guesses.add(
+            f"scratch of {func.name().partition('.')[0]} is not counted: the call is too large to be "
+            "tried here, or the program's own profiler runs"
+        )
 
     def general(self, func: Any, args: Any, kwargs: dict[str, Any], known: bool) -> Any:
         """The results of an operator whose shapes follow from its arguments' shapes.

@@ -54,7 +54,8 @@ def checkpointed(options: Iterable[Option]) -> dict[str, tuple[Option, ...]]:
 
 
 def _again(step: Step, options: Iterable[Option], kept: frozenset[str] = frozenset()) -> list[Edit]:
-    return [edit for one in options if (edit := rerun(step, one.spans, kept)) is not None]
+    every = (rerun(step, one.spans, kept, early_stop=True) for one in options)
+    return [edit for edit in every if edit is not None]
 
 
 def _halves(step: Step) -> Iterator[HandmadePlan]:

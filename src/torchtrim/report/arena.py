@@ -8,8 +8,8 @@ from markupsafe import Markup
 
 from torchtrim.core.units import format_bytes
 from torchtrim.memory.packing import Buffer, Packing
+from torchtrim.report.charts import ticks
 from torchtrim.report.safe import clean, keep_left
-from torchtrim.report.svg import ticks
 
 MOST_BOXES = 2000
 _WIDTH, _HEIGHT = 1120, 640
@@ -44,7 +44,7 @@ def render(
 
     Of more than `MOST_BOXES` buffers those with the largest boxes are drawn, and the picture says so.
     """
-    scale = _Scale(buffers, max(packing.height, capacity or 0, 1))
+    scale = _ArenaScale(buffers, max(packing.height, capacity or 0, 1))
     shown = _largest([b for b in buffers if b.takes_room])
     lines = Markup("").join(_lines(packing, capacity, scale))
     return str(
@@ -64,7 +64,7 @@ def render(
     )
 
 
-class _Scale:
+class _ArenaScale:
     """From time and address to places in the picture."""
 
     def __init__(self, buffers: Sequence[Buffer], top: int) -> None:
@@ -115,14 +115,14 @@ def _used(buffers: Sequence[Buffer], packing: Packing) -> float:
     return area / max((end - begin) * packing.height, 1)
 
 
-def _free(packing: Packing, scale: _Scale) -> Markup:
+def _free(packing: Packing, scale: _ArenaScale) -> Markup:
     top = scale.y(packing.height)
     return Markup('<rect class="free" x="{}" y="{:.1f}" width="{}" height="{:.1f}"/>').format(
         _LEFT, top, _WIDE, _TOP + _HIGH - top
     )
 
 
-def _boxes(buffers: Sequence[Buffer], packing: Packing, scale: _Scale) -> Iterator[Markup]:
+def _boxes(buffers: Sequence[Buffer], packing: Packing, scale: _ArenaScale) -> Iterator[Markup]:
     for place, buffer in enumerate(buffers):
         offset = packing.offsets[buffer.id]
         x, wide = scale.x(buffer.lower), scale.x(buffer.upper) - scale.x(buffer.lower)
@@ -155,7 +155,7 @@ def _boxes(buffers: Sequence[Buffer], packing: Packing, scale: _Scale) -> Iterat
             )
 
 
-def _axes(scale: _Scale) -> Iterator[Markup]:
+def _axes(scale: _ArenaScale) -> Iterator[Markup]:
     base = _TOP + _HIGH
     marks = ticks(scale.top)
     if 1 < len(marks) < 4:
@@ -175,7 +175,7 @@ def _axes(scale: _Scale) -> Iterator[Markup]:
         ).format(base, base + 5, base + 19, moment, x=scale.x(moment))
 
 
-def _lines(packing: Packing, capacity: int | None, scale: _Scale) -> Iterator[Markup]:
+def _lines(packing: Packing, capacity: int | None, scale: _ArenaScale) -> Iterator[Markup]:
     """The height, the bound and the capacity: each a line, named at the right where there is room."""
     marks = [(packing.lower_bound, "bound", "over", "lower bound")]
     if packing.height != packing.lower_bound:

@@ -11,12 +11,11 @@ from rich.console import Console
 
 from torchtrim.core.units import format_bytes, format_seconds
 from torchtrim.records import Certificate, Finding, Plan, Profile, Report
-from torchtrim.report import estimates, facts, terminal
+from torchtrim.report import facts, sentences, terminal
+from torchtrim.report.charts import area, picture
 from torchtrim.report.figures import figure_rows
 from torchtrim.report.headline import headline
-from torchtrim.report.pictures import picture
 from torchtrim.report.safe import clean, keep_right
-from torchtrim.report.svg import area
 
 _WIDTH = 80
 _MOST_ROWS = 20
@@ -114,7 +113,7 @@ def _report(report: Report) -> Iterable[Markup]:
     techniques = report.plan.techniques if report.plan else ()
     proof = facts.certificate_lines(report.certificate) if report.certificate else []
     told = [
-        *estimates.estimate_lines(report),
+        *sentences.estimate_lines(report),
         *facts.waiting_lines(report),
         *facts.fix_lines(report),
         *map(facts.technique_line, techniques),

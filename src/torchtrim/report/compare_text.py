@@ -11,12 +11,17 @@ from rich.text import Text
 from torchtrim.core.units import format_bytes, format_seconds
 from torchtrim.records.comparison import Change, Comparison, FindingChange
 from torchtrim.report import facts
-from torchtrim.report.markdown import escape
-from torchtrim.report.safe import clean, keep_left, keep_right, sentence
+from torchtrim.report.blocks import Column, Table, escape, labelled, markdown_row, show
+from torchtrim.report.safe import clean, keep_left, keep_right
 
 _WIDEST = 120
-_LABEL = 22
-_COLUMN = 10
+_FIGURES = (
+    Column(width=21, gap=0),
+    Column(width=10, gap=1, right=True),
+    Column(width=10, gap=0, right=True),
+    Column(),
+)
+_FIGURES_WIDTH = 44
 _MOST_KINDS = 5
 _MOST_FINDINGS = 8
 _MOST_ROWS = 50
@@ -74,8 +79,7 @@ def price_change(found: FindingChange) -> str:
 def render(comparison: Comparison, console: Console) -> None:
     """Print it."""
     width = max(60, min(console.width, _WIDEST))
-    for line in _lines(comparison, width):
-        console.print(line, no_wrap=True, crop=False, overflow="ignore", soft_wrap=True)
+    show(_lines(comparison, width), console)
 
 
 def _lines(comparison: Comparison, width: int) -> Iterator[Text]:
@@ -84,8 +88,8 @@ def _lines(comparison: Comparison, width: int) -> Iterator[Text]:
     for name, side in (("before", comparison.before), ("after", comparison.after)):
         yield Text(f"{name:<8}").append(keep_right(clean(side.path), width - 8), "cyan")
     kinds = [one for one in comparison.by_kind if one.judged != "no significant change"]
-    for change in (*comparison.changes, *kinds[:_MOST_KINDS]):
-        yield _figure(change, width)
+    figures = [_figure(change, width) for change in (*comparison.changes, *kinds[:_MOST_KINDS])]
+    yield from Table(_FIGURES, figures).lines(width)
     changed = [found for found in comparison.findings if _is_told(found)]
     for found in changed[:_MOST_FINDINGS]:
         yield _finding(comparison, found, width)
@@ -93,21 +97,17 @@ def _lines(comparison: Comparison, width: int) -> Iterator[Text]:
         yield Text(f"+{len(changed) - _MOST_FINDINGS} more, which --json has", "dim")
     for label, texts in (("over", comparison.over), ("note", comparison.notes)):
         for text in texts:
-            first, *rest = sentence(clean(text), width - 8, 3) or [""]
-            yield Text(f"{label:<8}", "bold").append(Text(first, ""))
-            yield from (Text(" " * 8 + line) for line in rest)
+            yield from labelled(label, [clean(text)], width, indent=8, lines=3)
 
 
 def _is_told(found: FindingChange) -> bool:
     return found.change != "kept" or "->" in price_change(found)
 
 
-def _figure(change: Change, width: int) -> Text:
-    line = Text(keep_left(clean(change.name), _LABEL - 1).ljust(_LABEL))
-    line.append(amount(change, change.before).rjust(_COLUMN))
-    line.append(amount(change, change.after).rjust(_COLUMN) + "  ")
-    room = width - _LABEL - 2 * _COLUMN - 2
-    return line.append(keep_left(difference(change), room), _STYLES.get(change.judged, "dim"))
+def _figure(change: Change, width: int) -> tuple[str | Text, ...]:
+    told = keep_left(difference(change), width - _FIGURES_WIDTH)
+    amounts = amount(change, change.before), amount(change, change.after)
+    return clean(change.name), *amounts, Text(told, _STYLES.get(change.judged, "dim"))
 
 
 def _finding(comparison: Comparison, found: FindingChange, width: int) -> Text:
@@ -124,8 +124,12 @@ def _finding(comparison: Comparison, found: FindingChange, width: int) -> Text:
 def markdown(comparison: Comparison) -> str:
     """The comparison as Markdown for a pull request."""
     rows = [
-        f"| {escape(change.name)} | {amount(change, change.before)} | "
-        f"{amount(change, change.after)} | {escape(difference(change))} |"
+        markdown_row(
+            change.name,
+            amount(change, change.before),
+            amount(change, change.after),
+            difference(change),
+        )
         for change in (*comparison.changes, *comparison.by_kind)
     ]
     blocks = [
@@ -144,10 +148,8 @@ def _finding_rows(changed: Sequence[FindingChange]) -> str:
     lines = ["| | code | place | price | what |", "|---|---|---|--:|---|"]
     for found in changed[:_MOST_ROWS]:
         one = found.finding
-        lines.append(
-            f"| {found.change} | {escape(one.code)} | {escape(facts.place(one.path, one.line))} | "
-            f"{escape(price_change(found))} | {escape(one.message)} |"
-        )
+        where, cost = facts.place(one.path, one.line), price_change(found)
+        lines.append(markdown_row(found.change, one.code, where, cost, one.message))
     if len(changed) > _MOST_ROWS:
         lines += ["", f"and {len(changed) - _MOST_ROWS} more, which `--json` has."]
     return "\n".join(lines)

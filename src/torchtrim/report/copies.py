@@ -11,7 +11,7 @@ from torchtrim.core.units import format_bytes, format_seconds
 from torchtrim.errors import ApplyFailed
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile, is_emulated
-from torchtrim.report.lanes import Span
+from torchtrim.report.lanes import LaneSpan
 from torchtrim.step.costs import on_device
 from torchtrim.step.edits import Edit
 from torchtrim.step.from_profile import step_of
@@ -24,7 +24,7 @@ _NAME = "offload_activations"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Copies:
+class CopyLanes:
     """Lanes of the planned step, in seconds from its start; spans have the operator's number.
 
     `out` and `home` have for each copy the operator that made what it copies. `awaited`: when compute
@@ -33,10 +33,10 @@ class Copies:
 
     device_name: str
     seconds: float
-    compute: Sequence[Span]
-    out: Sequence[Span]
-    home: Sequence[Span]
-    awaited: Sequence[Span]
+    compute: Sequence[LaneSpan]
+    out: Sequence[LaneSpan]
+    home: Sequence[LaneSpan]
+    awaited: Sequence[LaneSpan]
     bytes: int
 
     @property
@@ -52,7 +52,7 @@ class Copies:
         )
 
 
-def copies_of(profile: Profile, techniques: Iterable[Technique]) -> Copies | None:
+def copies_of(profile: Profile, techniques: Iterable[Technique]) -> CopyLanes | None:
     """The lanes of a plan for the step of this profile; None where it copies nothing, or not in this step."""
     where = [place for one in techniques if one.name == _NAME for place in one.where]
     if not where or not profile.operators or not is_emulated(profile.device):
@@ -71,25 +71,27 @@ def _edit(step: Step, where: str) -> Edit | None:
     return edit_of(step, place, in_file=room.in_file)
 
 
-def _lanes(step: Step, found: Traffic, device: str) -> Copies:
+def _lanes(step: Step, found: Traffic, device: str) -> CopyLanes:
     tasks = [task for task, _ in found.delays]
     delays = [0.0, *(delay for _, delay in found.delays)]
     compute = [
-        Span(start=start + delays[bisect_right(tasks, number)], seconds=task.seconds, index=number)
+        LaneSpan(
+            start=start + delays[bisect_right(tasks, number)], seconds=task.seconds, index=number
+        )
         for number, (start, task) in enumerate(zip(step.clock, step.tasks, strict=False))
         if task.seconds and not task.name.startswith(DETACH)
     ]
-    ways: dict[str, list[Span]] = {"out": [], "home": []}
+    ways: dict[str, list[LaneSpan]] = {"out": [], "home": []}
     for copy in found.copies:
         at = found.trips[copy.trip].leaves - 1
-        span = Span(start=copy.start, seconds=copy.end - copy.start, index=at, name=copy.way)
+        span = LaneSpan(start=copy.start, seconds=copy.end - copy.start, index=at, name=copy.way)
         ways[copy.way].append(span)
     awaited = [
-        Span(start=copy.end - copy.stall, seconds=copy.stall, index=-1, name=copy.way)
+        LaneSpan(start=copy.end - copy.stall, seconds=copy.stall, index=-1, name=copy.way)
         for copy in found.copies
         if copy.stall
     ]
-    return Copies(
+    return CopyLanes(
         device_name=device,
         seconds=step.clock[-1] + delays[-1],
         compute=compute,

@@ -10,7 +10,7 @@ from torchtrim.report.facts import PEAKS, peak_after, peak_before, step_name
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class FigureRow:
     """A cell for each head. `kind`: of memory, if it is one; `bar`: its bytes before and after."""
 
     name: str
@@ -19,7 +19,7 @@ class Row:
     bar: tuple[int, int] = (0, 0)
 
 
-def figure_rows(report: Report) -> tuple[tuple[str, ...], tuple[Row, ...]]:
+def figure_rows(report: Report) -> tuple[tuple[str, ...], tuple[FigureRow, ...]]:
     """The heads of the columns that are known, and the rows: peak, step, the kinds at the peak."""
     known = {
         "original": report.original is not None,
@@ -30,7 +30,7 @@ def figure_rows(report: Report) -> tuple[tuple[str, ...], tuple[Row, ...]]:
     return heads, (*_peak_rows(report, heads), *_kind_rows(report, heads))
 
 
-def _peak_rows(report: Report, heads: tuple[str, ...]) -> list[Row]:
+def _peak_rows(report: Report, heads: tuple[str, ...]) -> list[FigureRow]:
     predicted = report.plan.predicted if report.plan else None
     measured = peak_after(report) if report.planned else None
     peaks = {
@@ -43,14 +43,14 @@ def _peak_rows(report: Report, heads: tuple[str, ...]) -> list[Row]:
         "predicted": predicted.step_seconds if predicted else None,
         "planned": report.planned.step_seconds if report.planned else None,
     }
-    rows = [Row(name=PEAKS[report.memory_kind], cells=tuple(_bytes(peaks[h]) for h in heads))]
+    rows = [FigureRow(name=PEAKS[report.memory_kind], cells=tuple(_bytes(peaks[h]) for h in heads))]
     if any(steps.values()):
         cells = tuple(_seconds(steps[h]) for h in heads)
-        rows.append(Row(name=step_name(report), cells=cells))
+        rows.append(FigureRow(name=step_name(report), cells=cells))
     return rows
 
 
-def _kind_rows(report: Report, heads: tuple[str, ...]) -> list[Row]:
+def _kind_rows(report: Report, heads: tuple[str, ...]) -> list[FigureRow]:
     before = report.original.by_kind if report.original else {}
     after = report.planned.by_kind if report.planned else {}
     rows = []
@@ -60,7 +60,7 @@ def _kind_rows(report: Report, heads: tuple[str, ...]) -> list[Row]:
         cells = tuple(_bytes(shown.get(head)) for head in heads)
         if any(bar):
             lone = bar if report.planned else (bar[0], bar[0])
-            rows.append(Row(name=kind.replace("_", " "), cells=cells, kind=kind, bar=lone))
+            rows.append(FigureRow(name=kind.replace("_", " "), cells=cells, kind=kind, bar=lone))
     return rows
 
 

@@ -25,7 +25,7 @@ from torchtrim.report.facts import (
     tone_of,
     weakest_verdict,
 )
-from torchtrim.report.tuned import tuned_sentence
+from torchtrim.report.sentences import tuned_sentence
 
 SAID: dict[Equivalence, str] = {
     "BITWISE": "identical bit for bit",

@@ -5,24 +5,48 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from torchtrim.core.isolation import isolated
 from torchtrim.core.units import format_bytes, format_seconds
-from torchtrim.records import Profile, Report
+from torchtrim.records import Finding, Profile, Report, Technique
 from torchtrim.records.files import without_collection
-from torchtrim.report import estimates, facts, frontier, stages
-from torchtrim.report.ranks import rank_lines
-from torchtrim.report.safe import clean, without_source
-from torchtrim.report.views import CAPS, draw, view
+from torchtrim.records.report import FrontierPoint, Holder
+from torchtrim.report import facts, json, sentences, stages
+from torchtrim.report.breakdown import (
+    ModuleNode,
+    OperatorTable,
+    TimeSplit,
+    count,
+    operator_table,
+    splits,
+    tree,
+)
+from torchtrim.report.charts import Picture, picture, stacked, trade_off, unseen
+from torchtrim.report.copies import CopyLanes, copies_of
+from torchtrim.report.excerpt import SourceLine, excerpt
+from torchtrim.report.figures import FigureRow, figure_rows
+from torchtrim.report.headline import Headline, headline
+from torchtrim.report.lanes import Lanes, lanes
+from torchtrim.report.safe import clean, keep_right, without_source
+from torchtrim.report.timeline import CopiesView, TimelineView, copies_view, timeline_view
 
 _HERE = Path(__file__).parent
 _MOST_BYTES = 450_000
 _MOST_CHARACTERS = 400
 _CODE = re.compile(r"`([^`]+)`")
+_HEADROOM = 1.18
+_WIDEST_LINE = 160
+_FAR = 2
+_FINDING_BYTES = 200
+
+T = TypeVar("T")
 
 
 def render(
@@ -64,10 +88,9 @@ def _environment() -> Environment:
         script=Markup(script),
         policy=Markup(f"'sha256-{_sha256(script)}'"),
         facts=facts,
-        estimates=estimates,
-        rank_lines=rank_lines,
+        sentences=sentences,
         stages=stages,
-        trade=frontier.chart,
+        trade=trade_off,
         bytes=format_bytes,
         seconds=format_seconds,
         css=Markup((_HERE / "page.css").read_text(encoding="utf-8")),
@@ -99,3 +122,286 @@ def _typeset(text: str) -> str:
     """Arrows and signs as print has them; a figure and its percent sign stay in one line."""
     signs = text.replace("->", "\N{RIGHTWARDS ARROW}").replace("+-", "\N{PLUS-MINUS SIGN}")
     return signs.replace(" %", "\N{NO-BREAK SPACE}%")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Caps:
+    """How much of a report one page holds."""
+
+    findings: int
+    rows: int
+    diff_lines: int
+    json_bytes: int
+    spans: int
+    operators: int
+
+
+CAPS = (
+    Caps(findings=40, rows=30, diff_lines=60, json_bytes=60_000, spans=4000, operators=200),
+    Caps(findings=20, rows=16, diff_lines=20, json_bytes=60_000, spans=2000, operators=100),
+    Caps(findings=8, rows=8, diff_lines=8, json_bytes=0, spans=500, operators=40),
+    Caps(findings=3, rows=3, diff_lines=3, json_bytes=0, spans=0, operators=10),
+)
+
+
+@dataclass(frozen=True)
+class Capped(Generic[T]):
+    """The first of many, and how many were left out."""
+
+    shown: Sequence[T]
+    dropped: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class FindingView:
+    """A finding with what was read for it."""
+
+    finding: Finding
+    place: str
+    source: Sequence[SourceLine]
+    diff: Capped[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HolderView:
+    """A holder with its place in short, a reason if it tells more, and its share of the largest."""
+
+    holder: Holder
+    place: str
+    why: str
+    share: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleView:
+    """A module of an estimate, its own bytes, and their share of the largest in percent."""
+
+    name: str
+    bytes: int
+    share: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChartView:
+    """A chart with its words."""
+
+    title: str
+    markup: Markup
+    caption: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageView:
+    """All that the page's template needs and the report does not say itself."""
+
+    script: str
+    headline: Headline
+    heads: Sequence[str]
+    figures: Sequence[FigureRow]
+    kinds: Sequence[FigureRow]
+    longest: int
+    charts: Sequence[ChartView]
+    findings: Capped[FindingView]
+    diff: Capped[str]
+    holders: Capped[HolderView]
+    techniques: Capped[Technique]
+    frontier: Capped[FrontierPoint]
+    notes: Capped[str]
+    bounded: Capped[str]
+    modules: Capped[ModuleView]
+    download: Markup
+    splits: Sequence[TimeSplit]
+    timeline: TimelineView | None
+    copies: CopiesView | None
+    operators: OperatorTable | None
+    phases: frozenset[str]
+    tree: Sequence[ModuleNode]
+
+    @property
+    def scripted(self) -> bool:
+        """Whether anything on the page is better with the script."""
+        return self.timeline is not None or self.operators is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawings:
+    """What takes long to draw of a large profile, and does not depend on how much the page holds."""
+
+    profile: Profile | None
+    lanes: Lanes | None
+    copies: CopyLanes | None
+    charts: Sequence[ChartView]
+    splits: Sequence[TimeSplit]
+    tree: Sequence[ModuleNode]
+
+
+def draw(report: Report, before: Profile | None, after: Profile | None) -> Drawings:
+    """The pictures of a report."""
+    known = before if before is not None and before.operators else None
+    return Drawings(
+        profile=known,
+        charts=_charts(report, before, after),
+        splits=splits(report, before),
+        tree=tree(known) if known is not None else (),
+        lanes=lanes(report.waiting, known) if known is not None else None,
+        copies=copies_of(known, report.plan.techniques) if known and report.plan else None,
+    )
+
+
+def view(report: Report, drawn: Drawings, caps: Caps, *, source: bool = True) -> PageView:
+    """The report as the page shows it."""
+    heads, rows = figure_rows(report)
+    folders = _folders(report, drawn.profile)
+    findings = _capped(report.findings, caps.findings)
+    holders = _capped(report.holders, caps.rows)
+    kinds = [row for row in rows if row.kind][: caps.rows]
+    timeline, operators = _step(drawn, caps, source)
+    return PageView(
+        script=report.script.replace("\\", "/").rpartition("/")[2],
+        headline=headline(report),
+        heads=heads,
+        figures=[row for row in rows if not row.kind],
+        kinds=kinds,
+        longest=max((max(row.bar) for row in kinds), default=0) or 1,
+        charts=drawn.charts,
+        findings=Capped(
+            [_finding(report, f, folders, caps) for f in findings.shown], findings.dropped
+        ),
+        diff=_diff(report.fixes.diff if report.fixes else "", caps),
+        holders=Capped([_holder(report, h) for h in holders.shown], holders.dropped),
+        techniques=_capped(report.plan.techniques if report.plan else (), caps.rows),
+        frontier=_capped(report.frontier, caps.rows),
+        notes=_capped(report.notes, caps.rows),
+        bounded=_capped(report.stream.bounded if report.stream else (), caps.rows),
+        modules=_modules(report, caps.rows),
+        download=_download(report, caps.json_bytes),
+        splits=drawn.splits,
+        timeline=timeline,
+        copies=_copies(drawn),
+        operators=operators,
+        phases=_phases(drawn),
+        tree=drawn.tree if count(drawn.tree) <= caps.spans else (),
+    )
+
+
+def _step(
+    drawn: Drawings, caps: Caps, source: bool
+) -> tuple[TimelineView | None, OperatorTable | None]:
+    if drawn.profile is None or drawn.lanes is None:
+        return None, None
+    return (
+        timeline_view(drawn.profile, drawn.lanes, caps.spans, source=source),
+        operator_table(drawn.profile, drawn.lanes, caps.operators, source=source),
+    )
+
+
+def _copies(drawn: Drawings) -> CopiesView | None:
+    if drawn.profile is None or drawn.copies is None:
+        return None
+    return copies_view(drawn.profile, drawn.copies)
+
+
+def _phases(drawn: Drawings) -> frozenset[str]:
+    found = {op.phase for op in drawn.profile.operators} if drawn.profile is not None else set()
+    waits = drawn.lanes is not None and drawn.lanes.waits
+    return frozenset(found) | ({"waiting"} if waits else set())
+
+
+def _capped(every: Sequence[T], most: int) -> Capped[T]:
+    return Capped(every[:most], max(len(every) - most, 0))
+
+
+def _folders(report: Report, profile: Profile | None) -> list[Path]:
+    project = [Path(profile.project)] if profile and profile.project else []
+    return [*project, Path(report.script).parent]
+
+
+def _place(report: Report, path: str, line: int) -> str:
+    return keep_right(clean(facts.place(path, line, facts.home(report))), 80)
+
+
+def _finding(report: Report, finding: Finding, folders: list[Path], caps: Caps) -> FindingView:
+    diff = finding.fix.diff if finding.fix and finding.fix.diff else ""
+    return FindingView(
+        finding=finding,
+        place=_place(report, finding.path, finding.line),
+        source=excerpt(finding.path, finding.line, finding.end_line, folders),
+        diff=_diff(diff, caps),
+    )
+
+
+def _diff(diff: str, caps: Caps) -> Capped[str]:
+    lines = [line.expandtabs(4)[:_WIDEST_LINE] for line in diff.splitlines()]
+    return _capped(lines, caps.diff_lines)
+
+
+def _holder(report: Report, holder: Holder) -> HolderView:
+    largest = max(h.bytes for h in report.holders) or 1
+    kind = holder.kind.replace("_", " ")
+    return HolderView(
+        holder=holder,
+        place=_place(report, holder.path, holder.line),
+        why="" if holder.why == kind else holder.why,
+        share=100 * holder.bytes / largest,
+    )
+
+
+def _modules(report: Report, most: int) -> Capped[ModuleView]:
+    found = report.estimated.modules if report.estimated else ()
+    ordered = _capped(sorted(found, key=lambda one: (-one.bytes, one.path)), most)
+    largest = max((one.bytes for one in found), default=0) or 1
+    shown = [
+        ModuleView(
+            name=keep_right(clean(one.path), 60) or "of no module",
+            bytes=one.bytes,
+            share=100 * one.bytes / largest,
+        )
+        for one in ordered.shown
+    ]
+    return Capped(shown, ordered.dropped)
+
+
+def _charts(report: Report, before: Profile | None, after: Profile | None) -> list[ChartView]:
+    profiles = [("Original", before), ("Planned", after)]
+    drawn = [
+        (title, profile, found)
+        for title, profile in profiles
+        if profile and (found := picture(profile, title))
+    ]
+    highest = max((found.peak_bytes for _, _, found in drawn), default=0)
+    budget = report.budget_bytes
+    near = budget if budget is not None and budget <= _FAR * highest else None
+    top = _HEADROOM * max(highest, near or 0, 1)
+    return [
+        ChartView(
+            title=title,
+            markup=stacked(found, top, near),
+            caption=_caption(profile, found, budget if near is None else None),
+        )
+        for title, profile, found in drawn
+    ]
+
+
+def _caption(profile: Profile, drawn: Picture, far_budget: int | None) -> str:
+    count = len(profile.operators)
+    words = [f"{count} operators in the order they ran; highest {drawn.where}."]
+    if "recompute" in drawn.phases:
+        words.append("Blue under the picture: forward computed again.")
+    if hidden := unseen(profile, drawn):
+        words.append(
+            f"The allocator's own peak is {format_bytes(profile.peak_bytes)}: "
+            f"{format_bytes(hidden)} more, which kernels take where the recorder cannot see."
+        )
+    if far_budget is not None:
+        words.append(f"The budget of {format_bytes(far_budget)} is above the picture.")
+    return " ".join(words)
+
+
+def _download(report: Report, most: int) -> Markup:
+    least = _FINDING_BYTES * len(report.findings)
+    encoded = b""
+    with isolated("renderer", "report.json"):
+        encoded = json.render(report) if least <= most else b""
+    if not 0 < len(encoded) <= most:
+        return Markup()
+    return Markup("data:application/json;base64," + base64.b64encode(encoded).decode())

@@ -25,7 +25,7 @@ _DEEPEST = 5
 _COLUMNS = 1200
 
 
-class Span(Struct, frozen=True, gc=False):
+class LaneSpan(Struct, frozen=True, gc=False):
     """From `start` on for `seconds`. `index` is an operator's, or a module's; -1 for neither."""
 
     start: float
@@ -34,7 +34,7 @@ class Span(Struct, frozen=True, gc=False):
     name: str = ""
 
 
-class Spans(Sequence[Span]):
+class Spans(Sequence[LaneSpan]):
     """Spans as columns: a million of them as objects would take ten times the memory.
 
     Without `indices` they are numbered; without `names` they have none.
@@ -55,19 +55,19 @@ class Spans(Sequence[Span]):
         return len(self._starts)
 
     @overload
-    def __getitem__(self, at: int) -> Span: ...
+    def __getitem__(self, at: int) -> LaneSpan: ...
     @overload
-    def __getitem__(self, at: slice) -> Sequence[Span]: ...
-    def __getitem__(self, at: int | slice) -> Span | Sequence[Span]:
+    def __getitem__(self, at: slice) -> Sequence[LaneSpan]: ...
+    def __getitem__(self, at: int | slice) -> LaneSpan | Sequence[LaneSpan]:
         if isinstance(at, slice):
             return [self[i] for i in range(*at.indices(len(self)))]
         name = "" if self._names is None else self._names[at]
-        return Span(self._starts[at], self._seconds[at], self._indices[at], name)
+        return LaneSpan(self._starts[at], self._seconds[at], self._indices[at], name)
 
-    def __iter__(self) -> Iterator[Span]:
+    def __iter__(self) -> Iterator[LaneSpan]:
         names = repeat("", len(self)) if self._names is None else self._names
         columns = zip(self._starts, self._seconds, self._indices, names, strict=True)
-        return starmap(Span, columns)
+        return starmap(LaneSpan, columns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,10 +81,10 @@ class Lanes:
     source: Source
     device_name: str
     seconds: float
-    host: Sequence[Span]
-    device: Sequence[Span]
-    modules: Sequence[Sequence[Span]]
-    waits: Sequence[Span]
+    host: Sequence[LaneSpan]
+    device: Sequence[LaneSpan]
+    modules: Sequence[Sequence[LaneSpan]]
+    waits: Sequence[LaneSpan]
     memory: Sequence[tuple[float, int, int]]
 
 
@@ -107,7 +107,7 @@ def lanes(waiting: Waiting | None, profile: Profile) -> Lanes:
     )
 
 
-_HostDeviceWaits = tuple[Sequence[Span], Sequence[Span], Sequence[Span]]
+_HostDeviceWaits = tuple[Sequence[LaneSpan], Sequence[LaneSpan], Sequence[LaneSpan]]
 
 
 def _measured(profile: Profile) -> _HostDeviceWaits:
@@ -115,9 +115,11 @@ def _measured(profile: Profile) -> _HostDeviceWaits:
         array("d", (op.start for op in profile.operators)),
         array("d", (op.seconds for op in profile.operators)),
     )
-    waits = [Span(start=w.start, seconds=w.seconds, index=-1, name="loader") for w in profile.waits]
+    waits = [
+        LaneSpan(start=w.start, seconds=w.seconds, index=-1, name="loader") for w in profile.waits
+    ]
     waits += [
-        Span(start=at.start, seconds=at.seconds, index=at.index, name=sync.row)
+        LaneSpan(start=at.start, seconds=at.seconds, index=at.index, name=sync.row)
         for sync in profile.syncs
         if sync.operator >= 0 and not sync.row.startswith(_RACES)
         for at in (host[sync.operator],)
@@ -151,7 +153,7 @@ def _seconds(microseconds: Iterable[float]) -> array[float]:
     return array("d", (one / _US for one in microseconds))
 
 
-def _modules(profile: Profile, host: Sequence[Span]) -> list[list[Span]]:
+def _modules(profile: Profile, host: Sequence[LaneSpan]) -> list[list[LaneSpan]]:
     """For each depth the runs of operators of one module, of those that it is in as well."""
     chains = _chains(profile)
     depth = min(max(map(len, chains), default=0), _DEEPEST)
@@ -167,19 +169,19 @@ def _chains(profile: Profile) -> list[tuple[int, ...]]:
 
 
 def _runs(
-    profile: Profile, host: Sequence[Span], chains: Sequence[tuple[int, ...]], level: int
-) -> Iterator[Span]:
+    profile: Profile, host: Sequence[LaneSpan], chains: Sequence[tuple[int, ...]], level: int
+) -> Iterator[LaneSpan]:
     running, start, end = -1, 0.0, 0.0
     for op, span in zip(profile.operators, host, strict=True):
         chain = chains[op.module] if op.module >= 0 else ()
         module = chain[level] if level < len(chain) else -1
         if module != running:
             if running >= 0:
-                yield Span(start=start, seconds=end - start, index=running)
+                yield LaneSpan(start=start, seconds=end - start, index=running)
             running, start = module, span.start
         end = span.start + span.seconds
     if running >= 0:
-        yield Span(start=start, seconds=end - start, index=running)
+        yield LaneSpan(start=start, seconds=end - start, index=running)
 
 
 def _highest(profile: Profile) -> list[tuple[int, int]]:

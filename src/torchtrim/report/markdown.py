@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+
+from markupsafe import Markup
 
 from torchtrim.records import Report
-from torchtrim.report import estimates, facts
+from torchtrim.report import facts
+from torchtrim.report.blocks import Column, Table, escape, markdown_items
 from torchtrim.report.figures import figure_rows
 from torchtrim.report.headline import headline
 from torchtrim.report.located import Located, located
-from torchtrim.report.ranks import rank_lines
-from torchtrim.report.safe import clean
+from torchtrim.report.sentences import sentences
 
 MOST_BYTES = 60_000
 """GitHub takes 65,536 characters as a comment."""
@@ -19,9 +20,14 @@ MOST_BYTES = 60_000
 _MOST_FINDINGS = 100
 _MOST_KINDS = 8
 _MOST_LINES = 5
-_MOST_CHARACTERS = 300
-_SPECIAL = re.compile(
-    r"(?P<mark>[&<>\\`*_\[\]|~$])|(?P<reference>[@#](?=\w)|:(?=//)|(?<=www)\.)", re.IGNORECASE
+_FIRST = ("smallest is", "levers")
+_LAST = ("ranks", "estimate", "waits", "fixes", "plan", "certificate", "note")
+_FINDINGS = (
+    Column(head="code"),
+    Column(head="place"),
+    Column(head="a step", right=True),
+    Column(head="price", right=True),
+    Column(head="what"),
 )
 
 
@@ -40,23 +46,14 @@ def render(report: Report, *, root: str = "") -> str:
 
 
 def _page(report: Report, found: Sequence[Located], shown: int) -> str:
-    head = headline(report)
+    head, items = headline(report), sentences(report)
     blocks = [
         f"## torchtrim: {escape(head.word)}",
         "\n".join(f"* {escape(part)}" for part in head.parts),
-        _lines("What the smallest peak is made of", facts.part_lines(report)),
-        _lines("What each lever would reach", facts.lever_lines(report)),
+        *(markdown_items(items[label], _MOST_LINES) for label in _FIRST),
         _figures(report),
         _findings(report, found, shown),
-        _lines("Ranks", rank_lines(report)),
-        _lines("Estimate", estimates.estimate_lines(report)),
-        _lines("Waits", facts.waiting_lines(report)),
-        _lines("Fixes", facts.fix_lines(report)),
-        _lines("Plan", facts.plan_lines(report)),
-        _lines(
-            "Certificate", facts.certificate_lines(report.certificate) if report.certificate else ()
-        ),
-        _lines("Notes", report.notes),
+        *(markdown_items(items[label], _MOST_LINES) for label in _LAST),
         f"<sub>{escape(_origin(report))}</sub>",
     ]
     return "\n\n".join(block for block in blocks if block) + "\n"
@@ -68,57 +65,30 @@ def _figures(report: Report) -> str:
         return ""
     kinds = [row for row in rows if row.kind]
     shown = [row for row in rows if not row.kind] + kinds[:_MOST_KINDS]
-    lines = [_row("", *heads), "|---|" + "--:|" * len(heads)]
-    return "\n".join([*lines, *(_row(escape(row.name), *row.cells) for row in shown)])
+    columns = [Column(), *(Column(head=head, right=True) for head in heads)]
+    return Table(columns, [(row.name, *row.cells) for row in shown]).markdown()
 
 
 def _findings(report: Report, found: Sequence[Located], shown: int) -> str:
     if not found:
         return ""
     title = f"### {facts.count_of(report.findings)}: {escape(facts.families(report.findings))}"
-    lines = [title, "", _row("code", "place", "a step", "price", "what"), "|---|---|--:|--:|---|"]
-    lines += map(_finding, found[:shown])
-    if len(found) > shown:
-        lines += ["", f"and {len(found) - shown} more, which the report of the run has."]
-    return "\n".join(lines)
+    left = len(found) - shown
+    rest = f"and {left} more, which the report of the run has." if left else ""
+    return f"{title}\n\n{Table(_FINDINGS, [*map(_finding, found[:shown])]).markdown(rest)}"
 
 
-def _finding(found: Located) -> str:
+def _finding(found: Located) -> tuple[str, ...]:
     finding = found.finding
     allowed = f" ({found.allowed} allowed)" if found.allowed else ""
-    return _row(
-        escape(finding.code),
-        f"<code>{escape(found.where)}</code>" if found.where else "",
+    return (
+        finding.code,
+        Markup(f"<code>{escape(found.where)}</code>") if found.where else "",
         f"{finding.count_per_step}{allowed}",
-        escape(facts.price(finding)),
-        escape(found.text),
+        facts.price(finding),
+        found.text,
     )
-
-
-def _lines(title: str, texts: Iterable[str]) -> str:
-    every = list(texts)
-    lines = [f"* {escape(text)}" for text in every[:_MOST_LINES]]
-    if len(every) > _MOST_LINES:
-        lines.append(f"* and {len(every) - _MOST_LINES} more")
-    return "\n".join([f"**{title}**", "", *lines]) if lines else ""
 
 
 def _origin(report: Report) -> str:
     return f"torchtrim {report.torchtrim} {report.verb}, torch {report.torch}, {report.device}"
-
-
-def _row(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def escape(text: str) -> str:
-    """Text that Markdown and GitHub leave alone: no markup, no mention, no reference, at most a line."""
-    line = clean(text)
-    cut = line if len(line) <= _MOST_CHARACTERS else line[: _MOST_CHARACTERS - 3] + "..."
-    return _SPECIAL.sub(_harmless, cut)
-
-
-def _harmless(match: re.Match[str]) -> str:
-    """A mark as an entity; a reference with an invisible space, without which it would be a link."""
-    reference = match.lastgroup == "reference"
-    return f"{match[0]}&#8203;" if reference else f"&#{ord(match[0])};"

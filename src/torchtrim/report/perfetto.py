@@ -13,7 +13,7 @@ from torchtrim.records.operator_names import base_name
 from torchtrim.records.plan import Technique
 from torchtrim.records.report import Waiting
 from torchtrim.report import facts
-from torchtrim.report.copies import Copies, copies_of
+from torchtrim.report.copies import CopyLanes, copies_of
 from torchtrim.report.lanes import Lanes, lanes
 from torchtrim.report.safe import clean
 
@@ -153,7 +153,7 @@ def _device(profile: Profile, drawn: Lanes) -> Iterator[_Event]:
         )
 
 
-def _copies(profile: Profile, copies: Copies) -> Iterator[_Event]:
+def _copies(profile: Profile, copies: CopyLanes) -> Iterator[_Event]:
     """The planned step: compute, each direction of the link, and when compute pauses."""
     title = {"name": f"planned, modelled for {copies.device_name}"}
     yield _Event(name="process_name", ph="M", pid=_PLANNED, args=title)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -11,23 +11,63 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from torchtrim.records import Report
+from torchtrim.core.units import format_bytes, format_seconds
+from torchtrim.records import Finding, Report
 from torchtrim.records.commands import shell_words
-from torchtrim.report import estimates, facts, sections
+from torchtrim.report import facts
+from torchtrim.report.blocks import Column, Items, Table, first, labelled, padded, show
+from torchtrim.report.figures import FigureRow, figure_rows
 from torchtrim.report.headline import headline
-from torchtrim.report.ranks import rank_lines
-from torchtrim.report.safe import keep_left, keep_right, sentence, wrap
-from torchtrim.report.sections import NARROW, Page, Room
-from torchtrim.report.tuned import tuned_lines
+from torchtrim.report.safe import clean, keep_left, keep_right, sentence, wrap
+from torchtrim.report.sentences import sentences
 
 Amount = Literal["headline", "screen", "all"]
 _SCREEN = 24
 _LABEL = 13
 _WIDEST = 120
+_NARROW = 60
 _STYLES = {"good": "bold green", "bad": "bold red", "unsure": "bold yellow", "neutral": "bold"}
 
+
+@dataclass(frozen=True, kw_only=True)
+class _RowLimits:
+    """How many rows a section may take, lines a sentence, and if blank lines part the sections."""
+
+    kinds: int
+    holders: int
+    findings: int
+    notes: int
+    fixes: int = 3
+    text: int = 1
+    gaps: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Page:
+    """What lines are written on."""
+
+    report: Report
+    width: int
+    encoding: str
+    fancy: bool
+    items: Mapping[str, Items]
+
+    @property
+    def narrow(self) -> bool:
+        """Whether labels stand above what they label."""
+        return self.width < _NARROW
+
+    def say(self, text: str) -> str:
+        """`text`, harmless and writable here."""
+        return clean(text, self.encoding)
+
+    def place(self, path: str, line: int) -> str:
+        """`path:line`, short."""
+        return self.say(facts.place(path, line, facts.home(self.report)))
+
+
 _EVERY = 10_000
-_ALL = Room(
+_ALL = _RowLimits(
     kinds=_EVERY,
     holders=_EVERY,
     findings=_EVERY,
@@ -37,18 +77,18 @@ _ALL = Room(
     gaps=True,
 )
 _ROOMS = (
-    Room(kinds=7, holders=8, findings=12, notes=6, fixes=12, text=6, gaps=True),
-    Room(kinds=5, holders=5, findings=8, notes=4, fixes=8, text=3, gaps=True),
-    Room(kinds=5, holders=4, findings=8, notes=4, fixes=8, text=2),
-    Room(kinds=4, holders=3, findings=6, notes=3, fixes=6, text=2),
-    Room(kinds=3, holders=3, findings=5, notes=2, fixes=4),
-    Room(kinds=3, holders=2, findings=5, notes=1, fixes=3),
-    Room(kinds=2, holders=2, findings=4, notes=1),
-    Room(kinds=2, holders=1, findings=3, notes=1),
-    Room(kinds=1, holders=1, findings=2, notes=1),
-    Room(kinds=1, holders=0, findings=1, notes=1),
-    Room(kinds=0, holders=0, findings=1, notes=1),
-    Room(kinds=0, holders=0, findings=1, notes=0, fixes=1),
+    _RowLimits(kinds=7, holders=8, findings=12, notes=6, fixes=12, text=6, gaps=True),
+    _RowLimits(kinds=5, holders=5, findings=8, notes=4, fixes=8, text=3, gaps=True),
+    _RowLimits(kinds=5, holders=4, findings=8, notes=4, fixes=8, text=2),
+    _RowLimits(kinds=4, holders=3, findings=6, notes=3, fixes=6, text=2),
+    _RowLimits(kinds=3, holders=3, findings=5, notes=2, fixes=4),
+    _RowLimits(kinds=3, holders=2, findings=5, notes=1, fixes=3),
+    _RowLimits(kinds=2, holders=2, findings=4, notes=1),
+    _RowLimits(kinds=2, holders=1, findings=3, notes=1),
+    _RowLimits(kinds=1, holders=1, findings=2, notes=1),
+    _RowLimits(kinds=1, holders=0, findings=1, notes=1),
+    _RowLimits(kinds=0, holders=0, findings=1, notes=1),
+    _RowLimits(kinds=0, holders=0, findings=1, notes=0, fixes=1),
 )
 
 
@@ -64,11 +104,12 @@ def render(
 
     `paths` are the files that were written, by what they are; `next_command` is what to run next.
     """
-    page = Page(
+    page = _Page(
         report=report,
         width=min(console.width, _WIDEST),
         encoding=console.encoding,
         fancy=console.is_terminal and not console.options.ascii_only,
+        items=sentences(report),
     )
     end = [*_written(page, paths), *_next(page, next_command)]
     if amount == "headline":
@@ -77,11 +118,10 @@ def render(
         lines = [*_lines(page, _ALL), *end]
     else:
         lines = [*_fitting(page, _SCREEN - len(end)), *end]
-    for line in lines:
-        console.print(line, no_wrap=True, crop=False, overflow="ignore", soft_wrap=True)
+    show(lines, console)
 
 
-def _fitting(page: Page, height: int) -> list[Text]:
+def _fitting(page: _Page, height: int) -> list[Text]:
     lines: list[Text] = []
     for room in _ROOMS:
         lines = _lines(page, room)
@@ -90,15 +130,15 @@ def _fitting(page: Page, height: int) -> list[Text]:
     return lines
 
 
-def _lines(page: Page, room: Room) -> list[Text]:
-    order: tuple[Callable[[Page, Room], list[Text]], ...] = (
+def _lines(page: _Page, room: _RowLimits) -> list[Text]:
+    order: tuple[Callable[[_Page, _RowLimits], list[Text]], ...] = (
         _verdict,
         _missed,
         _fixes,
-        sections.evidence,
-        sections.holders,
-        sections.findings,
-        sections.frontier,
+        _evidence,
+        _holders,
+        _findings,
+        _frontier,
         _tail,
     )
     lines: list[Text] = []
@@ -110,7 +150,7 @@ def _lines(page: Page, room: Room) -> list[Text]:
     return lines
 
 
-def _verdict(page: Page, room: Room) -> list[Text]:
+def _verdict(page: _Page, room: _RowLimits) -> list[Text]:
     """The sentence, and under it its further figures."""
     found = headline(page.report)
     lines = [Text(line, _STYLES[found.tone]) for line in wrap(page.say(found.word), page.width)]
@@ -119,42 +159,36 @@ def _verdict(page: Page, room: Room) -> list[Text]:
     return [*lines, *(Text(f"  {line}") for line in told)]
 
 
-def _missed(page: Page, room: Room) -> list[Text]:
+def _missed(page: _Page, room: _RowLimits) -> list[Text]:
     """What is in the way of a budget that is missed, and what each lever on it would reach."""
-    levers = facts.lever_lines(page.report) if room.notes else []
     wide = replace(room, text=max(room.text, 2)) if room.notes else room
+    levers = _items(page, "levers", min(4, room.findings), room) if room.notes else []
+    return [*_items(page, "smallest is", 1, wide), *levers]
+
+
+def _tail(page: _Page, room: _RowLimits) -> list[Text]:
+    few = min(4, room.findings)
     return [
-        *_labelled(page, "smallest is", facts.part_lines(page.report), 1, wide),
-        *_labelled(page, "levers", levers, min(4, room.findings), room),
+        *_items(page, "ranks", few, room),
+        *_items(page, "plan", room.findings, room),
+        *_labelled(page, "certificate", _proof(page, room), room),
+        *_items(page, "estimate", few, room),
+        *_items(page, "loader", room.findings, room),
+        *_items(page, "waits", min(2, room.findings), room),
+        *_items(page, "note", room.notes, room),
     ]
 
 
-def _proof(report: Report, room: Room) -> list[str]:
+def _proof(page: _Page, room: _RowLimits) -> Sequence[str]:
     """The certificate; where there is little room and every bit is equal, without figures, which are 0."""
-    if report.certificate is None:
-        return []
-    lines = facts.certificate_lines(report.certificate)
-    tight = not room.gaps and report.certificate.verdict == "BITWISE" and len(lines) > 2
-    return [lines[0], *lines[2:]] if tight else lines
+    found, lines = page.report.certificate, page.items["certificate"].texts
+    equal = found is not None and found.verdict == "BITWISE"
+    return [lines[0], *lines[2:]] if equal and len(lines) > 2 and not room.gaps else lines
 
 
-def _tail(page: Page, room: Room) -> list[Text]:
-    report = page.report
-    proof = _proof(report, room)
-    return [
-        *_labelled(page, "ranks", rank_lines(report), min(4, room.findings), room),
-        *_labelled(page, "plan", facts.plan_lines(report), room.findings, room),
-        *_labelled(page, "certificate", proof, len(proof), room),
-        *_labelled(page, "estimate", estimates.estimate_lines(report), min(4, room.findings), room),
-        *_labelled(page, "loader", tuned_lines(report), room.findings, room),
-        *_labelled(page, "waits", facts.waiting_lines(report), min(2, room.findings), room),
-        *_labelled(page, "note", report.notes, room.notes, room),
-    ]
-
-
-def _fixes(page: Page, room: Room) -> list[Text]:
+def _fixes(page: _Page, room: _RowLimits) -> list[Text]:
     """The fixes, and as much of their diff as there is room for; the file has the rest."""
-    told = facts.fix_lines(page.report)
+    told = _items(page, "fixes", 1 + room.fixes, room)
     if not told:
         return []
     lines = [
@@ -165,26 +199,20 @@ def _fixes(page: Page, room: Room) -> list[Text]:
     kept = [Text(keep_left(page.say(line), page.width), styles[line[0]]) for line in shown]
     left = len(lines) - len(shown)
     more = [Text(f"  +{left} more lines of diff", "dim")] if left > 0 else []
-    return [*_labelled(page, "fixes", told, 1 + room.fixes, room), *kept, *more]
+    return [*told, *kept, *more]
 
 
-def _labelled(page: Page, label: str, texts: Iterable[str], most: int, room: Room) -> list[Text]:
-    every = list(texts)
-    dropped = [f"+{len(every) - most} more"] if len(every) > most else []
-    indent = _LABEL if page.width >= NARROW else 2
-    pieces = [
-        " " * indent + piece
-        for text in (*every[:most], *dropped)
-        for piece in sentence(page.say(text), page.width - indent, room.text)
-    ]
-    if not pieces or indent < _LABEL:
-        return [Text(label, "bold"), *map(Text, pieces)] if pieces else []
-    first = Text(label.ljust(indent), "bold").append(Text(pieces[0][indent:]))
-    return [first, *map(Text, pieces[1:])]
+def _items(page: _Page, label: str, most: int, room: _RowLimits) -> list[Text]:
+    return _labelled(page, label, first(page.items[label].texts, most), room)
 
 
-def _written(page: Page, paths: Mapping[str, Path]) -> list[Text]:
-    indent = _LABEL if page.width >= NARROW else 6
+def _labelled(page: _Page, label: str, texts: Sequence[str], room: _RowLimits) -> list[Text]:
+    indent = 2 if page.narrow else _LABEL
+    return labelled(label, map(page.say, texts), page.width, indent=indent, lines=room.text)
+
+
+def _written(page: _Page, paths: Mapping[str, Path]) -> list[Text]:
+    indent = _LABEL if not page.narrow else 6
     room = page.width - indent
     names = [keep_right(page.say(str(_near(path))), room) for path in paths.values()]
     joined = ", ".join(names)
@@ -200,10 +228,10 @@ def _near(path: Path) -> Path:
     return path.relative_to(here) if path.is_relative_to(here) else path
 
 
-def _next(page: Page, command: str | None) -> list[Text]:
+def _next(page: _Page, command: str | None) -> list[Text]:
     if not command:
         return []
-    indent = _LABEL if page.width >= NARROW else 6
+    indent = _LABEL if not page.narrow else 6
     lines = [Text("next".ljust(indent), "bold")]
     for word in shell_words(page.say(command)):
         if lines[-1].cell_len > indent and lines[-1].cell_len + cell_len(word) + 3 > page.width:
@@ -211,3 +239,117 @@ def _next(page: Page, command: str | None) -> list[Text]:
             lines.append(Text(" " * indent))
         lines[-1].append((" " if lines[-1].cell_len > indent else "") + word, "bold cyan")
     return lines
+
+
+def _evidence(page: _Page, room: _RowLimits) -> list[Text]:
+    """Measured and predicted figures, and the kinds of memory at the peak with bars."""
+    heads, rows = figure_rows(page.report)
+    if not heads:
+        return []
+    label, column = (page.width - 10 * len(heads), 10) if page.narrow else (18, 11)
+    bars = 0 if page.narrow else min(page.width - label - column * len(heads) - 2, 40)
+    figures = [row for row in rows if not row.kind]
+    kinds = [row for row in rows if row.kind][: room.kinds]
+    longest = max((max(row.bar) for row in kinds), default=0) or 1
+    columns = [Column(width=max(label, 0), gap=0)]
+    columns += [Column(head=head, width=column, gap=0, right=True) for head in heads]
+    cells: list[tuple[str | Text, ...]] = [
+        (page.say(row.name), *row.cells, _bar(page, row, bars * max(row.bar) / longest))
+        for row in (*figures, *kinds)
+    ]
+    head, *lines = Table([*columns, Column(width=bars)], cells).lines(page.width)
+    legend = "  at the peak" + (" (. saved)" if page.report.planned else ", by kind")
+    return [head.append(legend if bars >= len(legend) else "", "dim"), *lines]
+
+
+def _bar(page: _Page, row: FigureRow, length: float) -> Text:
+    if not row.kind or not length:
+        return Text()
+    before, after = row.bar
+    kept = round(length * min(before, after) / max(before, after))
+    less = after < before
+    bar = Text().append(("█" if page.fancy else "#") * kept, "cyan")
+    return bar.append(("." if less else "+") * (round(length) - kept), "dim" if less else "red")
+
+
+def _more(title: str, total: int, shown: int) -> Text:
+    line = Text(title, "bold")
+    return line.append(f" (top {shown}, +{total - shown} more)", "dim") if total > shown else line
+
+
+def _holders(page: _Page, room: _RowLimits) -> list[Text]:
+    """What is live at the peak: bytes, module, place, why."""
+    shown = page.report.holders[: room.holders]
+    if not shown:
+        return []
+    share = (page.width - 14) // 2 if page.narrow else (page.width - 12) // 3
+    columns = (
+        Column(width=10, gap=0, right=True),
+        Column(width=share, fitted=True, keep=keep_right),
+        Column(width=share, fitted=True, keep=keep_right, style="cyan"),
+        Column(least=10, style="dim"),
+    )
+    rows = [
+        (
+            format_bytes(one.bytes),
+            page.say(one.module or one.kind),
+            page.place(one.path, one.line) or "-",
+            page.say(one.why or one.kind),
+        )
+        for one in shown
+    ]
+    title = _more("live at the peak", len(page.report.holders), len(shown))
+    return [title, *Table(columns, rows).lines(page.width)]
+
+
+def _findings(page: _Page, room: _RowLimits) -> list[Text]:
+    """Counts, then a line for each finding: code, place, message, price."""
+    report = page.report
+    if not report.findings:
+        return []
+    shown = report.findings[: room.findings]
+    most = page.width - 19 if page.narrow else page.width // 4
+    places = [keep_right(page.place(f.path, f.line), most) for f in shown]
+    column = min(max(map(cell_len, places)), most)
+    title = _more(facts.count_of(report.findings), len(report.findings), len(shown))
+    room_left = page.width - title.cell_len - 2
+    lines = [title.append(": " + keep_left(facts.families(report.findings), room_left))]
+    for finding, where in zip(shown, places, strict=True):
+        lines += _finding(page, finding, padded(where, column), room)
+    return lines
+
+
+def _finding(page: _Page, finding: Finding, where: str, room: _RowLimits) -> list[Text]:
+    line = Text("  ").append(keep_left(page.say(finding.code), 6), "bold yellow")
+    line.append("  " + where + "  ", "cyan")
+    price, message = facts.price(finding), page.say(finding.message)
+    if page.narrow:
+        line.append(price if line.cell_len + len(price) <= page.width else "").rstrip()
+        return [line, Text("    " + keep_left(message, page.width - 4))]
+    indent = line.cell_len
+    room_left = page.width - indent - (len(price) + 2 if price else 0)
+    begun, *rest = sentence(message, room_left, min(room.text, 2)) or [""]
+    line.append(padded(begun, room_left) + "  " + price).rstrip()
+    return [line, *(Text(" " * indent + text) for text in rest)]
+
+
+def _frontier(page: _Page, room: _RowLimits) -> list[Text]:
+    """What plans for other budgets are predicted to need."""
+    points = page.report.frontier
+    hand = tuple(point for point in points if point.by_hand)
+    shown = (*points[: min(room.findings, len(points) - len(hand))], *hand)
+    if not shown:
+        return []
+    title = _more("other budgets", len(points), len(shown))
+    title.append(keep_left(": budget, peak, step, places", page.width - title.cell_len))
+    rows = [
+        (
+            format_bytes(point.budget_bytes),
+            format_bytes(point.peak_bytes),
+            format_seconds(point.step_seconds),
+            page.say(point.by_hand or ", ".join(facts.runs(point.where)) or "as it is"),
+        )
+        for point in shown
+    ]
+    figures = [Column(width=10, gap=0, right=True)] * 3
+    return [title, *Table([*figures, Column()], rows).lines(page.width)]

@@ -15,8 +15,8 @@ from torchtrim.records import Profile
 from torchtrim.records.operator_names import base_name
 from torchtrim.records.profile import Phase
 from torchtrim.report import facts
-from torchtrim.report.copies import Copies
-from torchtrim.report.lanes import Lanes, Span
+from torchtrim.report.copies import CopyLanes
+from torchtrim.report.lanes import Lanes, LaneSpan
 from torchtrim.report.safe import clean, keep_right
 
 _WIDTH = 1000
@@ -29,7 +29,7 @@ _LEAST = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lane:
+class Strip:
     """A lane of the picture: its name and what is drawn in it."""
 
     name: str
@@ -40,7 +40,7 @@ class Lane:
 class TimelineView:
     """The timeline with its words. `data` is JSON for the script, empty where there is no room."""
 
-    lanes: Sequence[Lane]
+    lanes: Sequence[Strip]
     data: Markup
     ends: str
     said: str
@@ -67,16 +67,16 @@ def timeline_view(
 class CopiesView:
     """The copies of a planned step, with their words."""
 
-    lanes: Sequence[Lane]
+    lanes: Sequence[Strip]
     ends: str
     said: str
 
 
-def copies_view(profile: Profile, copies: Copies) -> CopiesView:
+def copies_view(profile: Profile, copies: CopyLanes) -> CopiesView:
     """Compute above the copies that hide behind it, and where it waits."""
 
-    def strip(name: str, spans: Sequence[Span], style: Callable[[Span], str]) -> Lane:
-        return Lane(name=name, markup=_strip(spans, copies.seconds, style))
+    def strip(name: str, spans: Sequence[LaneSpan], style: Callable[[LaneSpan], str]) -> Strip:
+        return Strip(name=name, markup=_strip(spans, copies.seconds, style))
 
     return CopiesView(
         lanes=[
@@ -90,7 +90,7 @@ def copies_view(profile: Profile, copies: Copies) -> CopiesView:
     )
 
 
-def _longest(spans: Sequence[Span], most: int) -> list[Span]:
+def _longest(spans: Sequence[LaneSpan], most: int) -> list[LaneSpan]:
     if len(spans) <= most:
         return list(spans)
     return sorted(
@@ -107,7 +107,7 @@ def _said(lanes: Lanes) -> str:
     )
 
 
-def _dropped(spans: Sequence[Span], shown: Sequence[Span]) -> str:
+def _dropped(spans: Sequence[LaneSpan], shown: Sequence[LaneSpan]) -> str:
     if not shown:
         return "The zoom is left out to keep this page small; `torchtrim export` has all of it."
     if len(shown) == len(spans):
@@ -120,32 +120,32 @@ def _dropped(spans: Sequence[Span], shown: Sequence[Span]) -> str:
     )
 
 
-def _lanes(profile: Profile, lanes: Lanes) -> list[Lane]:
+def _lanes(profile: Profile, lanes: Lanes) -> list[Strip]:
     operators, styles = profile.operators, {phase: f"p-{phase}" for phase in get_args(Phase)}
 
-    def phase(span: Span) -> str:
+    def phase(span: LaneSpan) -> str:
         return styles[operators[span.index].phase]
 
-    drawn = [Lane(name="memory", markup=_area(lanes))]
+    drawn = [Strip(name="memory", markup=_area(lanes))]
     drawn += [
-        Lane(name="modules" if level == 0 else "", markup=_strip(lane, lanes.seconds, _shade))
+        Strip(name="modules" if level == 0 else "", markup=_strip(lane, lanes.seconds, _shade))
         for level, lane in enumerate(lanes.modules[:_LEVELS])
     ]
-    drawn.append(Lane(name="host", markup=_strip(lanes.host, lanes.seconds, phase)))
+    drawn.append(Strip(name="host", markup=_strip(lanes.host, lanes.seconds, phase)))
     if lanes.device:
-        drawn.append(Lane(name="device", markup=_strip(lanes.device, lanes.seconds, phase)))
+        drawn.append(Strip(name="device", markup=_strip(lanes.device, lanes.seconds, phase)))
     if lanes.waits:
         drawn.append(
-            Lane(name="waits", markup=_strip(lanes.waits, lanes.seconds, lambda _: "p-waiting"))
+            Strip(name="waits", markup=_strip(lanes.waits, lanes.seconds, lambda _: "p-waiting"))
         )
     return drawn
 
 
-def _shade(span: Span) -> str:
+def _shade(span: LaneSpan) -> str:
     return f"m-{span.index % _SHADES}"
 
 
-def _strip(spans: Iterable[Span], whole: float, style: Callable[[Span], str]) -> Markup:
+def _strip(spans: Iterable[LaneSpan], whole: float, style: Callable[[LaneSpan], str]) -> Markup:
     """The spans on columns: the one that fills most of a column gives it its colour."""
     fills: list[dict[str, float]] = [{} for _ in range(_WIDTH)]
     scale = _WIDTH / whole
@@ -207,7 +207,7 @@ class _Words:
         return found
 
 
-def _data(profile: Profile, lanes: Lanes, shown: Sequence[Span], source: bool) -> Markup:
+def _data(profile: Profile, lanes: Lanes, shown: Sequence[LaneSpan], source: bool) -> Markup:
     words = _Words()
     made = _made(profile)
     held = {span.index for span in shown}
@@ -247,7 +247,7 @@ def _made(profile: Profile) -> dict[int, int]:
 
 
 def _operator(
-    profile: Profile, span: Span, words: _Words, made: dict[int, int], source: bool
+    profile: Profile, span: LaneSpan, words: _Words, made: dict[int, int], source: bool
 ) -> tuple[int, int, int, int, int, int, int]:
     op = profile.operators[span.index]
     place = profile.place_of(span.index) if source else None
@@ -268,7 +268,7 @@ def _operator_name(profile: Profile, index: int, words: _Words) -> int:
 
 
 def _modules(
-    profile: Profile, lane: Sequence[Span], most: int, words: _Words
+    profile: Profile, lane: Sequence[LaneSpan], most: int, words: _Words
 ) -> list[tuple[int, int, int]]:
     return [
         (_us(span.start), _us(span.seconds), words.number(profile.modules[span.index].path))

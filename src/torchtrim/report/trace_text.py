@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
 from torchtrim.records.trace import TraceJob, TraceReport, TraceSite
-from torchtrim.report.safe import clean, keep_left, keep_right, sentence
+from torchtrim.report.blocks import Column, Table, labelled, show
+from torchtrim.report.safe import clean, keep_left, keep_right
 
 _SCREEN = 24
 _WIDEST = 120
@@ -36,8 +36,7 @@ def render(report: TraceReport, console: Console, *, top: int, next_command: str
     bound = _labelled("bound", _BOUND[report.bound], width)
     end = [*bound, *_command(next_command, width)]
     room = _SCREEN - len(head) - len(table) - len(sets) - len(end)
-    for line in (*head, *table, *sets, *_notes(report.notes, width, room), *end):
-        console.print(line, no_wrap=True, crop=False, overflow="ignore", soft_wrap=True)
+    show((*head, *table, *sets, *_notes(report.notes, width, room), *end), console)
 
 
 def _counts(report: TraceReport, width: int) -> Iterator[Text]:
@@ -98,17 +97,24 @@ def _table(report: TraceReport, top: int, width: int) -> Iterator[Text]:
     head = "  site"
     if any(site.path and not (site.exact or site.lines) for site in every[:top]):
         head += " (N+: in the function from line N)"
-    yield Text(keep_left(head, room).ljust(room) + " count   wait ms  alone gains", "bold")
+    columns = (
+        Column(head=head, width=room, gap=0),
+        Column(head="count", width=5, gap=1, right=True),
+        Column(head="wait ms", width=9, gap=1, right=True),
+        Column(head="alone gains", width=12, gap=1, right=True),
+    )
     numbered = [(str(i + 1), site) for i, site in enumerate(report.sites)]
     numbered += [("d", site) for site in report.device_syncs]
-    for number, site in numbered[:top]:
-        gains = "-" if site.saves_alone_ms is None else f"{site.saves_alone_ms:,.3f}"
-        place = keep_right(_place(site), room - 3)
-        padded = place + " " * (room - 3 - cell_len(place))
-        yield Text(f"{number:>2} {padded} {site.count:5d} {site.wait_ms:9,.3f} {gains:>12}")
+    yield from Table(columns, [_row(*one, room) for one in numbered[:top]]).lines(width)
     if len(numbered) > top:
         rest = sum(site.wait_ms for _, site in numbered[top:])
         yield Text(f"   +{len(numbered) - top} more sites, {rest:,.3f} ms", "dim")
+
+
+def _row(number: str, site: TraceSite, room: int) -> tuple[str, ...]:
+    gains = "-" if site.saves_alone_ms is None else f"{site.saves_alone_ms:,.3f}"
+    place = f"{number:>2} {keep_right(_place(site), room - 3)}"
+    return place, str(site.count), f"{site.wait_ms:,.3f}", gains
 
 
 def _place(site: TraceSite) -> str:
@@ -150,10 +156,9 @@ def _notes(notes: Sequence[str], width: int, room: int) -> Iterator[Text]:
 
 
 def _labelled(label: str, text: str, width: int) -> Iterator[Text]:
-    pieces = sentence(clean(text), width - _LABEL, 3)
-    for i, piece in enumerate(pieces):
-        first = Text((label if i == 0 else "").ljust(_LABEL), "bold")
-        yield first.append(Text(piece, ""))
+    for line in labelled(label, [clean(text)], width, indent=_LABEL, lines=3):
+        line.style = "bold"
+        yield line
 
 
 def _command(command: str | None, width: int) -> Iterator[Text]:

@@ -99,7 +99,8 @@ def _repeated_blocks(profile: Profile, at: int) -> Iterator[_Blocks]:
     for call, size in zip(calls, held, strict=True):
         groups[profile.modules[call.module].type].append((call, size))
     for name, group in groups.items():
-        edit = rerun(step_of(profile), [Span(call.first, call.last) for call, _ in group])
+        spans = [Span(call.first, call.last) for call, _ in group]
+        edit = rerun(step_of(profile), spans, early_stop=True)
         if edit is not None:
             yield _Blocks(
                 type=name,

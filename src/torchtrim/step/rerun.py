@@ -1,8 +1,8 @@
 """The edit of running spans of forward again in backward, instead of keeping what autograd saved there.
 
-The first unpacking of anything that a span saved runs the span again, up to the last thing that it saved;
-what it saved is then held until backward has used it, and its inputs until backward has left the span. So
-does torch.utils.checkpoint without re-entrance, which `techniques.recompute.rerun` rests on.
+The first unpacking of anything that a span saved runs the span again; what it saved is then held until
+backward has used it, and its inputs until backward has left the span. So does torch.utils.checkpoint without
+re-entrance, which `techniques.recompute.rerun` rests on.
 """
 
 from __future__ import annotations
@@ -18,14 +18,22 @@ from torchtrim.step.step import DEVICE, Span, Step
 _STATE = frozenset(("parameter", "buffer", "optimizer_state", "gradient", "gathered"))
 
 
-def rerun(step: Step, spans: Sequence[Span], kept: frozenset[str] = frozenset()) -> Edit | None:
-    """The edit for spans that run again, each by itself; None where autograd saved nothing of them.
+def rerun(
+    step: Step,
+    spans: Sequence[Span],
+    kept: frozenset[str] = frozenset(),
+    *,
+    early_stop: bool = False,
+) -> Edit | None:
+    """Return the edit for spans that run again, each by itself; None where autograd saved nothing of them.
 
     `kept`: operators, such as `aten::mm`, whose results are kept, so that they do not run again: selective
     checkpointing. A span whose graph never runs backward, as that of an evaluation with gradients on, does
-    not run again: what it saved is not kept.
+    not run again: what it saved is not kept. `early_stop`: a span runs again up to the last tensor that it
+    saved, as torch.utils.checkpoint does by default, instead of to its end.
     """
-    found = [edit for span in spans if (edit := _of_span(step, span, kept)) is not None]
+    every = (_of_span(step, span, kept, early_stop) for span in spans)
+    found = [edit for edit in every if edit is not None]
     return joined(found) if found else None
 
 
@@ -39,7 +47,7 @@ class _Saved(NamedTuple):
     until: int
 
 
-def _of_span(step: Step, span: Span, kept: frozenset[str]) -> Edit | None:
+def _of_span(step: Step, span: Span, kept: frozenset[str], early_stop: bool) -> Edit | None:
     stays = {i for i in range(*span) if kept and base_name(step.tasks[i].name) in kept}
     results = {number for i in stays for number in step.made_by[i]}
     saved = [
@@ -55,7 +63,7 @@ def _of_span(step: Step, span: Span, kept: frozenset[str]) -> Edit | None:
         return _unused(step, span, saved)
     begins = min(one.asked for one in asked)
     ends = max(one.until for one in asked)
-    last = max(max(one.packed for one in saved) + 1, span.first)
+    last = max(max(one.packed for one in saved) + 1, span.first) if early_stop else span.last
     copies = _copies(saved, ends)
     born = {number for task in range(span.first, last) for number in step.made_by[task]}
     made = {number: until for number, until in copies.items() if number in born}

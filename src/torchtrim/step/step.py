@@ -7,11 +7,12 @@ simulator then knows how long the tensor lives.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from torchtrim.records.profile import Profile
+from torchtrim.records.profile import Operator, Profile
 
 DETACH = "aten::detach."
 DEVICE = "device"
@@ -136,6 +137,11 @@ class Step:
     seconds: float = 0.0
     overhead: Overhead = OVERHEAD
     profile: Profile | None = field(default=None, repr=False)
+
+    @property
+    def operators(self) -> Sequence[Operator]:
+        """The operators that were recorded; none for a graph."""
+        return self.profile.operators if self.profile is not None else ()
 
     @cached_property
     def backward(self) -> dict[int, tuple[int, ...]]:

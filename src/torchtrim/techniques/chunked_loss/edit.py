@@ -87,8 +87,7 @@ class _Change:
 
     @property
     def _weighs(self) -> bool:
-        assert self._step.profile is not None
-        return len(self._step.profile.operators[self._head.loss].inputs) > len(("logs", "target"))
+        return len(self._step.operators[self._head.loss].inputs) > len(("logs", "target"))
 
     def _edit(self, blocks: Iterable[Block], inserts: Iterable[Insert], until: int) -> Edit:
         step, head = self._step, self._head
@@ -132,15 +131,13 @@ class _Change:
         return self._head.number * self._head.width * _BYTES[self._head.hidden.dtype]
 
     def _is_of_hidden(self, number: int) -> bool:
-        assert self._step.profile is not None
-        task = self._step.profile.operators[self._step.tensors[number].birth]
+        task = self._step.operators[self._step.tensors[number].birth]
         return any(use.shape == self._head.hidden.shape for use in task.outputs)
 
     @property
     def _hidden(self) -> int:
         """The number of the hidden states: that of the step, where tensors may have become one."""
-        assert self._step.profile is not None
-        inputs = self._step.profile.operators[self._head.product].inputs
+        inputs = self._step.operators[self._head.product].inputs
         place = list(dict.fromkeys(use.storage for use in inputs)).index(self._head.hidden.storage)
         return self._step.tasks[self._head.product].reads[place]
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from torchtrim.records.operator_names import base_name
 from torchtrim.records.profile import Operator, Profile, TensorUse
 from torchtrim.records.remembered import remembered
+from torchtrim.step.index import recorded_index
 from torchtrim.step.step import Span, Step
 from torchtrim.techniques.chunked_loss.rows import rows_for
 
@@ -58,22 +58,18 @@ def heads_of(step: Step) -> tuple[FoundHead, ...]:
 
 @remembered
 def _heads_of(profile: Profile) -> tuple[FoundHead, ...]:
-    reader = _Reader(profile)
-    found = (reader.head(index) for index in range(len(profile.operators)))
+    finder = _HeadFinder(profile)
+    found = (finder.head(index) for index in range(len(profile.operators)))
     return tuple(one for one in found if one is not None)
 
 
-class _Reader:
-    """Who reads each storage in forward."""
+class _HeadFinder:
+    """Finds the head before a log_softmax."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
         self._operators = profile.operators
-        self._readers: defaultdict[int, list[int]] = defaultdict(list)
-        for index, op in enumerate(profile.operators):
-            if op.phase not in _BACKWARD:
-                for storage in {use.storage for use in (*op.inputs, *op.outputs)}:
-                    self._readers[storage].append(index)
+        self._users = recorded_index(profile).users
 
     def head(self, softmax: int) -> FoundHead | None:
         """The head whose logits this operator takes, if it is a log_softmax of such."""
@@ -84,11 +80,15 @@ class _Reader:
         if product < 0:
             return None
         logs = op.outputs[0].storage
-        readers = sorted({i for one in (*family, logs) for i in self._readers[one]})
+        readers = sorted({i for one in (*family, logs) for i in self._forward_users(one)})
         losses = [i for i in readers if base_name(self._operators[i].name) in _LOSSES]
         if len(losses) != 1 or not all(self._is_known(i, family, logs) for i in readers):
             return None
         return self._made(product, softmax, losses[0], tuple(readers), tuple(copies))
+
+    def _forward_users(self, storage: int) -> list[int]:
+        users = self._users.get(storage, ())
+        return [index for index in users if self._operators[index].phase not in _BACKWARD]
 
     def _back(self, storage: int) -> tuple[int, list[int], list[int]]:
         """The product that logits come from, -1 for none; they with what they are copies of; the copies."""

@@ -145,8 +145,7 @@ class _Change:
         """How high memory rises in a part's task; what draws random numbers draws them for all."""
         step = self._step
         task = step.tasks[index]
-        assert step.profile is not None
-        if step.profile.operators[index].random:
+        if step.operators[index].random:
             return max(task.transient, sum(step.tensors[n].bytes for n in task.makes))
         made = step.made_by[index]
         own = sum(step.tensors[n].bytes for n in made if step.tensors[n].pool == DEVICE)
@@ -158,8 +157,7 @@ class _Change:
         A product of matrices packs its first as a whole, which is smaller in a part, and others by blocks,
         which are not.
         """
-        assert self._step.profile is not None
-        operator = self._step.profile.operators[index]
+        operator = self._step.operators[index]
         first = _FIRST_MATRIX.get(base_name(operator.name))
         if first is None or operator.inputs[first].storage not in self._of_batch:
             return int(scratch * self._share)
@@ -196,8 +194,7 @@ class _Change:
         step, more = self._step, self._parts - 1
         span = range(*self._span)
         own = sum(step.tasks[i].seconds for i in span)
-        assert step.profile is not None
-        random = [i for i in span if step.profile.operators[i].random]
+        random = [i for i in span if step.operators[i].random]
         drawn = sum(step.tasks[i].seconds for i in random)
         watched = self._parts * len(span) * _SECONDS_WATCHED if random else 0.0
         first = watched + more * (len(span) * _SECONDS_AN_OPERATOR + _SECONDS_A_PART + drawn)

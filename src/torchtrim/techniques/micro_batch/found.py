@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torchtrim.records.operator_names import base_name
 from torchtrim.records.profile import Operator
+from torchtrim.step.index import index_of, joined_span
 from torchtrim.step.step import DEVICE, Call, Span, Step
 
 PARTS = (2, 4, 8, 16, 32, 64)
@@ -39,35 +40,29 @@ def splits_of(step: Step) -> list[Split]:
     """
     if step.profile is None or step.profile.world > 1:
         return []
-    reader = _Reader(step)
-    found = [one for number in range(len(step.modules)) for one in reader.splits(number)]
+    finder = _SplitFinder(step)
+    found = [one for number in range(len(step.modules)) for one in finder.splits(number)]
     found.sort(key=lambda one: -one[0])
     distinct = {split.spans: split for _, split in found}
     return list(distinct.values())[:_MOST_PLACES]
 
 
-class _Reader:
+class _SplitFinder:
     def __init__(self, step: Step) -> None:
         self._step = step
-        self._calls: defaultdict[int, list[Call]] = defaultdict(list)
-        self._children: defaultdict[int, list[int]] = defaultdict(list)
-        for call in step.calls:
-            if call.span.last > call.span.first:
-                self._calls[call.module].append(call)
-        for number, module in enumerate(step.modules):
-            self._children[module.parent].append(number)
+        self._index = index_of(step)
         self._bytes = sum(self._kept(Span(i, i + 1)) for i in range(len(step.tasks)))
 
     def splits(self, number: int) -> Iterator[tuple[int, Split]]:
         """The module, or ranges of it, each with the bytes that it takes."""
-        calls = [call for call in self._calls[number] if call.graded]
-        if not calls or self._runs_once(number):
+        calls = self._index.graded_calls[number]
+        if not calls or number in self._index.runs_once:
             return
         path = self._step.modules[number].path
         if not any(takes_statistics(self._step, call.span) for call in calls):
             yield from self._split(path, [call.span for call in calls])
         elif self._step.modules[number].chain:
-            for (first, last), spans in self._ranges(number, calls).items():
+            for (first, last), spans in self._ranges(calls).items():
                 yield from self._split(f"{path}[{first}:{last}]", spans)
 
     def _split(self, where: str, spans: list[Span]) -> Iterator[tuple[int, Split]]:
@@ -76,21 +71,17 @@ class _Reader:
         if size > 1 and taken > _LEAST_SHARE * self._bytes:
             yield taken, Split(where, tuple(spans), size)
 
-    def _ranges(self, number: int, calls: list[Call]) -> dict[tuple[int, int], list[Span]]:
+    def _ranges(self, calls: Sequence[Call]) -> dict[tuple[int, int], list[Span]]:
         """The longest ranges of two children or more between those that take statistics; what begins one
         may not write to what it is given."""
-        children = self._children[number]
         found: defaultdict[tuple[int, int], list[Span]] = defaultdict(list)
         for call in calls:
-            inner = [one for child in children for one in self._calls[child] if _is_in(one, call)]
-            if len(inner) != len(children):
-                return {}
-            inner.sort(key=lambda one: one.span)
+            inner = self._index.child_calls(call)
             for first, last in self._between(inner):
-                found[first, last].append(Span(inner[first].span.first, inner[last - 1].span.last))
+                found[first, last].append(joined_span(inner[first:last]))
         return {place: spans for place, spans in found.items() if len(spans) == len(calls)}
 
-    def _between(self, inner: list[Call]) -> Iterator[tuple[int, int]]:
+    def _between(self, inner: Sequence[Call]) -> Iterator[tuple[int, int]]:
         first = 0
         for last in range(len(inner) + 1):
             if last == len(inner) or takes_statistics(self._step, inner[last].span):
@@ -114,20 +105,10 @@ class _Reader:
         tasks = [b for task in range(*span) for b in (task, *self._step.backward.get(task, ()))]
         return max(self._step.tasks[task].transient for task in tasks)
 
-    def _runs_once(self, number: int) -> bool:
-        if self._step.modules[number].runs_once:
-            return True
-        return any(map(self._runs_once, self._children[number]))
-
-
-def _is_in(inner: Call, outer: Call) -> bool:
-    return outer.span.first <= inner.span.first and inner.span.last <= outer.span.last
-
 
 def takes_statistics(step: Step, span: Span) -> bool:
     """Whether a norm takes statistics over the batch there."""
-    operators = step.profile.operators if step.profile is not None else ()
-    return any(is_training_norm(operators[i]) for i in range(*span) if operators)
+    return any(map(is_training_norm, step.operators[span.first : span.last]))
 
 
 def is_training_norm(op: Operator) -> bool:
@@ -139,10 +120,9 @@ def is_training_norm(op: Operator) -> bool:
 
 def batch_size(step: Step, span: Span) -> int:
     """The first dimension of the first tensor that the span is given; 0 for none."""
-    assert step.profile is not None
     given = given_to(step, span)
     for index in range(*span):
-        for use in step.profile.operators[index].inputs:
+        for use in step.operators[index].inputs:
             if use.storage in given and use.shape:
                 return use.shape[0]
     return 0

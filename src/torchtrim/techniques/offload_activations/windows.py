@@ -12,11 +12,12 @@ from torchtrim.records.profile import Profile
 from torchtrim.records.remembered import remembered
 from torchtrim.step.edits import Block, Drop, Edit, Insert, Need, Trip, joined
 from torchtrim.step.host import DISK, FILE, PINNED
+from torchtrim.step.index import index_of
 from torchtrim.step.simulate import simulate
 from torchtrim.step.step import DEVICE, Call, Span, Step
 from torchtrim.techniques.offload_activations.places import END, UNSEEN, Place
 from torchtrim.techniques.replay.places import Run
-from torchtrim.techniques.replay.reading import Reader
+from torchtrim.techniques.replay.reading import RemakeReader
 
 _STATE = frozenset(("parameter", "buffer", "optimizer_state", "gradient", "gathered", "input"))
 _LEAST_SHARE = 0.002
@@ -69,14 +70,11 @@ class _Reading:
     def __init__(self, step: Step, profile: Profile) -> None:
         self._step = step
         self._profile = profile
-        self._reader = Reader(step, profile)
+        self._reader = RemakeReader(step, profile)
         self._link = device_of(profile).link
         self._least = max(simulate(step).peak_bytes * _LEAST_SHARE, _LEAST_BYTES)
         self._clock = step.clock
-        self._written: defaultdict[int, int] = defaultdict(lambda: -1)
-        for index, task in enumerate(step.tasks):
-            for tensor in task.writes:
-                self._written[tensor] = index
+        self._writers = index_of(step).writers
 
     def calls(self, root: str) -> list[Call]:
         """The calls of a root, in which autograd saved something."""
@@ -174,7 +172,10 @@ class _Reading:
         if not asked or not within:
             return None
         packed = min(hold.packed for _, hold in holds)
-        if self._written[number] > packed or self._reader.names[tensor.birth] in UNSEEN:
+        if (
+            max(self._writers.get(number, ()), default=-1) > packed
+            or self._reader.names[tensor.birth] in UNSEEN
+        ):
             return None
         return Found(
             number,

@@ -15,16 +15,16 @@ view copies the gradient twice. The write goes to an alias of the view instead, 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torchtrim.executor.registry import Handle, Option, Plain
 from torchtrim.records.finding import Equivalence
 from torchtrim.records.plan import Technique
-from torchtrim.records.profile import Call, Operator, Profile, TensorUse
+from torchtrim.records.profile import Operator, Profile, TensorUse
 from torchtrim.step.edits import Edit
-from torchtrim.step.step import Span, Step
+from torchtrim.step.index import recorded_index
+from torchtrim.step.step import Call, Span, Step
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,11 +44,11 @@ class Overwrite:
         """Every activation module all of whose calls find their input dead."""
         if step.profile is None:
             return []
-        reader = _Reader(step.profile)
+        inputs = _DeadInputs(step.profile)
         return [
             Option(self.name, module.path, calls)
             for number, module in enumerate(step.modules)
-            if module.type in TYPES and (calls := reader.overwriting(number))
+            if module.type in TYPES and (calls := inputs.overwriting(number))
         ]
 
     def edits(self, step: Step, option: Option) -> Edit:
@@ -69,33 +69,25 @@ class Overwrite:
 TECHNIQUE = Overwrite()
 
 
-class _Reader:
+class _DeadInputs:
     """Reads which operators find their input dead."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
-        self._calls: defaultdict[int, list[Call]] = defaultdict(list)
-        self._hooked: set[int] = set()
-        self._readers: defaultdict[int, list[int]] = defaultdict(list)
-        for index, op in enumerate(profile.operators):
-            for use in op.inputs:
-                self._readers[use.storage].append(index)
-        for call in profile.calls:
-            self._calls[call.module].append(call)
-            if profile.modules[call.module].hooked:
-                self._hooked.update((*call.inputs, *call.outputs))
+        self._index = recorded_index(profile)
 
     def overwriting(self, module: int) -> tuple[Span, ...]:
         """The module's calls, if each may overwrite its input; else ()."""
-        calls = self._calls[module]
+        calls = self._index.calls[module]
         may = not self._profile.modules[module].hooked and all(map(self._may_overwrite, calls))
-        return tuple(Span(call.first, call.last) for call in calls) if may else ()
+        return tuple(call.span for call in calls) if may else ()
 
     def _may_overwrite(self, call: Call) -> bool:
         """Whether its operator's result, or the copy that it keeps, can be one with its input."""
-        if call.last == call.first:
+        first, last = call.span
+        if last == first:
             return False
-        op, *others = self._profile.operators[call.first : call.last]
+        op, *others = self._profile.operators[first:last]
         if len(op.inputs) != 1 or len(op.outputs) != 1 or op.mutates:
             return False
         (read,), (made,) = op.inputs, op.outputs
@@ -107,7 +99,7 @@ class _Reader:
             kept, saved = read.storage, made.storage
         else:
             kept, saved = made.storage, read.storage
-        settled = self._is_settled(kept, call.last, self._left(saved, call))
+        settled = self._is_settled(kept, last, self._left(saved, call))
         return settled and _touch(others, kept) and self._is_dead(saved, call)
 
     def _is_alike(self, read: TensorUse, made: TensorUse) -> bool:
@@ -117,7 +109,11 @@ class _Reader:
 
     def _is_computed(self, storage: int) -> bool:
         found = self._profile.storages[storage]
-        return found.birth >= 0 and found.kind in _COMPUTED and storage not in self._hooked
+        return (
+            found.birth >= 0
+            and found.kind in _COMPUTED
+            and storage not in self._index.hooked_tensors
+        )
 
     def _is_settled(self, storage: int, first: int, last: int) -> bool:
         """Whether no operator of `first <= i < last` writes to a storage."""
@@ -125,13 +121,15 @@ class _Reader:
 
     def _left(self, storage: int, call: Call) -> int:
         """When the last that reads a storage after a call is over."""
-        return max((reader + 1 for reader in self._readers[storage]), default=call.last)
+        readers = self._index.readers.get(storage, ())
+        return max((reader + 1 for reader in readers), default=call.span.last)
 
     def _is_dead(self, storage: int, call: Call) -> bool:
         """Whether after the call only its own backward reads the storage, and lets go of it last."""
-        after = [reader for reader in self._readers[storage] if reader >= call.last]
-        own = all(self._profile.operators[reader].forward == call.first for reader in after)
-        end = max(self._left(storage, call), call.last)
+        first, last = call.span
+        after = [reader for reader in self._index.readers.get(storage, ()) if reader >= last]
+        own = all(self._profile.operators[reader].forward == first for reader in after)
+        end = max(self._left(storage, call), last)
         return own and self._profile.storages[storage].death <= end
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+from torchtrim.step.index import index_of, joined_span
 from torchtrim.step.simulate import simulate
 from torchtrim.step.step import DEVICE, Call, Module, Span, Step
 
@@ -30,32 +30,22 @@ def blocks_of(step: Step) -> list[Block]:
     has user hooks, or if its code writes what cannot be put back. Of modules with the same operators the
     outermost is taken.
     """
-    reader = _Reader(step)
+    finder, index = _BlockFinder(step), index_of(step)
     blocks: dict[tuple[Span, ...], Block] = {}
     for number, module in enumerate(step.modules):
-        calls = reader.calls[number]
-        if not calls or reader.runs_once(number):
+        calls = index.graded_calls[number]
+        if not calls or number in index.runs_once:
             continue
-        for block in (*reader.whole(module, calls), *reader.ranges(number, module, calls)):
+        for block in (*finder.whole(module, calls), *finder.ranges(module, calls)):
             if block.spans not in blocks:
                 blocks[block.spans] = block
     return list(blocks.values())
 
 
-class _Reader:
+class _BlockFinder:
     def __init__(self, step: Step) -> None:
         self._step = step
-        self.calls: defaultdict[int, list[Call]] = defaultdict(list)
-        self._children: defaultdict[int, list[int]] = defaultdict(list)
-        for call in step.calls:
-            if call.graded and call.span.last > call.span.first:
-                self.calls[call.module].append(call)
-        for number, module in enumerate(step.modules):
-            self._children[module.parent].append(number)
-        self._writes: defaultdict[int, list[int]] = defaultdict(list)
-        for index, task in enumerate(step.tasks):
-            for tensor in task.writes:
-                self._writes[tensor].append(index)
+        self._index = index_of(step)
         self._saved = self._saved_by_birth()
         self._backward = [max(step.backward.get(i, (-1,))) for i in range(len(step.tasks))]
         self._least = simulate(step).peak_bytes * _LEAST_SHARE
@@ -68,29 +58,23 @@ class _Reader:
                 born[tensor.birth] += tensor.bytes
         return list(accumulate(born, initial=0))
 
-    def runs_once(self, number: int) -> bool:
-        """Whether the module, or one in it, has user hooks or writes what cannot be put back."""
-        if self._step.modules[number].runs_once:
-            return True
-        return any(map(self.runs_once, self._children[number]))
-
-    def whole(self, module: Module, calls: list[Call]) -> Iterator[Block]:
+    def whole(self, module: Module, calls: Sequence[Call]) -> Iterator[Block]:
         """The module itself, if it saves enough."""
         spans = tuple(call.span for call in calls)
         if self._worth(spans) and all(self._may_repeat(call, call.span) for call in calls):
             yield Block(module.path, spans)
 
-    def ranges(self, number: int, module: Module, calls: list[Call]) -> Iterator[Block]:
+    def ranges(self, module: Module, calls: Sequence[Call]) -> Iterator[Block]:
         """Ranges between the points at which a chain may be cut."""
         if not module.chain:
             return
-        steps = [step for call in calls if (step := self._steps(number, call)) is not None]
-        if len(steps) != len(calls) or len({len(step) for step in steps}) != 1:
+        steps = [self._index.child_calls(call) for call in calls]
+        if not all(step and all(one.graded for one in step) for step in steps):
             return
         cuts = _thin([i for i in range(len(steps[0]) + 1) if self._may_cut(steps, i)])
         for position, first in enumerate(cuts):
             for last in cuts[position + 1 :]:
-                spans = tuple(_span(step, first, last) for step in steps)
+                spans = tuple(joined_span(step[first:last]) for step in steps)
                 if self._worth(spans) and all(
                     self._may_repeat(step[first], span)
                     for step, span in zip(steps, spans, strict=True)
@@ -100,19 +84,7 @@ class _Reader:
                     where = child if last - first == 1 else f"{module.path}[{first}:{last}]"
                     yield Block(where, spans, cut)
 
-    def _steps(self, number: int, call: Call) -> list[Call] | None:
-        """The calls of the chain's children in one call of the chain, one for each child."""
-        children = self._children[number]
-        inside = [
-            inner
-            for child in children
-            for inner in self.calls[child]
-            if call.span.first <= inner.span.first and inner.span.last <= call.span.last
-        ]
-        inside.sort(key=lambda inner: inner.span)
-        return inside if len(inside) == len(children) else None
-
-    def _may_cut(self, steps: list[list[Call]], index: int) -> bool:
+    def _may_cut(self, steps: Sequence[Sequence[Call]], index: int) -> bool:
         """A chain is cut at its ends, and where what passes is kept for backward anyway."""
         if index in (0, len(steps[0])):
             return True
@@ -128,15 +100,11 @@ class _Reader:
             span.first <= write < ends
             for tensor in call.inputs
             if self._step.tensors[tensor].kind in _GIVEN
-            for write in self._writes[tensor]
+            for write in self._index.writers.get(tensor, ())
         )
 
     def _worth(self, spans: tuple[Span, ...]) -> bool:
         return sum(self._saved[s.last] - self._saved[s.first] for s in spans) >= self._least
-
-
-def _span(calls: list[Call], first: int, last: int) -> Span:
-    return Span(calls[first].span.first, calls[last - 1].span.last)
 
 
 def _thin(cuts: list[int]) -> list[int]:

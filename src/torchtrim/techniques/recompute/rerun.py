@@ -1,6 +1,7 @@
 """Runs a part of a model again in backward, instead of keeping what it saved.
 
-The random numbers are kept (`torch.utils.checkpoint`, non-reentrant), and what the part writes beside its
+The random numbers are kept (`torch.utils.checkpoint`, non-reentrant), the part runs to its end, since an
+exception that stopped it early would pass through handlers of its own, and what the part writes beside its
 results, such as BatchNorm's statistics, is written once: while it runs again, scratch copies with the values
 of before the first run stand in their place (`executor.block_state`). A part whose code writes what cannot
 be put back, such as a list, is refused; one that comes to do so later runs once from then on, and says so.
@@ -24,7 +25,6 @@ from torchtrim.executor.handles import Handle, Handles
 from torchtrim.executor.places import Span, part_at
 from torchtrim.executor.swap import Swapped
 from torchtrim.techniques.recompute.arguments import as_they_are
-from torchtrim.techniques.recompute.early_stop import EarlyStop
 
 
 class Told(Protocol):
@@ -121,7 +121,7 @@ def _run(function: Callable[..., Any], block: Rerun, *args: Any, **kwargs: Any) 
         use_reentrant=False,
         preserve_rng_state=True,
         context_fn=block.contexts,
-        early_stop=twice.early_stop,
+        early_stop=False,
     )
 
 
@@ -143,12 +143,10 @@ class _Twice:
         self._function = function
         self._now: tuple[Any, Any] | None = (args, kwargs)
         self._then = as_they_are((args, kwargs))
-        self.early_stop: Any = EarlyStop(_Twice.__call__.__code__, self)
 
     def __call__(self, *_: Any) -> Any:
         args, kwargs = self._now or as_they_are(self._then)
         self._now = None
-        self.early_stop.begin()
         try:
             return self._function(*args, **kwargs)
         except Exception as error:

@@ -116,7 +116,7 @@ def _share(step: Step, task: int) -> float:
     if base_name(step.tasks[task].name) not in _BATCH_NORMS:
         return 1.0
     assert step.profile is not None
-    return norms.share(step.profile.operators[task], step.profile.device)
+    return norms.share(step.operators[task], step.profile.device)
 
 
 def _packing(step: Step, made: Made) -> Insert:

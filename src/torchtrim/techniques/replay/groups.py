@@ -8,10 +8,11 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from torchtrim.records.remembered import remembered
+from torchtrim.step.index import index_of
 from torchtrim.step.simulate import simulate
 from torchtrim.step.step import Call, Span, Step
 from torchtrim.techniques.replay.places import Place, Run
-from torchtrim.techniques.replay.reading import Made, Reader
+from torchtrim.techniques.replay.reading import Made, RemakeReader
 
 _LEAST_SHARE = 0.001
 """A tensor of less than a thousandth of the peak is not worth a recipe: a hundred of them are a tenth."""
@@ -63,12 +64,9 @@ class _Finder:
     def __init__(self, step: Step) -> None:
         assert step.profile is not None
         self._step = step
-        self._reader = Reader(step, step.profile)
+        self._reader = RemakeReader(step, step.profile)
         self._least = max(simulate(step).peak_bytes * _LEAST_SHARE, _LEAST_BYTES)
         self._graded = [call for call in step.calls if call.graded]
-        self._calls: defaultdict[int, int] = defaultdict(int)
-        for call in step.calls:
-            self._calls[call.module] += call.graded
         self._places: defaultdict[str, list[int]] = defaultdict(list)
         for index, name in enumerate(self._reader.roles):
             if step.tasks[index].phase == "forward":
@@ -105,8 +103,11 @@ class _Finder:
         return {
             str(place): Group(tuple(several))
             for place, several in found.items()
-            if len(several) == self._calls[several[0].call.module]
+            if len(several) == self._graded_calls(several[0].call.module)
         }
+
+    def _graded_calls(self, module: int) -> int:
+        return sum(call.graded for call in index_of(self._step).calls[module])
 
     def _sets(self) -> Iterator[tuple[int, tuple[Made, ...]]]:
         """For each saved tensor: itself, then with one of what it is made from, with all of that, and ever

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from functools import cached_property
 from typing import NamedTuple
 
 from torchtrim.records.profile import Profile
 from torchtrim.records.roles import role_of
+from torchtrim.step.index import index_of
 from torchtrim.step.step import DEVICE, Hold, Step
 from torchtrim.techniques.replay.table import (
     BATCH_NORMS,
@@ -58,17 +58,14 @@ class Made(NamedTuple):
         return max((hold.until for _, hold in self.holds if hold.asked >= 0), default=-1)
 
 
-class Reader:
-    """What is known of a step's operators."""
+class RemakeReader:
+    """Reads how tensors of a step are made again."""
 
     def __init__(self, step: Step, profile: Profile) -> None:
         self.step = step
         self._profile = profile
         self._known: dict[int, Made | None] = {}
-        self._writes: defaultdict[int, list[int]] = defaultdict(list)
-        for index, task in enumerate(step.tasks):
-            for tensor in task.writes:
-                self._writes[tensor].append(index)
+        self._writers = index_of(step).writers
 
     @cached_property
     def names(self) -> list[str]:
@@ -99,7 +96,7 @@ class Reader:
         tensor = self.step.tensors[number]
         if tensor.birth < 0 or tensor.pool != DEVICE or tensor.kind in _STATE:
             return None
-        writes = [w for w in self._writes[number] if w != tensor.birth]
+        writes = [w for w in self._writers.get(number, ()) if w != tensor.birth]
         tasks = (tensor.birth, *writes)
         holds = tuple((place, hold) for place, hold in enumerate(tensor.holds) if hold.saver >= 0)
         if any(hold.packed < tasks[-1] for _, hold in holds):
@@ -157,7 +154,7 @@ class Reader:
         """Whether nothing writes to an input from the task that reads it until that runs again."""
         return not any(
             task <= write < until
-            for write in self._writes[tensor]
+            for write in self._writers.get(tensor, ())
             if self.names[write] not in BATCH_NORMS
         )
 

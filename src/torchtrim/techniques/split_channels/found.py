@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
 from torchtrim.records.operator_names import base_name
-from torchtrim.records.profile import Call, Operator, Profile, TensorUse
+from torchtrim.records.profile import Operator, Profile, TensorUse
 from torchtrim.records.remembered import remembered
-from torchtrim.step.step import Span, Step
+from torchtrim.step.index import joined_span, recorded_index
+from torchtrim.step.step import Call, Span, Step
 from torchtrim.techniques.micro_batch.found import is_training_norm
 from torchtrim.techniques.split_channels.layout import layout_of, spans_of
 
@@ -33,7 +33,7 @@ _MOST_PLACES = 64
 _LEAST_SHARE = 0.01
 
 
-class Place(NamedTuple):
+class ChannelRange(NamedTuple):
     """A place as a plan writes it, with the spans of its calls."""
 
     where: str
@@ -41,15 +41,14 @@ class Place(NamedTuple):
     overwrites: bool
 
 
-def places_of(step: Step) -> tuple[Place, ...]:
+def places_of(step: Step) -> tuple[ChannelRange, ...]:
     """The places, those with the largest inputs first."""
     return _places_of(step.profile) if step.profile is not None else ()
 
 
 def parts_of(step: Step, span: Span, parts: int) -> int:
     """How many parts as large as the largest there would be of the channels, where `parts` are wanted."""
-    assert step.profile is not None
-    ops = step.profile.operators[span.first : span.last]
+    ops = step.operators[span.first : span.last]
     given = next(op for op in ops if is_training_norm(op)).inputs[0]
     layout = layout_of(given.shape, given.strides)
     assert layout is not None
@@ -59,47 +58,33 @@ def parts_of(step: Step, span: Span, parts: int) -> int:
 
 
 @remembered
-def _places_of(profile: Profile) -> tuple[Place, ...]:
-    reader = _Reader(profile)
-    found = [one for number in range(len(profile.modules)) for one in reader.places(number)]
+def _places_of(profile: Profile) -> tuple[ChannelRange, ...]:
+    finder = _ChannelFinder(profile)
+    found = [one for number in range(len(profile.modules)) for one in finder.places(number)]
     found.sort(key=lambda one: -one[0])
     return tuple(place for _, place in found[:_MOST_PLACES])
 
 
-class _Reader:
-    """Reads which calls keep channels apart."""
+class _ChannelFinder:
+    """Finds the calls that keep channels apart."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
-        self._calls: defaultdict[int, list[Call]] = defaultdict(list)
-        self._children: defaultdict[int, list[int]] = defaultdict(list)
-        self._readers: defaultdict[int, list[int]] = defaultdict(list)
-        self._held: set[int] = set()
-        for number, module in enumerate(profile.modules):
-            self._children[module.parent].append(number)
-        for call in profile.calls:
-            if call.last > call.first:
-                self._calls[call.module].append(call)
-            if profile.modules[call.module].hooked:
-                self._held.update((*call.inputs, *call.outputs))
-        for index, op in enumerate(profile.operators):
-            for storage in {use.storage for use in op.inputs}:
-                self._readers[storage].append(index)
+        self._index = recorded_index(profile)
         self._least = max((s.bytes for s in profile.storages), default=0) * _LEAST_SHARE
 
-    def places(self, number: int) -> Iterator[tuple[int, Place]]:
+    def places(self, number: int) -> Iterator[tuple[int, ChannelRange]]:
         """The norm itself where its gradient may be written over its input, and ranges of a chain that begin
         with one, each with the bytes of its inputs."""
-        module, calls = self._profile.modules[number], self._calls[number]
+        module, calls = self._profile.modules[number], self._index.running_calls[number]
         if calls and all(call.graded for call in calls):
             if module.type in NORMS:
-                yield from self._place(module.path, [[call] for call in calls])
+                yield from self._place(module.path, [(call,) for call in calls])
             if module.chain:
-                yield from self._ranges(number, calls)
+                yield from self._ranges(module.path, calls)
 
-    def _ranges(self, number: int, calls: list[Call]) -> Iterator[tuple[int, Place]]:
-        path = self._profile.modules[number].path
-        turns = [self._turns(number, call) for call in calls]
+    def _ranges(self, path: str, calls: Sequence[Call]) -> Iterator[tuple[int, ChannelRange]]:
+        turns = [self._turns(call) for call in calls]
         if any(not turn for turn in turns):
             return
         for first, call in enumerate(turns[0]):
@@ -111,32 +96,27 @@ class _Reader:
                 spans = [turn[first:last] for turn in turns]
                 yield from self._place(f"{path}[{first}:{last}]", spans)
 
-    def _turns(self, number: int, call: Call) -> list[Call]:
-        """The calls of a chain's children in one call of it; none where they are not one for each child."""
-        children = self._children[number]
-        inner = [
-            one
-            for child in children
-            for one in self._calls[child]
-            if call.first <= one.first and one.last <= call.last
-        ]
-        inner.sort(key=lambda one: one.first)
-        order = [one.module for one in inner]
-        return inner if order == children else []
+    def _turns(self, call: Call) -> tuple[Call, ...]:
+        """The calls of a chain's children in one call of it; none where they run in another order."""
+        inner = self._index.child_calls(call)
+        order = tuple(one.module for one in inner)
+        return inner if order == self._index.children[call.module] else ()
 
-    def _place(self, where: str, calls: list[list[Call]]) -> Iterator[tuple[int, Place]]:
+    def _place(
+        self, where: str, calls: Sequence[tuple[Call, ...]]
+    ) -> Iterator[tuple[int, ChannelRange]]:
         if not all(map(self._keeps_apart, calls)):
             return
         overwrites = all(map(self._may_overwrite, calls))
-        spans = tuple(Span(turn[0].first, turn[-1].last) for turn in calls)
+        spans = tuple(map(joined_span, calls))
         size = sum(self._profile.storages[turn[0].inputs[0]].bytes for turn in calls)
         if (overwrites or len(calls[0]) > 1) and size >= self._least:
-            yield size, Place(where, spans, overwrites)
+            yield size, ChannelRange(where, spans, overwrites)
 
     def _follows(self, call: Call) -> bool:
         """Whether a child of a chain treats each channel of what it is given by itself."""
         module = self._profile.modules[call.module]
-        ops = self._profile.operators[call.first : call.last]
+        ops = self._profile.operators[call.span.first : call.span.last]
         inner = {op.module for op in ops}
         return (
             not module.hooked
@@ -146,10 +126,10 @@ class _Reader:
             and all(base_name(op.name) in _APART and op.phase == "forward" for op in ops)
         )
 
-    def _keeps_apart(self, turn: list[Call]) -> bool:
+    def _keeps_apart(self, turn: Sequence[Call]) -> bool:
         """Whether a norm takes statistics over a batch of layers, each channel of which is contiguous."""
         norm = turn[0]
-        ops = self._profile.operators[norm.first : norm.last]
+        ops = self._profile.operators[norm.span.first : norm.span.last]
         if self._profile.modules[norm.module].hooked or len(norm.inputs) != 1:
             return False
         norms = [op for op in ops if is_training_norm(op)]
@@ -161,15 +141,19 @@ class _Reader:
         whole = storages[given.storage].bytes == storages[made.storage].bytes
         return given.storage == norm.inputs[0] and whole and _has_channels(given)
 
-    def _may_overwrite(self, turn: list[Call]) -> bool:
+    def _may_overwrite(self, turn: Sequence[Call]) -> bool:
         """Whether from the norm's backward on, which runs once, nothing else looks at the input."""
-        number, norm = turn[0].inputs[0], range(turn[0].first, turn[0].last)
+        number, norm = turn[0].inputs[0], range(*turn[0].span)
         storage = self._profile.storages[number]
-        if storage.birth < 0 or storage.kind not in _COMPUTED or number in self._held:
+        if (
+            storage.birth < 0
+            or storage.kind not in _COMPUTED
+            or number in self._index.hooked_tensors
+        ):
             return False
-        operators = self._profile.operators
-        own = [index for index in self._readers[number] if operators[index].forward in norm]
-        others = [index for index in self._readers[number] if index not in own]
+        operators, readers = self._profile.operators, self._index.readers.get(number, ())
+        own = [index for index in readers if operators[index].forward in norm]
+        others = [index for index in readers if index not in own]
         once = len(own) == 1 and storage.death <= own[0] + 1
         return once and max(others, default=-1) < own[0]
 

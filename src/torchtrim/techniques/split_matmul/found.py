@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from math import prod
 
 from torchtrim.records.operator_names import base_name
-from torchtrim.records.profile import Call, Operator, Profile, TensorUse
+from torchtrim.records.profile import Operator, Profile, TensorUse
 from torchtrim.records.remembered import remembered
-from torchtrim.step.step import Span, Step
+from torchtrim.step.index import recorded_index
+from torchtrim.step.step import Call, Span, Step
 
 Places = dict[str, tuple[Span, ...]]
 
@@ -33,20 +33,17 @@ def modules_of(step: Step) -> Places:
 
 @remembered
 def _modules_of(profile: Profile) -> Places:
-    calls: defaultdict[int, list[Call]] = defaultdict(list)
-    for call in profile.calls:
-        if call.graded and call.last > call.first:
-            calls[call.module].append(call)
-    reader = _Reader(profile)
+    calls = recorded_index(profile).graded_calls
+    reader = _RowReader(profile)
     found: Places = {}
     for number, module in enumerate(profile.modules):
-        spans = tuple(Span(call.first, call.last) for call in calls[number])
+        spans = tuple(call.span for call in calls[number])
         if spans and spans not in found.values() and all(map(reader.by_rows, calls[number])):
             found[module.path] = spans
     return found
 
 
-class _Reader:
+class _RowReader:
     """Reads whether calls treat each row by itself."""
 
     def __init__(self, profile: Profile) -> None:
@@ -57,7 +54,7 @@ class _Reader:
         """Whether one tensor goes in and one comes out, and rows never meet; at least one product's result
         is wider than both."""
         path = self._profile.modules[call.module].path
-        ops = self._profile.operators[call.first : call.last]
+        ops = self._profile.operators[call.span.first : call.span.last]
         outer = {*call.inputs, *call.outputs}
         if len(call.inputs) != 1 or len(call.outputs) != 1 or len(outer) != len(("in", "out")):
             return False
@@ -86,7 +83,7 @@ class _Reader:
             return not own
         if name not in _OF_ROWS or any(self._is_outside(use, call) for use in own):
             return False
-        if any(self._profile.storages[n].birth < call.first for n in op.mutates):
+        if any(self._profile.storages[n].birth < call.span.first for n in op.mutates):
             return False
         if any(_rows(use) != rows for use in own):
             return False
@@ -98,7 +95,7 @@ class _Reader:
     def _is_outside(self, use: TensorUse, call: Call) -> bool:
         """Whether it is neither the input nor made within the call."""
         birth = self._profile.storages[use.storage].birth
-        return use.storage not in call.inputs and not call.first <= birth < call.last
+        return use.storage not in call.inputs and not call.span.first <= birth < call.span.last
 
 
 def _is_product(op: Operator) -> bool:

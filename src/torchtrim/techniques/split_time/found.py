@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
 from torchtrim.records.item_bytes import item_bytes
-from torchtrim.records.profile import Call, Profile, TensorUse
+from torchtrim.records.profile import Profile, TensorUse
 from torchtrim.records.remembered import remembered
-from torchtrim.step.step import Span, Step
+from torchtrim.step.index import recorded_index
+from torchtrim.step.step import Call, Span, Step
 
 PIECE = 4
 """How many time steps are computed at once."""
@@ -44,10 +44,7 @@ def layers_of(step: Step) -> dict[str, tuple[Recurrent, ...]]:
 
 @remembered
 def _layers_of(profile: Profile) -> dict[str, tuple[Recurrent, ...]]:
-    calls: defaultdict[int, list[Call]] = defaultdict(list)
-    for call in profile.calls:
-        if call.graded and call.last > call.first:
-            calls[call.module].append(call)
+    calls = recorded_index(profile).graded_calls
     found: dict[str, tuple[Recurrent, ...]] = {}
     for number, module in enumerate(profile.modules):
         if module.type not in _CELLS or not _is_plain(profile, module.path):
@@ -68,7 +65,7 @@ def _is_plain(profile: Profile, path: str) -> bool:
 
 def _read(profile: Profile, call: Call) -> Recurrent | None:
     """A call, if one sequence goes in and one comes out, in the type of the weights."""
-    operators = profile.operators[call.first : call.last]
+    operators = profile.operators[call.span.first : call.span.last]
     uses = [use for op in operators for use in (*op.inputs, *op.outputs)]
     given = [use for use in uses if use.storage in call.inputs[:1]]
     results = [one for one in uses if one.storage in call.outputs and len(one.shape) == _SEQUENCE]
@@ -92,7 +89,7 @@ def _read(profile: Profile, call: Call) -> Recurrent | None:
     within = forward, backward + between
     result = -1 if both else whole.storage
     turns = steps * layers * (1 + both)
-    return Recurrent(Span(call.first, call.last), turns, kept, within, result)
+    return Recurrent(call.span, turns, kept, within, result)
 
 
 def _is_cast(profile: Profile, path: str, uses: Sequence[TensorUse]) -> bool:

@@ -1,0 +1,296 @@
+"""Charts without a script: areas as SVG that stretches, words as HTML that stays readable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from markupsafe import Markup
+
+from torchtrim.analysis.timeline import kinds_over_time
+from torchtrim.core.units import format_bytes, format_seconds
+from torchtrim.records import Profile
+from torchtrim.records.report import FrontierPoint
+from torchtrim.report.safe import clean, keep_right
+
+_SIZE = 1000
+_LABELLED = 0.13
+_CROWDED = 0.12
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
+_STEPS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
+ORDER = (
+    "parameter",
+    "buffer",
+    "optimizer_state",
+    "gradient",
+    "gathered",
+    "input",
+    "activation",
+    "temporary",
+    "workspace",
+)
+_COLUMNS = 400
+_NOTICEABLE = 200
+_MARGIN = 1.06
+_SHARES = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+_MOST_TIMES = 5
+_MIDDLE = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One kind of memory: its bytes in each column of the picture."""
+
+    kind: str
+    values: Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """Memory over a step: layers from the bottom up, the phase of each column, and the peak."""
+
+    layers: Sequence[Layer]
+    phases: Sequence[str]
+    peak_column: int
+    peak_bytes: int
+    peak_name: str
+    where: str
+    summary: str
+
+
+def stacked(picture: Picture, top: float, budget: int | None = None) -> Markup:
+    """The picture on a scale from 0 to `top` bytes, with its peak and the budget marked."""
+    marks = [_grid(tick, top) for tick in ticks(top)]
+    if budget is not None:
+        marks.append(_budget(budget, top, _across(picture)))
+    marks.append(_peak(picture, top, budget))
+    return Markup('<div class="chart"><div class="plot">{svg}{marks}</div>{phases}</div>').format(
+        svg=_svg(picture, top), marks=Markup().join(marks), phases=_phases(picture.phases)
+    )
+
+
+def ticks(top: float) -> list[int]:
+    """Round numbers of bytes from 0 to `top`, five or fewer above zero."""
+    unit = next((size for _, size in _UNITS if top >= size), 1)
+    step = next((s for s in _STEPS if top <= 5 * s * unit), 1000) * unit
+    return list(range(0, int(top) + 1, step))
+
+
+def _grid(value: int, top: float) -> Markup:
+    name, size = next(((n, s) for n, s in _UNITS if value >= s), ("", 1))
+    text = f"{value // size} {name}".strip()
+    return Markup('<div class="tick" style="bottom:{:.2f}%"><span>{}</span></div>').format(
+        100 * value / top, text
+    )
+
+
+def _svg(picture: Picture, top: float) -> Markup:
+    areas = []
+    heights = [0] * len(picture.phases)
+    for layer in picture.layers:
+        heights = [a + b for a, b in zip(heights, layer.values, strict=True)]
+        if any(layer.values):
+            areas.append(
+                Markup('<path class="k k-{}" d="{}"/>').format(layer.kind, area(heights, top))
+            )
+    return Markup(
+        '<svg viewBox="0 0 {size} {size}" preserveAspectRatio="none" role="img"'
+        ' aria-label="{label}">{areas}</svg>'
+    ).format(size=_SIZE, label=picture.summary, areas=Markup().join(reversed(areas)))
+
+
+def area(heights: Sequence[int], top: float) -> str:
+    """A path under these heights, on a square of a thousand with `top` at its upper edge."""
+    points, last = [f"M0 {_SIZE}"], None
+    for column, height in enumerate(heights):
+        y = round(_SIZE * (1 - height / top))
+        if y != last:
+            points.append(f"H{round(_SIZE * column / len(heights))}V{y}")
+            last = y
+    return "".join(points) + f"H{_SIZE}V{_SIZE}Z"
+
+
+def _peak(picture: Picture, top: float, budget: int | None) -> Markup:
+    across = _across(picture)
+    side = "left" if across < 0.5 else "right"
+    inset = across if side == "left" else 1 - across
+    height = picture.peak_bytes / top
+    line = 0 if budget is None else budget / top
+    above = line if 0 <= line - height < _CROWDED else height
+    return Markup(
+        '<div class="peak" style="left:{:.2f}%;height:{:.2f}%"></div>'
+        '<div class="tag" style="{}:{:.2f}%;bottom:{:.2f}%">{} {}</div>'
+    ).format(
+        100 * across,
+        100 * height,
+        side,
+        100 * inset,
+        100 * above,
+        picture.peak_name,
+        format_bytes(picture.peak_bytes),
+    )
+
+
+def _across(picture: Picture) -> float:
+    return (picture.peak_column + 0.5) / max(len(picture.phases), 1)
+
+
+def _budget(budget: int, top: float, peak: float) -> Markup:
+    side = "right" if peak < 0.25 or 0.5 <= peak < 0.75 else "left"
+    return Markup(
+        '<div class="budget {}" style="bottom:{:.2f}%"><span>budget {}</span></div>'
+    ).format(side, 100 * budget / top, format_bytes(budget))
+
+
+def _phases(phases: Sequence[str]) -> Markup:
+    strips = Markup().join(
+        Markup('<span class="p-{}" style="width:{:.2f}%">{}</span>').format(
+            phase, 100 * share, phase if share > _LABELLED else ""
+        )
+        for phase, share in _runs(phases)
+    )
+    return Markup('<div class="phases" aria-hidden="true">{}</div>').format(strips)
+
+
+def _runs(phases: Sequence[str]) -> Iterable[tuple[str, float]]:
+    start = 0
+    for column in range(1, len(phases) + 1):
+        if column == len(phases) or phases[column] != phases[start]:
+            yield phases[start], (column - start) / len(phases)
+            start = column
+
+
+def picture(profile: Profile, title: str) -> Picture | None:
+    """Memory by kind over the step; None for a profile without operators."""
+    samples = kinds_over_time(profile, _COLUMNS)
+    if not samples:
+        return None
+    totals = [sum(sample.by_kind.values()) for sample in samples]
+    column = totals.index(max(totals))
+    kinds = [kind for kind in ORDER if kind in samples[0].by_kind]
+    layers = [Layer(kind=kind, values=[s.by_kind[kind] for s in samples]) for kind in kinds]
+    where = _where(profile, samples[column].operator)
+    return Picture(
+        layers=layers,
+        phases=[profile.operators[sample.operator].phase for sample in samples],
+        peak_column=column,
+        peak_bytes=totals[column],
+        peak_name="peak" if _seen(profile, totals[column]) else "tracked peak",
+        where=where,
+        summary=f"{title}: memory by kind over the step, {format_bytes(totals[column])} {where}",
+    )
+
+
+def _where(profile: Profile, operator: int) -> str:
+    module = keep_right(clean(profile.module_of(operator)), 60)
+    phase = profile.operators[operator].phase
+    return f"in {module}, {phase}" if module else f"in {phase}"
+
+
+def _seen(profile: Profile, drawn: int) -> bool:
+    return abs(profile.peak_bytes - drawn) <= profile.peak_bytes / _NOTICEABLE
+
+
+def unseen(profile: Profile, drawn: Picture) -> int:
+    """Bytes of the measured peak that no operator accounts for; 0 where they are too few to see."""
+    if _seen(profile, drawn.peak_bytes):
+        return 0
+    return max(profile.peak_bytes - drawn.peak_bytes, 0)
+
+
+class _TradeScale(NamedTuple):
+    """What the edges of the chart are: bytes on the right, and seconds below and above."""
+
+    bytes: float
+    least: float
+    most: float
+
+    def across(self, point: FrontierPoint) -> float:
+        """From 0 to 1, from the left."""
+        return point.peak_bytes / self.bytes
+
+    def up(self, seconds: float) -> float:
+        """From 0 to 1, from below."""
+        return (seconds - self.least) / (self.most - self.least)
+
+
+def trade_off(points: Sequence[FrontierPoint]) -> Markup:
+    """The chart; empty where there is nothing to compare."""
+    if len(points) < 2:
+        return Markup()
+    scale = _scale(points)
+    plans = sorted((p for p in points if not p.by_hand), key=lambda p: p.peak_bytes)
+    marks = [*_time_grid(scale), *(_dot(scale, p) for p in plans)]
+    marks += [_dot(scale, p) for p in points if p.by_hand]
+    return Markup(
+        '<div class="chart trade"><div class="plot">{line}{marks}</div>'
+        '<div class="bytes">{bytes}</div></div>'
+    ).format(line=_line(scale, plans), marks=Markup().join(marks), bytes=_bytes(scale))
+
+
+def _scale(points: Sequence[FrontierPoint]) -> _TradeScale:
+    quickest = min(one.step_seconds for one in points)
+    slowest = max(one.step_seconds for one in points)
+    widest = max(one.peak_bytes for one in points)
+    most = quickest + max(slowest - quickest, quickest * _SHARES[0]) * _MARGIN
+    return _TradeScale(widest * _MARGIN, quickest, most)
+
+
+def _line(scale: _TradeScale, plans: Sequence[FrontierPoint]) -> Markup:
+    """Stairs, since between two plans the tighter one is taken."""
+    corners = [(scale.across(p), scale.up(p.step_seconds)) for p in plans]
+    path = "".join(
+        f"{'H' if n else 'M'}{_x(x)}{'V' if n else ' '}{_y(y)}" for n, (x, y) in enumerate(corners)
+    )
+    return Markup(
+        '<svg viewBox="0 0 {size} {size}" preserveAspectRatio="none" role="img" aria-label="{label}">'
+        '<path class="stairs" d="{path}H{size}"/></svg>'
+    ).format(size=_SIZE, path=path, label="the step's time for each peak that plans reach")
+
+
+def _x(across: float) -> int:
+    return round(_SIZE * across)
+
+
+def _y(up: float) -> int:
+    return round(_SIZE * (1 - up))
+
+
+def _time_grid(scale: _TradeScale) -> Iterator[Markup]:
+    """Lines at round shares over the quickest step."""
+    whole = scale.most / scale.least - 1
+    share = next((s for s in _SHARES if whole <= _MOST_TIMES * s), _SHARES[-1])
+    for number in range(int(whole / share) + 1):
+        up = scale.up(scale.least * (1 + number * share))
+        text = f"+{100 * number * share:.0f} %" if number else format_seconds(scale.least)
+        yield Markup('<div class="tick" style="bottom:{:.2f}%"><span>{}</span></div>').format(
+            100 * up, text
+        )
+
+
+def _bytes(scale: _TradeScale) -> Markup:
+    return Markup().join(
+        Markup('<span style="left:{:.2f}%">{}</span>').format(
+            100 * value / scale.bytes, format_bytes(value)
+        )
+        for value in ticks(scale.bytes)[1:]
+    )
+
+
+def _dot(scale: _TradeScale, point: FrontierPoint) -> Markup:
+    across, up = scale.across(point), scale.up(point.step_seconds)
+    figures = f"{format_bytes(point.peak_bytes)}, {format_seconds(point.step_seconds)}"
+    words = f"{point.by_hand or 'plan'}: {figures}"
+    label = Markup('<b class="{}">{}</b>').format(_side(across), point.by_hand)
+    return Markup('<i class="{}" style="left:{:.2f}%;bottom:{:.2f}%" title="{}">{}</i>').format(
+        "hand" if point.by_hand else "dot",
+        100 * across,
+        100 * up,
+        words,
+        label if point.by_hand else "",
+    )
+
+
+def _side(across: float) -> str:
+    return "after" if across < _MIDDLE else "ahead"

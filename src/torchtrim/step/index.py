@@ -1,0 +1,127 @@
+"""What techniques look up in a step: calls by module, children, readers and writers of tensors."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from functools import cached_property
+
+from torchtrim.records.profile import Profile
+from torchtrim.records.remembered import remembered
+from torchtrim.step.from_profile import step_of
+from torchtrim.step.step import Call, Span, Step, Task
+
+
+class StepIndex:
+    """Tables of a step, each built when it is first asked for.
+
+    It refers to the step's parts and not to the step, so that the step can be freed while it is remembered.
+    """
+
+    def __init__(self, step: Step) -> None:
+        self._tasks = step.tasks
+        self._modules = step.modules
+        self._all_calls = step.calls
+
+    @cached_property
+    def calls(self) -> tuple[tuple[Call, ...], ...]:
+        """For each module its forward calls in order, with those that run no task."""
+        found: list[list[Call]] = [[] for _ in self._modules]
+        for call in self._all_calls:
+            found[call.module].append(call)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def running_calls(self) -> tuple[tuple[Call, ...], ...]:
+        """For each module the forward calls that run at least one task."""
+        return tuple(
+            tuple(call for call in calls if call.span.last > call.span.first)
+            for calls in self.calls
+        )
+
+    @cached_property
+    def graded_calls(self) -> tuple[tuple[Call, ...], ...]:
+        """For each module the forward calls that run at least one task, with gradients on."""
+        return tuple(tuple(call for call in calls if call.graded) for calls in self.running_calls)
+
+    @cached_property
+    def children(self) -> tuple[tuple[int, ...], ...]:
+        """For each module its children in order."""
+        found: list[list[int]] = [[] for _ in self._modules]
+        for number, module in enumerate(self._modules):
+            if module.parent >= 0:
+                found[module.parent].append(number)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def runs_once(self) -> frozenset[int]:
+        """The modules that may not run more often than the program runs them, or contain one such."""
+        found: set[int] = set()
+        for number, module in enumerate(self._modules):
+            if module.runs_once:
+                while number >= 0 and number not in found:
+                    found.add(number)
+                    number = self._modules[number].parent
+        return frozenset(found)
+
+    @cached_property
+    def hooked_tensors(self) -> frozenset[int]:
+        """The inputs and outputs of modules with user hooks."""
+        hooked = [call for call in self._all_calls if self._modules[call.module].hooked]
+        return frozenset(n for call in hooked for n in (*call.inputs, *call.outputs))
+
+    @cached_property
+    def readers(self) -> dict[int, tuple[int, ...]]:
+        """For each tensor the tasks that read it."""
+        return self._tasks_by_tensor(lambda task: task.reads)
+
+    @cached_property
+    def writers(self) -> dict[int, tuple[int, ...]]:
+        """For each tensor the tasks that change it in place."""
+        return self._tasks_by_tensor(lambda task: task.writes)
+
+    @cached_property
+    def users(self) -> dict[int, tuple[int, ...]]:
+        """For each tensor the tasks that read it or return it, as itself or as a view."""
+        return self._tasks_by_tensor(lambda task: dict.fromkeys((*task.reads, *task.makes)))
+
+    def child_calls(self, call: Call) -> tuple[Call, ...]:
+        """Return the calls of a module's children within one of its calls, one for each child, in order.
+
+        Empty where a child runs more than once there, or not at all.
+        """
+        children = self.children[call.module]
+        inner = [
+            one for child in children for one in self.running_calls[child] if _is_in(one, call)
+        ]
+        inner.sort(key=lambda one: one.span)
+        return tuple(inner) if len(inner) == len(children) else ()
+
+    def _tasks_by_tensor(
+        self, tensors: Callable[[Task], Iterable[int]]
+    ) -> dict[int, tuple[int, ...]]:
+        found: defaultdict[int, list[int]] = defaultdict(list)
+        for index, task in enumerate(self._tasks):
+            for tensor in tensors(task):
+                found[tensor].append(index)
+        return {tensor: tuple(tasks) for tensor, tasks in found.items()}
+
+
+@remembered
+def index_of(step: Step) -> StepIndex:
+    """Return the index of a step, the same one each time."""
+    return StepIndex(step)
+
+
+def recorded_index(profile: Profile) -> StepIndex:
+    """Return the index of the step that a profile recorded, without edits."""
+    return index_of(step_of(profile))
+
+
+def joined_span(calls: tuple[Call, ...]) -> Span:
+    """Return the span from the first of several calls in a row to the last."""
+    return Span(calls[0].span.first, calls[-1].span.last)
+
+
+def _is_in(inner: Call, outer: Call) -> bool:
+    return outer.span.first <= inner.span.first and inner.span.last <= outer.span.last
