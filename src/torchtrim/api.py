@@ -28,12 +28,13 @@ if TYPE_CHECKING:
     from torchtrim.memory.packing import Packing as Packing
     from torchtrim.memory.packing import pack as pack
     from torchtrim.memory.packing import why_invalid as why_invalid
+    from torchtrim.records.budget import MemoryKind
     from torchtrim.records.certificate import Certificate
     from torchtrim.records.estimate import Growth
     from torchtrim.records.finding import Equivalence, Finding
     from torchtrim.records.fix import Fixes
     from torchtrim.records.memory_table import MemoryTable
-    from torchtrim.records.plan import MemoryKind, Plan
+    from torchtrim.records.plan import Plan
     from torchtrim.records.profile import Profile
     from torchtrim.records.report import Result as Result
     from torchtrim.records.sharding import Sharding as Sharding
@@ -236,15 +237,17 @@ def fit(
     `allow` and `pins` are those of `plan`. `candidates`: how many plans are run, of which the quickest is
     taken. Raises `InfeasibleBudget`, and `ApplyFailed` if the planned step does not equal the original.
     """
+    from torchtrim.records.budget import memory_limit
     from torchtrim.records.terms import Terms
     from torchtrim.records.trial import Request
     from torchtrim.workflows.live_model.applied import Fitted
     from torchtrim.workflows.optimize.fitting import Fitting
     from torchtrim.workflows.optimize.report import fit_model
 
+    limit = memory_limit(memory, memory_kind)
     terms = Terms(allow, pins=pins or {}, candidates=candidates)
     fitting = Fitting(workload, Request(steps=steps), progress, terms)
-    return Fitted(*fit_model(fitting, memory, memory_kind))
+    return Fitted(*fit_model(fitting, limit))
 
 
 def apply(plan: Plan, *roots: torch.nn.Module | torch.optim.Optimizer) -> Applied:

@@ -14,7 +14,6 @@ import msgspec
 
 from torchtrim import __version__
 from torchtrim.certify.certify import ROUNDING_LIMIT, SHRINKS_BY
-from torchtrim.core.units import check_bytes, parse_bytes
 from torchtrim.costs.devices import DEVICES
 from torchtrim.costs.roofline import estimate
 from torchtrim.errors import TorchtrimError, UsageError
@@ -30,6 +29,7 @@ from torchtrim.planner.stages.choose import (
     pipeline_of,
     rechosen,
 )
+from torchtrim.records.budget import memory_limit
 from torchtrim.records.certificate import Certificate, Difference, Verdict
 from torchtrim.records.pipeline import Bar, Clocked, Pipeline, PipelineReport, ScheduleFigures
 from torchtrim.records.plan import Plan
@@ -63,11 +63,11 @@ def plan_pipeline(
 
     Raises `Unsupported`, `InfeasibleBudget`.
     """
-    check_bytes(memory, share=True)
+    limit = memory_limit(memory)
     fitting = Fitting(script, request, progress)
     trial = fitting.observe()
     planner = fitting.planner(trial)
-    budget = parse_bytes(memory, whole=trial.peak_bytes)
+    budget = limit.budget(trial.peak_bytes).bytes
     reader = Reader(planner.profile, trial.seconds, _times(planner.profile))
     chain_of = functools.lru_cache(maxsize=None)(reader.chain)
     progress("looking for cuts, a schedule and micro-batches")
@@ -86,7 +86,7 @@ def plan_pipeline(
             runs = Runs(script, plan_of(chosen.pipeline), 1, folder, progress)
             chosen, note = clocked(runs, chosen, ways)
     plan = plan_of(chosen.pipeline)
-    report = with_plan(report_of("plan", script, trial), plan, "allocated", budget)
+    report = with_plan(report_of("plan", script, trial), plan, plan.budget)
     notes = (*report.notes, note) if note else report.notes
     report = msgspec.structs.replace(report, pipeline=_shown(chosen), findings=(), notes=notes)
     return Result(report, trial.profile, None, plan)
@@ -257,7 +257,7 @@ def verify_pipeline(
         links = _links(runs)
     certificate = _certificate(links, request.steps)
     report = _blank_report(script, request)
-    report = with_plan(report, plan, plan.memory_kind, plan.budget_bytes)
+    report = with_plan(report, plan, plan.budget)
     return Result(
         msgspec.structs.replace(report, certificate=certificate, notes=_notes(links)),
         None,

@@ -15,6 +15,7 @@ from steps import squared
 from torchtrim import TrainStep, techniques
 from torchtrim.executor.registry import technique
 from torchtrim.planner.plans import made_plan
+from torchtrim.records.budget import memory_limit
 from torchtrim.records.plan import Prediction, Technique
 from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
@@ -56,7 +57,7 @@ def fitted(memory: str) -> Fit:
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(6)))
     step = TrainStep(model, squared, torch.optim.SGD(model.parameters(), 0.1), torch.randn(256, 32))
-    return Fitting(step, Request(steps=1), lambda _: None, Terms()).nearest(memory)
+    return Fitting(step, Request(steps=1), lambda _: None, Terms()).nearest(memory_limit(memory))
 
 
 @EITHER
@@ -67,7 +68,7 @@ def test_a_budget_that_honest_techniques_meet_is_met() -> None:
     assert found.certificate is not None
     assert found.certificate.verdict == "BITWISE"
     assert found.planned is not None
-    assert found.planned.peak_bytes <= found.budget_bytes
+    assert found.planned.peak_bytes <= found.budget.bytes
     assert "promises" not in {one.name for one in found.plan.techniques}
     assert any("promises" in note and "saved less" in note for note in found.notes)
 

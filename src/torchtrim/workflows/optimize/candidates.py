@@ -12,21 +12,14 @@ from typing import NamedTuple
 from torchtrim.errors import InfeasibleBudget, PlannedStepFailed
 from torchtrim.planner.planner import Planner
 from torchtrim.planner.several import Planners
-from torchtrim.records.plan import MemoryKind, Plan
+from torchtrim.records.budget import Budget
+from torchtrim.records.plan import Plan
 from torchtrim.records.trial import Trial
 
 WORTH = 0.97
 """Of the first plan's time: measured times of two runs of one step differ by less, when nothing disturbs."""
 _TIGHTER = (0.97, 0.93, 0.88)
 _ALONE = ("recompute", "replay")
-
-
-class Target(NamedTuple):
-    """What plans are for: as the arguments of `Planner.plan`."""
-
-    budget: int
-    bias: int
-    kind: MemoryKind
 
 
 class Timed(NamedTuple):
@@ -39,7 +32,7 @@ class Timed(NamedTuple):
 def others(
     planner_of: Callable[[str], Planner | Planners],
     apart: Sequence[Plan],
-    target: Target,
+    budget: Budget,
     most: int,
 ) -> list[Plan]:
     """Up to `most` plans apart from these, those first that are predicted to be quickest.
@@ -47,18 +40,18 @@ def others(
     `planner_of` gives the planner of one technique alone, or of all for the empty name.
     """
     found: list[Plan] = []
-    for plan in _planned(planner_of, target):
+    for plan in _planned(planner_of, budget):
         if all(plan.techniques != one.techniques for one in (*apart, *found)):
             found.append(plan)
     return sorted(found, key=lambda plan: plan.predicted.step_seconds)[:most]
 
 
-def _planned(planner_of: Callable[[str], Planner | Planners], target: Target) -> Iterator[Plan]:
+def _planned(planner_of: Callable[[str], Planner | Planners], budget: Budget) -> Iterator[Plan]:
     """For tighter budgets too: more that is made again may take less time."""
-    tries = [("", int(share * target.budget)) for share in _TIGHTER]
-    for name, budget in (*tries, *((alone, target.budget) for alone in _ALONE)):
+    tries = [("", int(share * budget.bytes)) for share in _TIGHTER]
+    for name, most in (*tries, *((alone, budget.bytes) for alone in _ALONE)):
         try:
-            yield planner_of(name).plan(budget, bias=target.bias, memory_kind=target.kind)
+            yield planner_of(name).plan(budget._replace(bytes=most))
         except InfeasibleBudget:
             continue
 

@@ -11,9 +11,10 @@ from torchtrim.executor.registry import Measured, names, refusals_of, technique
 from torchtrim.planner.planner import Planner
 from torchtrim.planner.several import Planners
 from torchtrim.records.allowance import Allowance, words_for
+from torchtrim.records.budget import Budget
 from torchtrim.records.finding import EQUIVALENCES, Equivalence
 from torchtrim.records.lever import Lever
-from torchtrim.records.plan import MemoryKind, Plan, Technique
+from torchtrim.records.plan import Plan, Technique
 from torchtrim.records.trial import Trial
 from torchtrim.step.from_profile import step_of
 
@@ -38,8 +39,7 @@ class Reached:
 
 def levers_of(
     planner_of: Callable[[str], Planner | Planners],
-    whole: int,
-    kind: MemoryKind,
+    whole: Budget,
     reached: Reached,
     exclude: Collection[str],
     allow: Allowance,
@@ -48,7 +48,7 @@ def levers_of(
     """The smallest peak of each technique that lowers it, and of those of the plan together: quickest first.
 
     `planner_of` plans with one technique alone, and one that it cannot plan is left out; `whole` is the
-    original's figure. `known` is what a plan was measured to need, None for one that was not run.
+    original's own figure. `known` is what a plan was measured to need, None for one that was not run.
     """
     found = [reached.lever] if reached.names else []
     for name in names():
@@ -56,11 +56,11 @@ def levers_of(
             continue
         with isolated("technique", name), suppress(TorchtrimError):
             planner = planner_of(name)
-            bias = whole - planner.simulated_original
-            plan = planner.floor_plan(0, bias=bias, memory_kind=kind)
+            bias = whole.bytes - planner.simulated_original
+            plan = planner.floor_plan(Budget(0, whole.kind, bias))
             lever = _lever(name, plan, allow, known(plan))
             used = name in {one.name for one in plan.techniques}
-            if used and lever.peak_bytes < (1 - LEAST_SAVING) * whole:
+            if used and lever.peak_bytes < (1 - LEAST_SAVING) * whole.bytes:
                 found.append(lever)
     return tuple(sorted(found, key=lambda lever: lever.step_seconds))
 

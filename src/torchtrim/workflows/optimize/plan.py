@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from torchtrim import __version__
-from torchtrim.core.units import check_bytes, format_bytes, parse_bytes
+from torchtrim.core.units import format_bytes
 from torchtrim.errors import ExportFailed
 from torchtrim.executor.export import exported
-from torchtrim.records.plan import MemoryKind
+from torchtrim.records.budget import MemoryKind, memory_limit
 from torchtrim.records.report import FrontierPoint, Result
 from torchtrim.records.terms import BITWISE, Terms
 from torchtrim.records.trial import Request
@@ -31,16 +31,15 @@ def plan_report(
     progress: Progress = lambda _: None,
 ) -> Result:
     """A plan with its figures and, if asked, what other budgets would cost. Raises `InfeasibleBudget`."""
-    check_bytes(memory, share=True)
+    limit = memory_limit(memory, memory_kind)
     fitting = Fitting(workload, request, progress, terms)
     trial = fitting.observe_longest()
     planner = fitting.planner(trial)
     whole = measured(trial, memory_kind)
-    budget = parse_bytes(memory, whole=whole)
     bias = whole - planner.simulated_original
-    chosen = planner.plan(budget, bias=bias, memory_kind=memory_kind)
+    chosen = planner.plan(limit.budget(whole).biased(bias))
     points: tuple[FrontierPoint, ...] = planner.frontier(bias=bias) if frontier else ()
-    report = with_plan(report_of("plan", workload, trial), chosen, memory_kind, budget)
+    report = with_plan(report_of("plan", workload, trial), chosen, chosen.budget)
     pinned = [note] if (note := planner.pinned.note()) else []
     notes = (*report.notes, *fitting.notes, *pinned)
     report = msgspec.structs.replace(report, frontier=points, notes=notes)
@@ -58,12 +57,12 @@ def export_report(
 ) -> Result:
     """A plan as plain PyTorch, run and verified as that. Raises `InfeasibleBudget` and `ExportFailed`."""
     fitting = Fitting(workload, request, progress, terms._replace(exports=True))
-    found = fitting.fit(memory, memory_kind)
+    found = fitting.fit(memory_limit(memory, memory_kind))
     if found.certificate is not None and found.certificate.verdict == "NOT EQUAL":
         raise ExportFailed(
             f"the exported plan does not compute the same: {found.certificate.reason}. Nothing was written."
         )
-    result = fitted(workload, found, memory_kind, "plan")
+    result = fitted(workload, found, "plan")
     return result._replace(exported=exported(found.plan, _said(found)))
 
 

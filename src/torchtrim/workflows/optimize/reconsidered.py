@@ -10,8 +10,8 @@ from torchtrim.errors import InfeasibleBudget
 from torchtrim.planner.planner import Planner
 from torchtrim.planner.several import Planners
 from torchtrim.records.allowance import Allowance
+from torchtrim.records.budget import Budget
 from torchtrim.records.plan import Plan
-from torchtrim.workflows.optimize.candidates import Target
 
 _HELD = 0.01
 """A plan that is measured within so much of its prediction says nothing against its techniques."""
@@ -50,24 +50,24 @@ def note_on(blamed: Iterable[frozenset[str]]) -> str:
 
 
 def plans_below(
-    planners: Iterable[Planner | Planners], target: Target, allowed: Allowance
+    planners: Iterable[Planner | Planners], budget: Budget, allowed: Allowance
 ) -> Iterator[Plan]:
     """Each planner's plan for the budget, or that with its smallest peak; none that is not allowed.
 
     Those that fit come first, then those with the smallest peaks.
     """
-    plans = [_plan_of(planner, target) for planner in planners]
+    plans = [_plan_of(planner, budget) for planner in planners]
     plans = [
         one
         for one in plans
         if one.techniques
         and all(allowed.holds(unit.equivalence, unit.name) for unit in one.techniques)
     ]
-    yield from sorted(plans, key=lambda one: max(one.predicted.peak_bytes, target.budget))
+    yield from sorted(plans, key=lambda one: max(one.predicted.peak_bytes, budget.bytes))
 
 
-def _plan_of(planner: Planner | Planners, target: Target) -> Plan:
+def _plan_of(planner: Planner | Planners, budget: Budget) -> Plan:
     try:
-        return planner.plan(target.budget, bias=target.bias, memory_kind=target.kind)
+        return planner.plan(budget)
     except InfeasibleBudget:
-        return planner.floor_plan(target.budget, bias=target.bias, memory_kind=target.kind)
+        return planner.floor_plan(budget)

@@ -7,7 +7,7 @@ import msgspec
 from torchtrim.core.isolation import isolated
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor.apply import Applied, apply_plan, named_roots
-from torchtrim.records.plan import MemoryKind
+from torchtrim.records.budget import MemoryKind, MemoryLimit, memory_limit
 from torchtrim.records.report import Result
 from torchtrim.records.terms import BITWISE, Terms
 from torchtrim.records.trial import Request
@@ -34,10 +34,11 @@ def optimize_report(
 
     With `fixes`, a script's host-device syncs are fixed too, as a diff beside the plan.
     """
+    limit = memory_limit(memory, memory_kind)
     fitting = Fitting(workload, request, progress, terms)
     fixing = Fixing(workload, request, progress) if fixes and isinstance(workload, Script) else None
-    found = fitting.nearest(memory, memory_kind)
-    result = fitted(workload, found, memory_kind)
+    found = fitting.nearest(limit)
+    result = fitted(workload, found)
     if fixing is not None and found.missed is None and isinstance(workload, Script):
         with isolated("fix", "of host-device syncs"):
             fixed = fixing.fix(found.original)
@@ -46,31 +47,29 @@ def optimize_report(
     return result
 
 
-def fitted(
-    workload: Workload, found: Fit, memory_kind: MemoryKind, verb: str = "optimize"
-) -> Result:
+def fitted(workload: Workload, found: Fit, verb: str = "optimize") -> Result:
     """What fitting gave, as a report."""
     report = with_planned(
         report_of(verb, workload, found.original), found.planned, found.certificate
     )
-    report = with_plan(report, found.plan, memory_kind, found.budget_bytes)
+    report = with_plan(report, found.plan, found.budget)
     report = with_ranks(report, found.original, found.planned)
     report = msgspec.structs.replace(report, notes=(*found.original.notes, *found.notes))
     after = found.planned.profile if found.planned else None
     if found.missed is not None:
-        report = with_missed_budget(report, found.missed, memory_kind, found.budget_bytes, after)
+        report = with_missed_budget(report, found.missed, found.budget, after)
     ranks = ranks_of(found.original)
     return Result(report, found.original.profile, after, found.plan, ranks=ranks)
 
 
-def fit_model(fitting: Fitting, memory: str | int, memory_kind: MemoryKind) -> tuple[Fit, Applied]:
+def fit_model(fitting: Fitting, limit: MemoryLimit) -> tuple[Fit, Applied]:
     """Fit a live model, and leave the plan applied.
 
     Raises `InfeasibleBudget`, and `ApplyFailed` if the planned step does not equal the original.
     """
     workload = fitting.workload
     assert not isinstance(workload, Script)
-    found = fitting.fit(memory, memory_kind)
+    found = fitting.fit(limit)
     if found.certificate is not None and found.certificate.verdict == "NOT EQUAL":
         raise ApplyFailed(
             f"the planned step does not equal the original: {found.certificate.reason}. "

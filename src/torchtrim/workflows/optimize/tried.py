@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from torchtrim.errors import Unsupported
-from torchtrim.records.plan import MemoryKind, Plan
+from torchtrim.records.budget import MemoryKind
+from torchtrim.records.plan import Plan
 from torchtrim.records.trial import Trial
 
 

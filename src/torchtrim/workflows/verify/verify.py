@@ -42,7 +42,7 @@ def verify_report(
     planned = fitting.run_planned(plan)
     certificate = fitting.verify(original, plan, planned)
     report = with_planned(report_of("verify", workload, original), planned, certificate)
-    report = with_plan(report, plan, plan.memory_kind, plan.budget_bytes)
+    report = with_plan(report, plan, plan.budget)
     result = Result(report, original.profile, planned.profile, plan)
     return kept(result, Compared(workload, None, plan, request), original)
 
