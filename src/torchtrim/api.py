@@ -63,15 +63,15 @@ if TYPE_CHECKING:
     from torchtrim.workflows.live_model.applied import Fitted as Fitted
     from torchtrim.workflows.live_model.applied import FittedMemory as FittedMemory
     from torchtrim.workflows.made_for import check_script as check_script
-    from torchtrim.workflows.optimize.plan import export_report as export_report
-    from torchtrim.workflows.optimize.plan import plan_report as plan_report
+    from torchtrim.workflows.optimize.report import export_report as export_report
     from torchtrim.workflows.optimize.report import optimize_report as optimize_report
+    from torchtrim.workflows.optimize.report import plan_report as plan_report
     from torchtrim.workflows.pipeline import plan_pipeline as plan_pipeline
     from torchtrim.workflows.serve import optimize_calls_instead as optimize_calls_instead
     from torchtrim.workflows.serve import optimize_calls_report as optimize_calls_report
-    from torchtrim.workflows.stream.report import check_report as check_report
-    from torchtrim.workflows.stream.report import compared_report as compared_report
     from torchtrim.workflows.stream.stream import StreamRequest as StreamRequest
+    from torchtrim.workflows.stream.stream import check_report as check_report
+    from torchtrim.workflows.stream.stream import compared_report as compared_report
     from torchtrim.workflows.trace import diagnose_traces as diagnose_traces
     from torchtrim.workflows.tune_loader import tune_loader_report as tune_loader_report
     from torchtrim.workflows.undo import Watch as Watch
@@ -92,12 +92,10 @@ _HOMES = {
     "torchtrim.workflows.verify.live": ("run_checked",),
     "torchtrim.workflows.lint": ("Checked", "lint_report"),
     "torchtrim.workflows.made_for": ("check_script",),
-    "torchtrim.workflows.optimize.report": ("optimize_report",),
+    "torchtrim.workflows.optimize.report": ("export_report", "optimize_report", "plan_report"),
     "torchtrim.workflows.pipeline": ("plan_pipeline",),
-    "torchtrim.workflows.optimize.plan": ("export_report", "plan_report"),
     "torchtrim.workflows.serve": ("optimize_calls_instead", "optimize_calls_report"),
-    "torchtrim.workflows.stream.stream": ("StreamRequest",),
-    "torchtrim.workflows.stream.report": ("check_report", "compared_report"),
+    "torchtrim.workflows.stream.stream": ("StreamRequest", "check_report", "compared_report"),
     "torchtrim.workflows.tune_loader": ("tune_loader_report",),
     "torchtrim.workflows.undo": ("Watch", "settle", "undo"),
     "torchtrim.workflows.verify.verify": ("check_certificate", "verify_report", "verify_pair"),
@@ -213,7 +211,7 @@ def plan(
     """
     from torchtrim.records.terms import Terms
     from torchtrim.records.trial import Request
-    from torchtrim.workflows.optimize.plan import plan_report
+    from torchtrim.workflows.optimize.report import plan_report
 
     terms = Terms(allow, pins=pins or {})
     chosen = plan_report(workload, memory, Request(), terms=terms, progress=progress).plan

@@ -17,8 +17,8 @@ from torchtrim.report.ranks import rank_lines
 from torchtrim.runner.script import Script, working_folder
 from torchtrim.runner.trials import run_trial
 from torchtrim.workflows.optimize.fitting import Fit, Fitting
+from torchtrim.workflows.optimize.levers import sharded_lever, with_shard
 from torchtrim.workflows.optimize.report import fitted
-from torchtrim.workflows.optimize.sharding import sharded_lever, with_shard
 from torchtrim.workflows.verify.verify import verify_pair, verify_report
 
 SCRIPT = str(Path(__file__).parent.parent / "scripts" / "ranks.py")

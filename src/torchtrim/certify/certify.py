@@ -15,16 +15,18 @@ import msgspec
 from torchtrim.certify.compare import (
     GENERATOR,
     Beyond,
+    Parting,
     beyond_rounding,
     compared,
     differences,
     is_updated,
     largest_difference,
     left_behind,
+    parting,
+    said_of,
 )
 from torchtrim.certify.coverage import coverage_of
 from torchtrim.certify.jobs import Jobs
-from torchtrim.certify.locate import Parting, parting, said_of
 from torchtrim.errors import ApplyFailed, ScriptFailed
 from torchtrim.records.certificate import Certificate, Difference, Verdict
 from torchtrim.records.trial import Request, Step, Trial

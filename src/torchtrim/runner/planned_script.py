@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import io
 import os
 import runpy
 import sys
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -28,7 +29,6 @@ from torchtrim.runner.ranks.spawning import Spawning
 from torchtrim.runner.script import Script
 from torchtrim.runner.settings.eager import Eagerly
 from torchtrim.runner.staged import PutsInStages, among_ranks
-from torchtrim.runner.unsettled import checked_saves
 from torchtrim.runner.worker import run_target
 
 _EAGER = (
@@ -36,6 +36,9 @@ _EAGER = (
     "certified so. Without --plan it runs compiled."
 )
 _OURS = (__file__, worker.__file__, runpy.__file__)
+
+
+Check = Callable[[], None]
 
 
 class Ends(BaseException):
@@ -231,3 +234,33 @@ def _is_ours(path: str) -> bool:
 
 def _end(code: int) -> NoReturn:
     sys.exit(code)
+
+
+@contextlib.contextmanager
+def checked_saves(check: Check) -> Iterator[None]:
+    """Call `check` before each `state_dict` of a module and each `torch.save`; it raises to stop them.
+
+    After a backward that updated parameters comes `step`. Where the program is thrown out in between (Ctrl-C,
+    an exception) and saves its weights in a handler, they are not the original's.
+    """
+    with contextlib.ExitStack() as undo:
+        for owner, name in ((nn.Module, "state_dict"), (torch, "save")):
+            undo.callback(_checking(owner, name, check))
+        yield
+
+
+def _checking(owner: Any, name: str, check: Check) -> Callable[[], None]:
+    """Put the check before a function; the result takes it off, unless another has wrapped it meanwhile."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        check()
+        return original(*args, **kwargs)
+
+    def restore() -> None:
+        if getattr(owner, name) is checked:
+            setattr(owner, name, original)
+
+    setattr(owner, name, checked)
+    return restore

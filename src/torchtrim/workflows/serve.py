@@ -17,7 +17,8 @@ from torchtrim.runner.trials import Progress
 from torchtrim.step.from_profile import step_of
 from torchtrim.step.simulate import timeline
 from torchtrim.workflows.diagnose import TAKEN_AS_CALLS
-from torchtrim.workflows.optimize.fitting import NOTHING, Fit, Fitting
+from torchtrim.workflows.optimize.failures import NOTHING
+from torchtrim.workflows.optimize.fitting import Fit, Fitting
 from torchtrim.workflows.optimize.levers import Reached
 from torchtrim.workflows.optimize.report import fitted
 from torchtrim.workflows.optimize.tried import Tried, measured

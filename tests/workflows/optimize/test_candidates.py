@@ -15,8 +15,8 @@ from torchtrim.errors import PlannedStepFailed
 from torchtrim.records.budget import Budget, memory_limit
 from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
-from torchtrim.workflows.optimize.candidates import Timed, others, quickest
 from torchtrim.workflows.optimize.fitting import Fitting
+from torchtrim.workflows.optimize.tried import Timed, others, quickest
 
 
 def step_of() -> torchtrim.TrainStep:

@@ -20,7 +20,7 @@ from torchtrim.records.plan import Prediction, Technique
 from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
 from torchtrim.workflows.optimize.fitting import Fit, Fitting
-from torchtrim.workflows.optimize.reconsidered import Outcome, suspects
+from torchtrim.workflows.optimize.tried import Outcome, suspects
 
 
 class Block(nn.Module):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -17,7 +16,6 @@ from torchtrim.core.units import format_bytes
 from torchtrim.errors import ApplyFailed, InfeasibleBudget, PlannedStepFailed, Unsupported
 from torchtrim.executor.export import exported
 from torchtrim.executor.fingerprint import sha256_of
-from torchtrim.executor.overheads import overheads
 from torchtrim.executor.registry import exportable, names, technique
 from torchtrim.planner.pins import KEEP
 from torchtrim.planner.planner import Planner
@@ -32,17 +30,25 @@ from torchtrim.records.terms import BITWISE, Terms
 from torchtrim.records.trial import Request, Trial
 from torchtrim.runner.script import Script, working_folder
 from torchtrim.runner.trials import Progress, Workload, run_trial
-from torchtrim.workflows.optimize.candidates import Timed, others, quickest
 from torchtrim.workflows.optimize.failures import (
+    NOTHING,
     broken_in,
     broken_technique,
     failing_places,
     failure_note,
+    nothing_helps,
     of_techniques,
     without_places,
 )
-from torchtrim.workflows.optimize.lengths import longest_step, recording, uneven_note
-from torchtrim.workflows.optimize.levers import LEAST_SAVING, Reached, levers_of, refusals
+from torchtrim.workflows.optimize.levers import (
+    LEAST_SAVING,
+    SHARD,
+    Reached,
+    levers_of,
+    may_shard,
+    refusals,
+    with_shard,
+)
 from torchtrim.workflows.optimize.measured import (
     Choice,
     check_named,
@@ -54,10 +60,24 @@ from torchtrim.workflows.optimize.measured import (
     semantic_names,
     split_pins,
 )
-from torchtrim.workflows.optimize.reconsidered import Outcome, note_on, plans_below, suspects
-from torchtrim.workflows.optimize.sharding import NAME as SHARD
-from torchtrim.workflows.optimize.sharding import may_shard, with_shard
-from torchtrim.workflows.optimize.tried import Tried, key_of, measured
+from torchtrim.workflows.optimize.original import (
+    longest_step,
+    recording,
+    uneven_note,
+    with_overheads,
+)
+from torchtrim.workflows.optimize.tried import (
+    Outcome,
+    Timed,
+    Tried,
+    key_of,
+    measured,
+    note_on,
+    others,
+    plans_below,
+    quickest,
+    suspects,
+)
 
 _ROUNDS = 3
 _WELL_USED = 0.9
@@ -65,7 +85,6 @@ _TIMES = 2
 _ALONE = {"micro_batch", "optimizer_in_backward"}
 """Not for a job of several ranks, which exchange gradients once, when backward has made them."""
 _RANK = EQUIVALENCES.index
-NOTHING = "nothing that is allowed lowers the peak, so the plan changes nothing"
 
 
 class Fit(NamedTuple):
@@ -120,7 +139,7 @@ class Fitting:
         """The original's trial."""
         if self.original is None:
             request = msgspec.structs.replace(self._request, times=_TIMES)
-            self.original = _with_overheads(self._run(request, "original"))
+            self.original = with_overheads(self._run(request, "original"))
         return self.original
 
     def observe_longest(self) -> Trial:
@@ -131,7 +150,7 @@ class Fitting:
             self.notes.append(uneven_note(original))
             self._request = recording(self._request, longest)
             trial = self._run(self._request, "original, its longest step")
-            self.original = original = _with_overheads(trial)
+            self.original = original = with_overheads(trial)
         return original
 
     def planner(self, original: Trial, only: str = "") -> Planner | Planners:
@@ -294,7 +313,7 @@ class Fitting:
         if not self._terms.exports:
             yield msgspec.structs.replace(self._request, plan=plan)
             return
-        with self._folder() as folder:
+        with working_folder() as folder:
             path = folder / "planned.py"
             path.write_text(exported(plan, ""), encoding="utf-8")
             yield msgspec.structs.replace(self._request, plan=plan, exported=str(path))
@@ -458,7 +477,7 @@ class Fitting:
         levers = with_shard(levers, self.workload, original, whole)
         missed = self.planner(original).infeasible(budget.bytes, tried.used)
         if not found.plan.techniques:
-            missed = _nothing_helps(budget.bytes, tried.used, missed.set_by)
+            missed = nothing_helps(budget.bytes, tried.used, missed.set_by)
         missed.plan, missed.certificate, missed.levers = found.plan, found.certificate, levers
         notes = (*found.notes, *refusals(original, self._exclude))
         return found._replace(missed=missed, levers=levers, notes=notes)
@@ -470,34 +489,12 @@ class Fitting:
         return planner.unchanged(budget.biased(bias))
 
     def _run(self, request: Request, what: str) -> Trial:
-        with self._folder() as folder:
+        with working_folder() as folder:
             return run_trial(
                 self.workload, request, folder, lambda text: self._progress(f"{what}: {text}")
             )
-
-    @contextmanager
-    def _folder(self) -> Iterator[Path]:
-        with working_folder() as folder:
-            yield folder
-
-
-def _with_overheads(trial: Trial) -> Trial:
-    """The trial with what running again takes besides on this machine, where that is what takes the time."""
-    if trial.profile is None or not trial.profile.device.startswith("cpu"):
-        return trial
-    profile = msgspec.structs.replace(trial.profile, overheads=overheads())
-    return msgspec.structs.replace(trial, profile=profile)
 
 
 def _well_used(used: int, error: int, budget: int) -> bool:
     """Whether a plan that used so much, by an error beside its prediction, leaves little of the budget."""
     return used <= budget and (used >= _WELL_USED * budget or error > -0.02 * budget)
-
-
-def _nothing_helps(budget: int, whole: int, set_by: str) -> InfeasibleBudget:
-    return InfeasibleBudget(
-        f"{NOTHING}: the peak stays at {format_bytes(whole)} ({whole} bytes), set by {set_by}, and "
-        f"{format_bytes(budget)} are wanted. Make the batch smaller, or look at what the peak is made of.",
-        smallest_bytes=whole,
-        set_by=set_by,
-    )
