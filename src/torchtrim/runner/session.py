@@ -81,7 +81,7 @@ class Forwarder(Listener):
     loader_waited = _forwarded(Listener.loader_waited)
 
 
-class Session(Forwarder):
+class Session(Forwarder, Listener):
     """Leads a whole run. `done` is called once when all steps are there.
 
     With `frames` a step is over where these say that a frame is, and not where optimizers have stepped.

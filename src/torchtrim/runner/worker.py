@@ -62,7 +62,7 @@ _HELPERS = ("multiprocessing.", "concurrent.", "torch.utils.data", "torch._induc
 """Modules whose processes read data or serve; none of them trains."""
 
 
-class Task(msgspec.Struct, frozen=True, kw_only=True):
+class ScriptTask(msgspec.Struct, frozen=True, kw_only=True):
     """What the parent asks for."""
 
     target: str
@@ -82,7 +82,7 @@ class Runner:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._task = msgspec.json.decode((folder / TASK).read_bytes(), type=Task)
+        self._task = msgspec.json.decode((folder / TASK).read_bytes(), type=ScriptTask)
         self._written = False
         request = self._task.request
         order = Order.parse(request.streams) if request.streams else None
@@ -333,10 +333,6 @@ def main() -> None:
     run_in_folder(lambda folder: Runner(folder).run())
 
 
-if __name__ == "__main__":
-    main()
-
-
 class OwnProcesses:
     """Counts them from `install` on, without the workers of loaders and of pools. `remove` stops that."""
 
@@ -361,3 +357,7 @@ class OwnProcesses:
         counting: Any = start
         BaseProcess.start = counting  # type: ignore[method-assign]
         self.remove = remove
+
+
+if __name__ == "__main__":
+    main()

@@ -41,7 +41,7 @@ def find_batch(
     if probes < 1:
         raise UsageError(f"probes={probes}: an answer has to be tried at least once.")
     limit = memory_limit(memory)
-    return Search(Estimate(workload, progress=progress), limit, request, progress).run(probes)
+    return BatchSearch(Estimate(workload, progress=progress), limit, request, progress).run(probes)
 
 
 def find_batch_report(
@@ -61,7 +61,7 @@ def find_batch_report(
     limit = memory_limit(memory)
 
     def grown(found: Estimate) -> Growth:
-        return Search(found, limit, request, progress).run(PROBES)
+        return BatchSearch(found, limit, request, progress).run(PROBES)
 
     dry = Request(steps=0, dry=True)
     result = estimate_report(script, dry, grown=grown, progress=progress)
@@ -77,7 +77,7 @@ def find_batch_report(
     return result._replace(plan=rates_plan(result.before, rates, growth, growth.budget_bytes))
 
 
-class Search:
+class BatchSearch:
     """Looks for the largest batch: where the prediction says it is, corrected by what runs need."""
 
     def __init__(

@@ -148,7 +148,7 @@ def _figures(one: Candidate) -> ScheduleFigures:
     )
 
 
-class Run(NamedTuple):
+class StagedRun(NamedTuple):
     """What the ranks of a run left, and where."""
 
     trials: list[tuple[StageTrial, Path]]
@@ -218,7 +218,7 @@ class Runs:
 
     def run(
         self, how: How, *, still: bool = False, double: bool = False, measured: bool = False
-    ) -> Run:
+    ) -> StagedRun:
         """One run."""
         ranks = self.pipeline.processes if how == "pipeline" else 1
         task = msgspec.structs.replace(
@@ -228,7 +228,7 @@ class Runs:
         folder = self._folder / said.replace(" ", "-").replace(",", "") / str(still)
         folder.mkdir(parents=True)
         tell = lambda text: self._tell(f"{said}: {text}")  # noqa: E731
-        return Run(run_stages(self._script, task, ranks, folder, tell))
+        return StagedRun(run_stages(self._script, task, ranks, folder, tell))
 
 
 def _runs_as(pipeline: Pipeline) -> tuple[Any, ...]:
@@ -308,7 +308,7 @@ class Links(NamedTuple):
         return "NOT EQUAL" if self.differs else self.sums.verdict
 
 
-def _sums(runs: Runs) -> tuple[Sums, Run, Run]:
+def _sums(runs: Runs) -> tuple[Sums, StagedRun, StagedRun]:
     """The first link, and its runs. Nothing is dropped out, since each micro-batch draws its own numbers."""
     whole, ordered = runs.run("whole", still=True), runs.run("in order", still=True)
     difference, worst = _largest(whole, ordered)
@@ -334,7 +334,7 @@ def _links(runs: Runs) -> Links:
     return Links(sums, first_difference(one, staged), compared, dropped, runs.pipeline)
 
 
-def _largest(one: Run, other: Run) -> tuple[float, str]:
+def _largest(one: StagedRun, other: StagedRun) -> tuple[float, str]:
     """The largest difference of gradients of the first step, relative to the largest of the tensor or, where
     that is next to nothing, of all; and whose it is. Infinite where one lacks a gradient."""
     ours, theirs = one.gradients(), other.gradients()
@@ -357,7 +357,7 @@ def _judged(difference: float, double: float) -> Verdict:
     return "ROUNDING" if shrinks and difference <= ROUNDING_LIMIT else "NOT EQUAL"
 
 
-def first_difference(one: Run, other: Run) -> str:
+def first_difference(one: StagedRun, other: StagedRun) -> str:
     """The first thing that differs, as `quantity:name`; empty for none."""
     for ours, theirs in zip(one.digests(), other.digests(), strict=True):
         for name in sorted({*ours, *theirs}):

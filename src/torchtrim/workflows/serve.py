@@ -21,7 +21,7 @@ from torchtrim.workflows.optimize.failures import NOTHING
 from torchtrim.workflows.optimize.fitting import Fit, Fitting
 from torchtrim.workflows.optimize.levers import Reached
 from torchtrim.workflows.optimize.report import fitted
-from torchtrim.workflows.optimize.tried import Tried, measured
+from torchtrim.workflows.optimize.tried import MeasuredPlan, measured
 
 _MOST_PARTS = 32
 RELEASE = "release"
@@ -76,7 +76,7 @@ def fit_calls(fitting: Fitting, script: Script, limit: MemoryLimit | None, kind:
     whole = measured(original, kind)
     budget = Budget(whole, kind) if limit is None else limit.budget(whole)
     parts = 1
-    best: Tried | None = None
+    best: MeasuredPlan | None = None
     notes: tuple[str, ...] = (NOTHING,)
     while parts <= _MOST_PARTS:
         plan = _plan(script, original, budget, parts)
@@ -87,7 +87,7 @@ def fit_calls(fitting: Fitting, script: Script, limit: MemoryLimit | None, kind:
             break
         used = measured(planned, kind)
         if used <= (whole if best is None else best.used - 1):
-            best = Tried(plan, planned, used)
+            best = MeasuredPlan(plan, planned, used)
         if limit is None or used <= budget.bytes:
             break
         parts *= 2
@@ -113,7 +113,7 @@ def _with_missed(found: Fit, budget: int, smallest: int) -> Fit:
     return found._replace(missed=missed, levers=missed.levers)
 
 
-def _verified(fitting: Fitting, original: Trial, budget: Budget, best: Tried) -> Fit:
+def _verified(fitting: Fitting, original: Trial, budget: Budget, best: MeasuredPlan) -> Fit:
     assert best.plan is not None
     assert best.trial is not None
     plan = msgspec.structs.replace(best.plan, predicted=_predicted(original, best.trial))

@@ -16,7 +16,7 @@ from torchtrim.records.budget import Budget, memory_limit
 from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
 from torchtrim.workflows.optimize.fitting import Fitting
-from torchtrim.workflows.optimize.tried import Timed, others, quickest
+from torchtrim.workflows.optimize.tried import TimedPlan, others, quickest
 
 
 def step_of() -> torchtrim.TrainStep:
@@ -28,8 +28,8 @@ def plan(name: str, seconds: float) -> Any:
     return SimpleNamespace(techniques=(name,), predicted=SimpleNamespace(step_seconds=seconds))
 
 
-def timed(name: str, seconds: float) -> Timed:
-    return Timed(plan(name, seconds), SimpleNamespace(seconds=seconds))  # type: ignore[arg-type]
+def timed(name: str, seconds: float) -> TimedPlan:
+    return TimedPlan(plan(name, seconds), SimpleNamespace(seconds=seconds))  # type: ignore[arg-type]
 
 
 def ran(times: dict[str, float | None]) -> Callable[[Any], Any]:

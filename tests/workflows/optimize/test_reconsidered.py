@@ -20,7 +20,7 @@ from torchtrim.records.plan import Prediction, Technique
 from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
 from torchtrim.workflows.optimize.fitting import Fit, Fitting
-from torchtrim.workflows.optimize.tried import Outcome, suspects
+from torchtrim.workflows.optimize.tried import PlanOutcome, suspects
 
 
 class Block(nn.Module):
@@ -84,7 +84,7 @@ def test_a_refusal_names_no_floor_above_its_own_levers() -> None:
     assert "promises" not in {one.name for one in found.plan.techniques}
 
 
-def outcome(used: int, simulated: int, *names: str) -> Outcome:
+def outcome(used: int, simulated: int, *names: str) -> PlanOutcome:
     plan = made_plan(
         "Net",
         fingerprint={},
@@ -92,7 +92,7 @@ def outcome(used: int, simulated: int, *names: str) -> Outcome:
         predicted=Prediction(peak_bytes=simulated, step_seconds=1.0),
         budget_bytes=100,
     )
-    return Outcome(plan, used, simulated)
+    return PlanOutcome(plan, used, simulated)
 
 
 def test_who_is_to_blame() -> None:

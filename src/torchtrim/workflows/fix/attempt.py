@@ -126,19 +126,19 @@ def _within(waits: Waits, region: Region) -> int:
     return sum(n for (p, line), n in waits.items() if p == path and first <= line <= last)
 
 
-class Modelled(NamedTuple):
+class ModelledStep(NamedTuple):
     """A step on the emulated device, in ms: how long it takes, and how long the device is busy in it."""
 
     step_ms: float
     busy_ms: float
 
 
-def modelled(profile: Profile) -> Modelled | None:
+def modelled(profile: Profile) -> ModelledStep | None:
     """The step as it is modelled; None where no device was emulated."""
     if not is_emulated(profile.device):
         return None
     found = price_syncs(profile, device_of(profile))
-    return Modelled(found.step_ms, found.device_busy_ms)
+    return ModelledStep(found.step_ms, found.device_busy_ms)
 
 
 def costs_more(after: Profile, before: Profile) -> str:

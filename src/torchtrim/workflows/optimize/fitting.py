@@ -67,9 +67,9 @@ from torchtrim.workflows.optimize.original import (
     with_overheads,
 )
 from torchtrim.workflows.optimize.tried import (
-    Outcome,
-    Timed,
-    Tried,
+    MeasuredPlan,
+    PlanOutcome,
+    TimedPlan,
     key_of,
     measured,
     note_on,
@@ -77,10 +77,10 @@ from torchtrim.workflows.optimize.tried import (
     plans_below,
     quickest,
     suspects,
+    well_used,
 )
 
 _ROUNDS = 3
-_WELL_USED = 0.9
 _TIMES = 2
 _ALONE = {"micro_batch", "optimizer_in_backward"}
 """Not for a job of several ranks, which exchange gradients once, when backward has made them."""
@@ -243,7 +243,7 @@ class Fitting:
             return Fit(original, budget, unchanged, None, None, notes)
         return self._surviving(
             lambda: self._within(original, budget),
-            lambda: self._missed(original, budget, Tried.unchanged(whole)),
+            lambda: self._missed(original, budget, MeasuredPlan.unchanged(whole)),
         )
 
     def _turns_to_shards(self, original: Trial) -> bool:
@@ -259,9 +259,10 @@ class Fitting:
     def smallest(self) -> Fit:
         """The plan with the smallest peak that was found, measured and verified."""
         original = self.observe_longest()
+        whole, unchanged = Budget(original.peak_bytes), MeasuredPlan.unchanged(0)
         return self._surviving(
             lambda: self._smallest(original),
-            lambda: self._verified(original, Budget(original.peak_bytes), Tried.unchanged(0)),
+            lambda: self._verified(original, whole, unchanged),
         )
 
     def _smallest(self, original: Trial) -> Fit:
@@ -270,10 +271,10 @@ class Fitting:
         budget = Budget(original.peak_bytes, bias=bias)
         plan = planner.floor_plan(budget)
         planned = self.run_planned(plan)
-        tried = Tried(plan, planned, planned.peak_bytes)
+        tried = MeasuredPlan(plan, planned, planned.peak_bytes)
         if tried.used <= (1 - LEAST_SAVING) * original.peak_bytes or planner.forced:
             return self._verified(original, budget, tried)
-        unchanged = Tried.unchanged(original.peak_bytes)
+        unchanged = MeasuredPlan.unchanged(original.peak_bytes)
         return self._verified(original, budget, unchanged)._replace(notes=(NOTHING,))
 
     def verify(self, original: Trial, plan: Plan, planned: Trial | None = None) -> Certificate:
@@ -361,8 +362,8 @@ class Fitting:
         planner = self.planner(original)
         whole = measured(original, budget.kind)
         first = bias = whole - planner.simulated_original
-        tried = [] if planner.forced else [Tried.unchanged(whole)]
-        outcomes: list[Outcome] = []
+        tried = [] if planner.forced else [MeasuredPlan.unchanged(whole)]
+        outcomes: list[PlanOutcome] = []
         notes: list[str] = []
         for number in range(_ROUNDS + 1):
             try:
@@ -375,11 +376,11 @@ class Fitting:
             plan = plan or planner.floor_plan(budget.biased(bias))
             trial = self.run_planned(plan)
             used = measured(trial, budget.kind)
-            tried.append(Tried(plan, trial, used))
-            outcomes.append(Outcome(plan, used, plan.predicted.peak_bytes - bias + first))
+            tried.append(MeasuredPlan(plan, trial, used))
+            outcomes.append(PlanOutcome(plan, used, plan.predicted.peak_bytes - bias + first))
             self._known[key_of(plan, budget.kind)] = used
             error = used - plan.predicted.peak_bytes
-            if last or _well_used(used, error, budget.bytes):
+            if last or well_used(used, error, budget.bytes):
                 break
             if used > budget.bytes:
                 notes.append(
@@ -402,8 +403,8 @@ class Fitting:
         return found._replace(notes=(*notes, *found.notes))
 
     def _reconsidered(
-        self, original: Trial, outcomes: list[Outcome], budget: Budget
-    ) -> Iterator[Tried]:
+        self, original: Trial, outcomes: list[PlanOutcome], budget: Budget
+    ) -> Iterator[MeasuredPlan]:
         """Run what is predicted to need less than all that was run, until a plan fits the budget."""
         blamed = suspects(outcomes)
         if blamed:
@@ -421,9 +422,9 @@ class Fitting:
             with suppress(PlannedStepFailed):
                 trial = self.run_planned(plan)
                 used = measured(trial, budget.kind)
-                outcomes.append(Outcome(plan, used, plan.predicted.peak_bytes))
+                outcomes.append(PlanOutcome(plan, used, plan.predicted.peak_bytes))
                 self._known[key_of(plan, budget.kind)] = used
-                yield Tried(plan, trial, used)
+                yield MeasuredPlan(plan, trial, used)
 
     def _planner_without(self, original: Trial, left: Collection[str]) -> Planner | Planners:
         """As `planner`, without these techniques."""
@@ -434,8 +435,8 @@ class Fitting:
             self._dropped = before
 
     def _quickest(
-        self, original: Trial, first: Tried, tried: Sequence[Tried], budget: Budget
-    ) -> Tried:
+        self, original: Trial, first: MeasuredPlan, tried: Sequence[MeasuredPlan], budget: Budget
+    ) -> MeasuredPlan:
         """The quickest of the first and other plans, by the clock. What was tried is not run again."""
         if first.plan is None or first.trial is None:
             return first
@@ -448,22 +449,22 @@ class Fitting:
         planner_of = partial(self.planner, original)
         missed = [one.plan for one in tried if one.plan is not None and one.used > budget.bytes]
         plans = others(planner_of, [first.plan, *missed], budget, self._terms.candidates - 1)
-        best, note = quickest(Timed(first.plan, first.trial), plans, run)
+        best, note = quickest(TimedPlan(first.plan, first.trial), plans, run)
         self._note(note)
-        return Tried(best.plan, best.trial, measured(best.trial, budget.kind))
+        return MeasuredPlan(best.plan, best.trial, measured(best.trial, budget.kind))
 
-    def _verified(self, original: Trial, budget: Budget, tried: Tried) -> Fit:
+    def _verified(self, original: Trial, budget: Budget, tried: MeasuredPlan) -> Fit:
         if tried.plan is None or tried.trial is None:
             plan = self._unchanged(original, budget._replace(kind="allocated"))
             return Fit(original, budget, plan, None, None, ())
         certificate = self.verify(original, tried.plan, tried.trial)
         return Fit(original, budget, tried.plan, tried.trial, certificate, ())
 
-    def _missed(self, original: Trial, budget: Budget, tried: Tried) -> Fit:
+    def _missed(self, original: Trial, budget: Budget, tried: MeasuredPlan) -> Fit:
         """The plan that needs least, and the error that says so and has it."""
         whole = measured(original, budget.kind)
         if tried.used > (1 - LEAST_SAVING) * whole and not self.planner(original).forced:
-            tried = Tried.unchanged(whole)
+            tried = MeasuredPlan.unchanged(whole)
         found = self._verified(original, budget, tried)
         seconds = found.planned.seconds if found.planned is not None else original.seconds
         levers = levers_of(
@@ -493,8 +494,3 @@ class Fitting:
             return run_trial(
                 self.workload, request, folder, lambda text: self._progress(f"{what}: {text}")
             )
-
-
-def _well_used(used: int, error: int, budget: int) -> bool:
-    """Whether a plan that used so much, by an error beside its prediction, leaves little of the budget."""
-    return used <= budget and (used >= _WELL_USED * budget or error > -0.02 * budget)

@@ -22,11 +22,12 @@ WORTH = 0.97
 """Of the first plan's time: measured times of two runs of one step differ by less, when nothing disturbs."""
 _TIGHTER = (0.97, 0.93, 0.88)
 _ALONE = ("recompute", "replay")
+_WELL_USED = 0.9
 _HELD = 0.01
 """A plan that is measured within so much of its prediction says nothing against its techniques."""
 
 
-class Tried(NamedTuple):
+class MeasuredPlan(NamedTuple):
     """A plan that was run, and what it used of the memory that the budget is on; None for the original."""
 
     plan: Plan | None
@@ -34,7 +35,7 @@ class Tried(NamedTuple):
     used: int
 
     @classmethod
-    def unchanged(cls, used: int) -> Tried:
+    def unchanged(cls, used: int) -> MeasuredPlan:
         """The original, which changes nothing."""
         return cls(None, None, used)
 
@@ -59,7 +60,7 @@ def measured(trial: Trial, kind: MemoryKind) -> int:
     return figure
 
 
-class Timed(NamedTuple):
+class TimedPlan(NamedTuple):
     """A plan that was run within the budget."""
 
     plan: Plan
@@ -94,8 +95,8 @@ def _planned(planner_of: Callable[[str], Planner | Planners], budget: Budget) ->
 
 
 def quickest(
-    first: Timed, plans: Iterable[Plan], run: Callable[[Plan], Trial | None]
-) -> tuple[Timed, str]:
+    first: TimedPlan, plans: Iterable[Plan], run: Callable[[Plan], Trial | None]
+) -> tuple[TimedPlan, str]:
     """The quickest of the first and the others that `run` within the budget, and a note on them."""
     best, seconds = first, [first.trial.seconds]
     for plan in plans:
@@ -104,7 +105,7 @@ def quickest(
             continue
         seconds.append(trial.seconds)
         if trial.seconds < WORTH * first.trial.seconds and trial.seconds < best.trial.seconds:
-            best = Timed(plan, trial)
+            best = TimedPlan(plan, trial)
     if len(seconds) == 1:
         return best, "no other plan for the budget was found to run beside the first"
     taken = f"number {seconds.index(best.trial.seconds) + 1} is taken"
@@ -119,7 +120,7 @@ def _survives(plan: Plan, run: Callable[[Plan], Trial | None]) -> Trial | None:
         return None
 
 
-class Outcome(NamedTuple):
+class PlanOutcome(NamedTuple):
     """A plan that was run: what it used, and what the simulation alone had predicted."""
 
     plan: Plan
@@ -132,7 +133,7 @@ class Outcome(NamedTuple):
         return self.used <= (1 + _HELD) * self.simulated
 
 
-def suspects(outcomes: Iterable[Outcome]) -> list[frozenset[str]]:
+def suspects(outcomes: Iterable[PlanOutcome]) -> list[frozenset[str]]:
     """The techniques to plan without: each one of plans that needed more than predicted, then all of them.
 
     A technique of a plan that held is none.
@@ -173,3 +174,8 @@ def _plan_of(planner: Planner | Planners, budget: Budget) -> Plan:
         return planner.plan(budget)
     except InfeasibleBudget:
         return planner.floor_plan(budget)
+
+
+def well_used(used: int, error: int, budget: int) -> bool:
+    """Whether a plan that used so much, by an error beside its prediction, leaves little of the budget."""
+    return used <= budget and (used >= _WELL_USED * budget or error > -0.02 * budget)

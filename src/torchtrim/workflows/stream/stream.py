@@ -34,7 +34,7 @@ class StreamRequest(NamedTuple):
     plan: Plan | None = None
 
 
-class Compared(NamedTuple):
+class StreamPair(NamedTuple):
     """A stream with its bounds beside the same one without."""
 
     bounded: StreamTrial
@@ -84,17 +84,17 @@ def _is_fatal(crash: Crash, bounds: str, keep: int) -> bool:
     return bounds != "on" or crash.kind == "refused"
 
 
-def compare_streams(script: Script, request: StreamRequest, progress: Progress) -> Compared:
+def compare_streams(script: Script, request: StreamRequest, progress: Progress) -> StreamPair:
     """Run a stream without its bounds and with them, and compare what each frame gives."""
     with ExitStack() as stack:
         folders = [stack.enter_context(working_folder()) for _ in range(2)]
         free = run_stream(script, request, folders[0], progress, bounds="off", compare=True)
         tied = run_stream(script, request, folders[1], progress, bounds="on", compare=True)
     certificate = _certificate(script, request, free, tied, progress)
-    return Compared(tied, free, certificate)
+    return StreamPair(tied, free, certificate)
 
 
-def both(compared: Compared) -> Stream:
+def both(compared: StreamPair) -> Stream:
     """The figures of the bounded stream, with those of the unbounded one."""
     tied, free = compared.bounded.stream, compared.unbounded.stream
     assert tied is not None

@@ -59,7 +59,7 @@ def verify_report(
     report = with_planned(report_of("verify", workload, original), planned, certificate)
     report = with_plan(report, plan, plan.budget)
     result = Result(report, original.profile, planned.profile, plan)
-    return kept(result, Compared(workload, None, plan, request), original)
+    return kept(result, CertificateInputs(workload, None, plan, request), original)
 
 
 def verify_pair(
@@ -94,7 +94,7 @@ def verify_pair(
         certificate = certify_ranks(contest, original, planned, progress)
     report = with_planned(report, planned, certificate)
     result = Result(report, original.profile, planned.profile if planned is not None else None)
-    return kept(result, Compared(one, other, None, request), original)
+    return kept(result, CertificateInputs(one, other, None, request), original)
 
 
 def check_certificate(
@@ -130,7 +130,7 @@ def _run(workload: Workload, request: Request, what: str, progress: Progress) ->
         return run_trial(workload, request, folder, lambda text: progress(f"{what}: {text}"))
 
 
-class Compared(NamedTuple):
+class CertificateInputs(NamedTuple):
     """What a certificate was made of."""
 
     original: Workload
@@ -139,7 +139,7 @@ class Compared(NamedTuple):
     request: Request
 
 
-def kept(result: Result, compared: Compared, trial: Trial) -> Result:
+def kept(result: Result, compared: CertificateInputs, trial: Trial) -> Result:
     """The result with its certificate as a file; that of live steps cannot be repeated, and has none."""
     one, other = compared.original, compared.other
     certificate = result.report.certificate
