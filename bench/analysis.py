@@ -17,6 +17,7 @@ from bench.machine import save
 from torchtrim.analysis.peak import holders
 from torchtrim.analysis.timeline import kinds_over_time
 from torchtrim.planner.planner import Planner
+from torchtrim.records.budget import Budget
 from torchtrim.records.files import load_profile, save_profile
 from torchtrim.records.profile import Profile
 from torchtrim.rules import diagnose
@@ -57,7 +58,7 @@ def long_step(operators: int) -> Profile:
 def plan(profile: Profile) -> None:
     """A plan for 70 % of the peak."""
     planner = Planner(profile, step_seconds=profile.step_seconds, fingerprint={})
-    planner.plan(planner.simulated_original * 7 // 10)
+    planner.plan(Budget(planner.simulated_original * 7 // 10))
 
 
 def timed(function: Callable[[], Any]) -> dict[str, float]:

@@ -17,6 +17,7 @@ from typing import Any
 from bench.examples import NAMES, script
 from bench.machine import RESULTS, save, slug
 from torchtrim import InfeasibleBudget
+from torchtrim.records.budget import memory_limit
 from torchtrim.records.trial import Request
 from torchtrim.workflows.optimize.fitting import Fit, Fitting
 
@@ -29,7 +30,7 @@ def measure(name: str) -> dict[str, Any]:
     points = []
     for share in SHARES:
         try:
-            point = _fitted(fitting.fit(f"{share}%"))
+            point = _fitted(fitting.fit(memory_limit(f"{share}%")))
         except InfeasibleBudget as error:
             point = {"smallest_bytes": error.smallest_bytes, "set_by": error.set_by}
         points.append({"share": share, **point})
@@ -42,10 +43,10 @@ def _fitted(fit: Fit) -> dict[str, Any]:
     assert fit.planned is not None
     assert fit.certificate is not None
     return {
-        "budget_bytes": fit.budget_bytes,
+        "budget_bytes": fit.budget.bytes,
         "predicted_bytes": fit.plan.predicted.peak_bytes,
         "measured_bytes": fit.planned.peak_bytes,
-        "used": round(fit.planned.peak_bytes / fit.budget_bytes, 4),
+        "used": round(fit.planned.peak_bytes / fit.budget.bytes, 4),
         "original_seconds": fit.original.seconds,
         "predicted_seconds": fit.plan.predicted.step_seconds,
         "measured_seconds": fit.planned.seconds,

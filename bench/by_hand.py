@@ -46,6 +46,7 @@ from torchtrim.errors import InfeasibleBudget
 from torchtrim.executor.apply import apply_plan, named_roots
 from torchtrim.executor.registry import technique
 from torchtrim.planner.by_hand import checkpointed as blocks_among
+from torchtrim.records.budget import memory_limit
 from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
 from torchtrim.step.from_profile import step_of
@@ -243,7 +244,7 @@ def _ours(fitting: Fitting, budget: int) -> tuple[Any, dict[str, Any]] | None:
     if budget >= fitting.observe().peak_bytes:
         return None
     try:
-        fit = fitting.fit(budget)
+        fit = fitting.fit(memory_limit(budget))
     except InfeasibleBudget:
         return None
     if fit.planned is None or fit.certificate is None:

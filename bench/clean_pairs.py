@@ -42,6 +42,7 @@ from torchtrim.executor.registry import names, technique
 from torchtrim.planner.planner import Planner
 from torchtrim.planner.plans import made_plan
 from torchtrim.planner.several import Planners
+from torchtrim.records.budget import Budget
 from torchtrim.records.plan import Plan, Prediction, Technique
 from torchtrim.records.profile import Profile
 from torchtrim.records.terms import Terms
@@ -60,11 +61,11 @@ _KNOWN = (ApplyFailed, PlannedStepFailed, InfeasibleBudget, Unsupported)
 def plans(planner: Planner | Planners, peak: int) -> Iterator[Plan]:
     """Up to three plans: for the floor, and for two budgets above it."""
     bias = peak - planner.simulated_original
-    floor = planner.floor_plan(1, bias=bias).predicted.peak_bytes
+    floor = planner.floor_plan(Budget(1, bias=bias)).predicted.peak_bytes
     seen: set[tuple[Any, ...]] = set()
     for share in (0.0, 0.4, 0.8):
         budget = floor + int(share * (peak - floor))
-        plan = planner.plan(budget, bias=bias)
+        plan = planner.plan(Budget(budget, bias=bias))
         key = tuple((one.name, one.where) for one in plan.techniques)
         if key and key not in seen:
             seen.add(key)
@@ -223,7 +224,7 @@ def cost() -> dict[str, Any]:
         fitting = Fitting(step, request, lambda _: None)
         original = fitting.observe()
         planner = fitting.planner(original, "recompute")
-        plan = planner.floor_plan(1)
+        plan = planner.floor_plan(Budget(1))
         begin = time.process_time()
         verdicts.append(fitting.verify(original, plan).verdict)
         ratios.append((time.process_time() - begin) / steps)

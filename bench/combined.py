@@ -22,6 +22,7 @@ from tests.cases import zoo
 from bench.machine import RESULTS, save, slug
 from torchtrim import InfeasibleBudget, TrainStep
 from torchtrim.executor.apply import apply_plan, named_roots
+from torchtrim.records.budget import memory_limit
 from torchtrim.records.plan import Plan
 from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
@@ -83,7 +84,7 @@ def measure(make: zoo.Maker) -> dict[str, Any]:
     fitting = Fitting(work, Request(steps=2), lambda _: None, Terms(allow="ROUNDING"))
     peak = fitting.observe().peak_bytes
     try:
-        fit = fitting.fit(peak // TIMES)
+        fit = fitting.fit(memory_limit(peak // TIMES))
     except InfeasibleBudget as error:
         print(fitting.notes, error, flush=True)
         return {"peak_bytes": peak, "smallest_bytes": error.smallest_bytes, "set_by": error.set_by}

@@ -27,6 +27,7 @@ from torchtrim.capture.allocator import allocator_for
 from torchtrim.capture.modules import Modules
 from torchtrim.capture.watch import Listener, Watcher
 from torchtrim.executor.registry import Handle, technique
+from torchtrim.records.budget import Budget
 from torchtrim.records.plan import Technique
 from torchtrim.records.trial import Request
 from torchtrim.runner.session import reachable_bytes
@@ -154,7 +155,7 @@ def floor_of(name: str, arguments: tuple[str, ...]) -> int:
     """The smallest peak that torchtrim finds, measured."""
     fitting = Fitting(script(name)._replace(args=arguments), Request(), lambda _: None)
     planner = fitting.planner(fitting.observe())
-    return fitting.run_planned(planner.floor_plan(1)).peak_bytes
+    return fitting.run_planned(planner.floor_plan(Budget(1))).peak_bytes
 
 
 def main() -> None:

@@ -38,6 +38,7 @@ from torchtrim.executor.apply import apply_plan, named_roots
 from torchtrim.executor.registry import Option, technique
 from torchtrim.planner.by_hand import checkpointed as blocks_among
 from torchtrim.planner.planner import Planner
+from torchtrim.records.budget import Budget, memory_limit
 from torchtrim.records.plan import Plan, Technique
 from torchtrim.records.trial import Request, Trial
 from torchtrim.step.from_profile import step_of
@@ -122,7 +123,7 @@ MODELS: dict[str, zoo.Maker] = {
 
 def checkpointed(planner: Planner, peak: int) -> dict[str, Plan]:
     """The model with each block checkpointed, and with every second."""
-    plain, options = planner.unchanged(peak), technique("recompute").options
+    plain, options = planner.unchanged(Budget(peak)), technique("recompute").options
     made = blocks_among(options(step_of(planner.profile, 0.0)))
     return {
         name: msgspec.structs.replace(plain, techniques=(_recompute(chosen),))
@@ -184,7 +185,7 @@ def planned(work: TrainStep) -> Measured:
         row: dict[str, Any] = {"budget": budget, "within_floor": floor <= budget}
         found["reached"][f"{share:.0%}"] = row
         if floor <= budget:
-            fit = fitting.fit(budget)
+            fit = fitting.fit(memory_limit(budget))
             assert fit.planned is not None
             assert fit.certificate is not None
             row |= _figures(fit.plan, fit.planned) | {"verdict": fit.certificate.verdict}
@@ -248,7 +249,7 @@ def _hand(
         found[name] = {"measured": trial.peak_bytes}
         if trial.peak_bytes >= peak:
             continue
-        ours = planner.plan(trial.peak_bytes, bias=bias)
+        ours = planner.plan(Budget(trial.peak_bytes, bias=bias))
         plans[name], plans[f"ours at {name}"] = plan, ours
         found[f"ours at {name}"] = _figures(ours, fitting.run_planned(ours))
     return found

@@ -27,6 +27,7 @@ from torchtrim.executor.registry import Option
 from torchtrim.planner.planner import Planner
 from torchtrim.planner.problem import Problem
 from torchtrim.planner.solvers.local import Local
+from torchtrim.records.budget import Budget
 from torchtrim.records.trial import Request
 from torchtrim.step.edits import Edit
 from torchtrim.step.incremental import Simulation
@@ -99,7 +100,7 @@ def planned(layers: int) -> dict[str, Any]:
     kept = by_kind(profile, peak_operator(profile)).get("activation", 0)
     begin = time.process_time()
     planner = Planner(profile, step_seconds=profile.step_seconds, fingerprint={})
-    plan = planner.plan(int(profile.peak_bytes - kept / 2))
+    plan = planner.plan(Budget(int(profile.peak_bytes - kept / 2)))
     return {
         "operators": len(profile.operators),
         "seconds": round(time.process_time() - begin, 2),

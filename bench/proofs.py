@@ -24,6 +24,7 @@ from bench.machine import RESULTS, save, slug
 from bench.simulate import trained
 from torchtrim.planner.planner import Planner
 from torchtrim.planner.solvers.integer import Integer
+from torchtrim.records.budget import Budget
 from torchtrim.records.trial import Request, Trial
 from torchtrim.workflows.optimize.fitting import Fitting
 
@@ -36,7 +37,9 @@ def points(original: Trial, low: int) -> dict[str, Any]:
     began = time.process_time()
     planner = Planner(original.profile, step_seconds=original.seconds, fingerprint={})
     high = planner.simulated_original
-    plans = [planner.plan(low + (high - low) * k // (BUDGETS + 1)) for k in range(1, BUDGETS + 1)]
+    plans = [
+        planner.plan(Budget(low + (high - low) * k // (BUDGETS + 1))) for k in range(1, BUDGETS + 1)
+    ]
     return {
         "added": [plan.predicted.step_seconds - original.seconds for plan in plans],
         "gap": [plan.gap for plan in plans],

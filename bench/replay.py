@@ -27,6 +27,7 @@ from torchtrim import InfeasibleBudget, TrainStep
 from torchtrim.analysis.timeline import by_kind, peak_operator
 from torchtrim.executor.apply import apply_plan
 from torchtrim.planner.planner import Planner
+from torchtrim.records.budget import Budget
 from torchtrim.records.plan import Plan
 
 ROUNDS = 7
@@ -137,7 +138,7 @@ def _at(
     plans: dict[str, Plan] = {}
     for which, planner in planners.items():
         with contextlib.suppress(InfeasibleBudget):
-            plans[which] = planner.plan(budget)
+            plans[which] = planner.plan(Budget(budget))
     runs = {which: (model, batch, plan) for which, plan in plans.items()}
     times = _rounds({"original": (model, batch, None), **runs})
     return {

@@ -32,6 +32,7 @@ from bench.examples import NAMES, script
 from bench.machine import RESULTS, save, slug
 from bench.optnet import OPTNET, prepared
 from torchtrim import Script, TrainStep
+from torchtrim.records.budget import Budget
 from torchtrim.records.trial import Request, Trial
 from torchtrim.workflows.live_model.training import step_of as network_step
 from torchtrim.workflows.optimize.fitting import Fitting
@@ -139,7 +140,7 @@ def points(work: Script | TrainStep, *, timed: bool) -> Iterator[dict[str, Any]]
     floor = planner.floor.outcome.peak_bytes + bias
     plans = {}
     for share in (*SHARES, floor / original.peak_bytes):
-        plan = planner.plan(max(int(original.peak_bytes * share), floor), bias=bias)
+        plan = planner.plan(Budget(max(int(original.peak_bytes * share), floor), bias=bias))
         places = tuple((one.name, one.where) for one in plan.techniques)
         if places:
             plans.setdefault(places, (share, plan))

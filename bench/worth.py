@@ -30,7 +30,7 @@ from torchtrim.rewriter.edits import patch
 from torchtrim.rewriter.registry import matches
 from torchtrim.source.facts import Facts
 from torchtrim.source.source import Source
-from torchtrim.workflows.fix.worth import costs_more, modelled
+from torchtrim.workflows.fix.attempt import costs_more, modelled
 
 SHARES = (0.001, 0.01, 0.1, 0.5, 0.9)
 SIZES = (128, 512, 1024)

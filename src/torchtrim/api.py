@@ -28,12 +28,13 @@ if TYPE_CHECKING:
     from torchtrim.memory.packing import Packing as Packing
     from torchtrim.memory.packing import pack as pack
     from torchtrim.memory.packing import why_invalid as why_invalid
+    from torchtrim.records.budget import MemoryKind
     from torchtrim.records.certificate import Certificate
     from torchtrim.records.estimate import Growth
     from torchtrim.records.finding import Equivalence, Finding
     from torchtrim.records.fix import Fixes
     from torchtrim.records.memory_table import MemoryTable
-    from torchtrim.records.plan import MemoryKind, Plan
+    from torchtrim.records.plan import Plan
     from torchtrim.records.profile import Profile
     from torchtrim.records.report import Result as Result
     from torchtrim.records.sharding import Sharding as Sharding
@@ -62,15 +63,15 @@ if TYPE_CHECKING:
     from torchtrim.workflows.live_model.applied import Fitted as Fitted
     from torchtrim.workflows.live_model.applied import FittedMemory as FittedMemory
     from torchtrim.workflows.made_for import check_script as check_script
-    from torchtrim.workflows.optimize.plan import export_report as export_report
-    from torchtrim.workflows.optimize.plan import plan_report as plan_report
+    from torchtrim.workflows.optimize.report import export_report as export_report
     from torchtrim.workflows.optimize.report import optimize_report as optimize_report
+    from torchtrim.workflows.optimize.report import plan_report as plan_report
     from torchtrim.workflows.pipeline import plan_pipeline as plan_pipeline
     from torchtrim.workflows.serve import optimize_calls_instead as optimize_calls_instead
     from torchtrim.workflows.serve import optimize_calls_report as optimize_calls_report
-    from torchtrim.workflows.stream.report import check_report as check_report
-    from torchtrim.workflows.stream.report import compared_report as compared_report
     from torchtrim.workflows.stream.stream import StreamRequest as StreamRequest
+    from torchtrim.workflows.stream.stream import check_report as check_report
+    from torchtrim.workflows.stream.stream import compared_report as compared_report
     from torchtrim.workflows.trace import diagnose_traces as diagnose_traces
     from torchtrim.workflows.tune_loader import tune_loader_report as tune_loader_report
     from torchtrim.workflows.undo import Watch as Watch
@@ -91,12 +92,10 @@ _HOMES = {
     "torchtrim.workflows.verify.live": ("run_checked",),
     "torchtrim.workflows.lint": ("Checked", "lint_report"),
     "torchtrim.workflows.made_for": ("check_script",),
-    "torchtrim.workflows.optimize.report": ("optimize_report",),
+    "torchtrim.workflows.optimize.report": ("export_report", "optimize_report", "plan_report"),
     "torchtrim.workflows.pipeline": ("plan_pipeline",),
-    "torchtrim.workflows.optimize.plan": ("export_report", "plan_report"),
     "torchtrim.workflows.serve": ("optimize_calls_instead", "optimize_calls_report"),
-    "torchtrim.workflows.stream.stream": ("StreamRequest",),
-    "torchtrim.workflows.stream.report": ("check_report", "compared_report"),
+    "torchtrim.workflows.stream.stream": ("StreamRequest", "check_report", "compared_report"),
     "torchtrim.workflows.tune_loader": ("tune_loader_report",),
     "torchtrim.workflows.undo": ("Watch", "settle", "undo"),
     "torchtrim.workflows.verify.verify": ("check_certificate", "verify_report", "verify_pair"),
@@ -212,7 +211,7 @@ def plan(
     """
     from torchtrim.records.terms import Terms
     from torchtrim.records.trial import Request
-    from torchtrim.workflows.optimize.plan import plan_report
+    from torchtrim.workflows.optimize.report import plan_report
 
     terms = Terms(allow, pins=pins or {})
     chosen = plan_report(workload, memory, Request(), terms=terms, progress=progress).plan
@@ -236,15 +235,17 @@ def fit(
     `allow` and `pins` are those of `plan`. `candidates`: how many plans are run, of which the quickest is
     taken. Raises `InfeasibleBudget`, and `ApplyFailed` if the planned step does not equal the original.
     """
+    from torchtrim.records.budget import memory_limit
     from torchtrim.records.terms import Terms
     from torchtrim.records.trial import Request
     from torchtrim.workflows.live_model.applied import Fitted
     from torchtrim.workflows.optimize.fitting import Fitting
     from torchtrim.workflows.optimize.report import fit_model
 
+    limit = memory_limit(memory, memory_kind)
     terms = Terms(allow, pins=pins or {}, candidates=candidates)
     fitting = Fitting(workload, Request(steps=steps), progress, terms)
-    return Fitted(*fit_model(fitting, memory, memory_kind))
+    return Fitted(*fit_model(fitting, limit))
 
 
 def apply(plan: Plan, *roots: torch.nn.Module | torch.optim.Optimizer) -> Applied:

@@ -23,8 +23,7 @@ from torchtrim.records.kept_certificate import (
 )
 from torchtrim.records.trial import Request
 from torchtrim.runner.script import Script
-from torchtrim.workflows.verify.check import judged
-from torchtrim.workflows.verify.verify import check_certificate, verify_pair
+from torchtrim.workflows.verify.verify import check_certificate, judged, verify_pair
 
 
 class Net(nn.Module):

@@ -19,7 +19,7 @@ from torchtrim.executor.fingerprint import fingerprint_of
 from torchtrim.executor.registry import Exportable, names, technique
 from torchtrim.records.plan import Plan, Prediction, Technique
 from torchtrim.records.trial import Request
-from torchtrim.workflows.optimize.plan import export_report
+from torchtrim.workflows.optimize.report import export_report
 
 ALONE = """
 import sys

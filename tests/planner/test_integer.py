@@ -17,6 +17,7 @@ from torchtrim.planner import planner
 from torchtrim.planner.problem import Problem
 from torchtrim.planner.solvers import integer, moments
 from torchtrim.planner.solvers.integer import Integer
+from torchtrim.records.budget import Budget
 from torchtrim.step.rerun import rerun
 
 pytest.importorskip("highspy")
@@ -67,7 +68,7 @@ def test_plans_are_proven_and_without_the_solver_no_quicker(
     assert lowest <= low
     for step in range(1, 8):
         budget = low + (high - low) * step // 8
-        sure, found = proven.plan(budget), plain.plan(budget)
+        sure, found = proven.plan(Budget(budget)), plain.plan(Budget(budget))
         assert (sure.status, sure.gap) == ("optimal", 0.0)
         assert sure.predicted.step_seconds <= found.predicted.step_seconds
         assert found.bound_seconds is not None

@@ -13,6 +13,7 @@ from torchtrim import InfeasibleBudget, fit
 from torchtrim.errors import PlannedStepFailed, UsageError
 from torchtrim.planner.pins import compiled
 from torchtrim.planner.planner import Planner
+from torchtrim.records.budget import Budget, memory_limit
 from torchtrim.records.plan import Plan
 from torchtrim.records.profile import Profile
 from torchtrim.records.terms import Terms
@@ -53,7 +54,7 @@ def test_pins_hold_at_every_budget_and_a_looser_one_is_never_slower(
     low, high = planner.floor.outcome.peak_bytes, planner.simulated_original
     before = math.inf
     for number in range(11):
-        plan = planner.plan(max(low + (high - low) * number // 10, low))
+        plan = planner.plan(Budget(max(low + (high - low) * number // 10, low)))
         found = places(plan)
         for pattern in pins.get("keep", ()):
             assert not any(touches(where, pattern.replace("*", "ConvNet")) for where in found)
@@ -73,14 +74,14 @@ def test_what_is_pinned_is_simulated_with_what_is_chosen() -> None:
     calls = [c.span for c in step.calls if step.modules[c.module].path == "ConvNet.blocks.2"]
     edit = rerun(step, calls)
     assert edit is not None
-    whole = planner.plan(2**60)
+    whole = planner.plan(Budget(2**60))
     assert places(whole) == ["ConvNet.blocks.2"]
     assert whole.predicted.step_seconds == pytest.approx(step.seconds + edit.seconds)
     assert whole.predicted.peak_bytes == simulate(step, [edit]).peak_bytes
 
 
 def test_of_nested_places_that_a_pattern_names_the_outermost_is_meant() -> None:
-    plan = planner_of({"recompute": ["ConvNet.blocks.*"]}).plan(2**60)
+    plan = planner_of({"recompute": ["ConvNet.blocks.*"]}).plan(Budget(2**60))
     assert places(plan) == [f"ConvNet.blocks.{number}" for number in range(6)]
 
 
@@ -89,10 +90,10 @@ def test_a_floor_below_says_what_the_pins_cost() -> None:
     lowest = free.floor.outcome.peak_bytes
     assert pinned.floor.outcome.peak_bytes > lowest
     with pytest.raises(InfeasibleBudget, match=r"Without \[pins\]") as caught:
-        pinned.plan(lowest)
+        pinned.plan(Budget(lowest))
     assert caught.value.smallest_bytes == pinned.floor.outcome.peak_bytes
     with pytest.raises(InfeasibleBudget) as without:
-        free.plan(lowest - 1)
+        free.plan(Budget(lowest - 1))
     assert "[pins]" not in str(without.value)
 
 
@@ -144,12 +145,12 @@ def test_a_range_is_meant_where_a_pattern_says_so() -> None:
         pins = {"recompute": [pattern]}
         return Planner(seen, step_seconds=seen.step_seconds, fingerprint={}, pins=pins)
 
-    (where, *_) = (w for w in places(planner("Sequential").floor_plan(0)) if "[" not in w)
+    (where, *_) = (w for w in places(planner("Sequential").floor_plan(Budget(0))) if "[" not in w)
     assert where == "Sequential"
     free = Planner(seen, step_seconds=seen.step_seconds, fingerprint={}, exclude=("replay",))
-    ranges = [w for w in places(free.floor_plan(0)) if "[" in w]
+    ranges = [w for w in places(free.floor_plan(Budget(0))) if "[" in w]
     assert ranges
-    assert places(planner(ranges[0]).plan(2**60)) == ranges[:1]
+    assert places(planner(ranges[0]).plan(Budget(2**60))) == ranges[:1]
 
 
 def test_a_live_model_is_fitted_with_what_is_pinned() -> None:
@@ -177,4 +178,4 @@ def test_a_pinned_place_that_fails_is_told() -> None:
 
     fitting.run_planned = failing  # type: ignore[method-assign, assignment]
     with pytest.raises(PlannedStepFailed, match=r"pinned under \[pins\], and fails there"):
-        fitting.nearest("90%")
+        fitting.nearest(memory_limit("90%"))

@@ -14,6 +14,7 @@ from torchtrim import TrainStep
 from torchtrim.errors import InfeasibleBudget
 from torchtrim.executor.registry import names
 from torchtrim.planner.planner import Planner
+from torchtrim.records.budget import Budget
 from torchtrim.records.profile import Profile
 
 MODELS = [name for name in zoo.OWN if name.startswith("own ")]
@@ -51,7 +52,7 @@ def test_a_looser_budget_never_gets_a_slower_plan(name: str) -> None:
     before = math.inf
     for step in range(21):
         budget = low + (high - low) * step // 20
-        plan = planner.plan(budget)
+        plan = planner.plan(Budget(budget))
         assert plan.predicted.peak_bytes <= budget
         assert plan.predicted.step_seconds <= before
         assert plan.bound_seconds is not None
@@ -66,9 +67,9 @@ def test_below_the_floor_it_says_what_would_fit() -> None:
     planner = planner_of(profile_of("blocks"))
     floor = planner.floor.outcome.peak_bytes
     with pytest.raises(InfeasibleBudget) as caught:
-        planner.plan(floor - 1)
+        planner.plan(Budget(floor - 1))
     assert caught.value.smallest_bytes == floor
-    assert planner.plan(floor).predicted.peak_bytes == floor
+    assert planner.plan(Budget(floor)).predicted.peak_bytes == floor
 
 
 class Wide(nn.Module):
@@ -98,12 +99,12 @@ def test_what_sets_the_floor_is_named_by_the_technique_that_does_it(again: bool)
 def test_what_is_excluded_is_not_in_a_plan() -> None:
     profile = profile_of("blocks")
     planner = planner_of(profile)
-    (recompute,) = (t for t in planner.floor_plan(0).techniques if t.name == "recompute")
-    without = planner_of(profile, exclude=recompute.where[:1]).floor_plan(0)
+    (recompute,) = (t for t in planner.floor_plan(Budget(0)).techniques if t.name == "recompute")
+    without = planner_of(profile, exclude=recompute.where[:1]).floor_plan(Budget(0))
     places = [where for one in without.techniques for where in one.where]
     assert recompute.where[0] not in places
     every = "recompute", "overwrite", "optimizer_in_backward", "split_channels"
-    assert planner_of(profile, exclude=every).floor_plan(0).techniques == ()
+    assert planner_of(profile, exclude=every).floor_plan(Budget(0)).techniques == ()
 
 
 @pytest.mark.parametrize("name", ["blocks", pytest.param("own encoder", marks=pytest.mark.slow)])

@@ -13,6 +13,7 @@ from torchtrim.costs.devices import device_named
 from torchtrim.emulator import emulate
 from torchtrim.executor.registry import Option, technique
 from torchtrim.planner.planner import Planner
+from torchtrim.records.budget import Budget
 from torchtrim.records.profile import Profile
 from torchtrim.step.costs import on_device
 from torchtrim.step.from_profile import step_of
@@ -39,7 +40,7 @@ def host_bytes(profile: Profile, planner: Planner) -> int:
     step = on_device(step_of(profile), device_named("a100"))
     found = [
         technique(one.name).edits(step, Option(one.name, where))
-        for one in planner.floor_plan(0).techniques
+        for one in planner.floor_plan(Budget(0)).techniques
         if one.name == "offload_activations"
         for where in one.where
     ]
@@ -54,7 +55,7 @@ def test_a_plan_takes_no_more_of_the_host_than_it_may(profile: Profile) -> None:
         limited = planner_of(profile, wanted * share // 4, "recompute", "replay")
         assert host_bytes(profile, limited) <= wanted * share // 4
         assert limited.floor.outcome.peak_bytes < free.simulated_original
-        where = [one for t in limited.floor_plan(0).techniques for one in t.where]
+        where = [one for t in limited.floor_plan(Budget(0)).techniques for one in t.where]
         assert any(" in file" in one for one in where)
 
 
@@ -66,7 +67,7 @@ def test_a_joint_plan_is_never_slower_than_one_alone(profile: Profile) -> None:
     ]
     for percent in (80, 60):
         budget = joint.simulated_original * percent // 100
-        seconds = joint.plan(budget).predicted.step_seconds
+        seconds = joint.plan(Budget(budget)).predicted.step_seconds
         for one in alone:
             if one.floor.outcome.peak_bytes <= budget:
-                assert seconds <= one.plan(budget).predicted.step_seconds + 1e-12
+                assert seconds <= one.plan(Budget(budget)).predicted.step_seconds + 1e-12

@@ -17,6 +17,7 @@ from step.oracle import peak
 from steps import ConvNet, encoder, fitting, images, squared, train_step
 from torchtrim import TrainStep
 from torchtrim.planner.solvers.local import Local
+from torchtrim.records.budget import memory_limit
 from torchtrim.workflows.optimize.fitting import Fit
 
 
@@ -52,7 +53,7 @@ def test_a_tighter_budget_never_has_a_higher_peak() -> None:
     budgets = [low + (whole - low) * percent // 100 for percent in (5, 15, 70)]
     peaks = []
     for budget in budgets:
-        planned = fits.fit(budget).planned
+        planned = fits.fit(memory_limit(budget)).planned
         assert planned is not None
         assert planned.peak_bytes <= budget
         peaks.append(planned.peak_bytes)

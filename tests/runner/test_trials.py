@@ -15,6 +15,7 @@ from steps import quiet
 from torchtrim import ApplyFailed, Script, ScriptFailed, UsageError
 from torchtrim.certify.compare import differences
 from torchtrim.dispatch.places import project_of
+from torchtrim.records.budget import Budget
 from torchtrim.records.trial import Request, Trial
 from torchtrim.runner.trials import run_trial
 from torchtrim.workflows.optimize.fitting import Fitting
@@ -176,7 +177,7 @@ def test_a_plan_for_another_model_is_refused(tmp_path: Path) -> None:
     script = Script(str(SCRIPTS / "plain.py"))
     fitting = Fitting(script, Request(steps=1), quiet)
     planner = fitting.planner(fitting.observe())
-    plan = planner.floor_plan(1)
+    plan = planner.floor_plan(Budget(1))
     other = Script(str(SCRIPTS / "gan.py"))
     with pytest.raises(ApplyFailed, match="made for another"):
         run_trial(other, Request(steps=1, plan=plan), tmp_path)

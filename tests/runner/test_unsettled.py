@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchtrim.runner.unsettled import checked_saves
+from torchtrim.runner.planned_script import checked_saves
 
 
 def stop() -> None:

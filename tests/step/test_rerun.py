@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from steps import Fitting, fitting, quiet, train_step
+from torchtrim.records.budget import Budget
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile
 from torchtrim.records.terms import Terms
@@ -67,6 +68,6 @@ def test_what_arguments_had_is_kept_until_the_block_has_run_again() -> None:
     where = tuple(f"Decoder.blocks.{number}" for number in range(4))
     terms = Terms(pins={"recompute": where}, exclude=["optimizer_in_backward", "replay"])
     runs = Fitting(step_of(), Request(steps=1), quiet, terms)
-    plan = runs.planner(runs.observe()).floor_plan(0)
+    plan = runs.planner(runs.observe()).floor_plan(Budget(0))
     assert plan.techniques == (Technique(name="recompute", where=where),)
     assert runs.run_planned(plan).peak_bytes == plan.predicted.peak_bytes

@@ -24,6 +24,7 @@ from torchtrim.capture.build import Setting
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor.registry import Replaces, technique
 from torchtrim.planner.planner import Planner
+from torchtrim.records.budget import Budget
 from torchtrim.records.plan import Technique
 from torchtrim.records.trial import Request
 from torchtrim.runner.session import Session
@@ -294,14 +295,14 @@ def predicted() -> dict[str, Any]:
     profile = profile_of(Loop())
     gc.collect()
     planner = Planner(profile, step_seconds=profile.step_seconds, fingerprint={})
-    plan = planner.floor_plan(0, bias=profile.peak_bytes - planner.simulated_original)
+    plan = planner.floor_plan(Budget(0, bias=profile.peak_bytes - planner.simulated_original))
     loop = Loop()
     alone = Planner(
         profile,
         step_seconds=profile.step_seconds,
         fingerprint={},
         exclude=[name for name in plan_names() if name != "data_parallel"],
-    ).floor_plan(0)
+    ).floor_plan(Budget(0))
     for one in alone.techniques:
         TECHNIQUE.apply({ROOT: loop.model}, one)
     after = profile_of(loop)

@@ -16,6 +16,7 @@ from torchtrim import TrainStep
 from torchtrim.dryrun.machine import needed
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor.registry import technique
+from torchtrim.records.budget import memory_limit
 from torchtrim.records.plan import Technique
 from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
@@ -170,7 +171,7 @@ def test_without_gradients_it_is_as_it_was() -> None:
 
 
 def test_levers_say_what_rounding_would_give() -> None:
-    found = fitting(training(Language()), steps=1).nearest("10%")
+    found = fitting(training(Language()), steps=1).nearest(memory_limit("10%"))
     levers = {lever.technique: lever for lever in found.levers}
     assert levers["chunked_loss"].needs == "--allow rounding"
     assert levers["chunked_loss"].equivalence == "ROUNDING"

@@ -13,6 +13,7 @@ from torch import nn
 import torchtrim
 from steps import squared, train_step
 from torchtrim.errors import ApplyFailed
+from torchtrim.records.budget import memory_limit
 from torchtrim.records.plan import Technique
 from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
@@ -234,7 +235,7 @@ def pinned() -> Fitting:
 
 @needs_torchao
 def test_it_is_planned_and_certified_as_asked() -> None:
-    fit = pinned().nearest("85%")
+    fit = pinned().nearest(memory_limit("85%"))
     assert fit.missed is None
     assert fit.certificate is not None
     assert fit.planned is not None
@@ -250,7 +251,7 @@ def test_it_is_planned_and_certified_as_asked() -> None:
 @pytest.mark.slow
 def test_a_fault_in_it_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     fitting = pinned()
-    fit = fitting.nearest("85%")
+    fit = fitting.nearest(memory_limit("85%"))
     run = narrow_states.NarrowStates._run
     monkeypatch.setattr(
         narrow_states.NarrowStates, "_run", lambda self, step: run(self, twice(step))

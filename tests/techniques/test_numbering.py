@@ -16,6 +16,7 @@ from steps import encoder, fitting, train_step
 from torchtrim.emulator import emulate
 from torchtrim.executor.ordinals import Counting, is_numbered, unnumbered
 from torchtrim.executor.registry import names, technique
+from torchtrim.records.budget import Budget
 from torchtrim.records.plan import Technique
 from torchtrim.step import from_profile, simulate
 
@@ -117,7 +118,7 @@ def test_what_is_named_after_a_part_of_a_block_is_replayed_where_that_part_runs_
         and (edit := technique(plan.name).edits(step, option)) is not None
     ]
     assert len(edits) == len(plans)
-    unchanged = fit.planner(original).unchanged(original.peak_bytes)
+    unchanged = fit.planner(original).unchanged(Budget(original.peak_bytes))
     planned = fit.run_planned(msgspec.structs.replace(unchanged, techniques=plans))
     assert planned.peak_bytes == simulate.simulate(step, edits).peak_bytes < original.peak_bytes
 

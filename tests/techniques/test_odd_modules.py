@@ -8,6 +8,7 @@ from odd_modules import LAYERS, profile_of, step_of
 from torchtrim import InfeasibleBudget
 from torchtrim.executor.registry import Refuses, ToFiles, names, technique
 from torchtrim.planner.planner import Planner
+from torchtrim.records.budget import memory_limit
 from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
 from torchtrim.step.from_profile import step_of as read_step
@@ -42,7 +43,7 @@ def test_what_gives_a_scalar_has_no_rows() -> None:
 
 def test_a_model_that_returns_its_own_loss_gets_a_plan_and_levers() -> None:
     fitting = Fitting(step_of("wide", "scalar"), Request(steps=2), print, Terms())
-    found = fitting.nearest("10%")
+    found = fitting.nearest(memory_limit("10%"))
     assert isinstance(found.missed, InfeasibleBudget)
     assert found.certificate is None or found.certificate.verdict == "BITWISE"
     assert "split_matmul" in {lever.technique for lever in found.levers}

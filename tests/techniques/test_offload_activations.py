@@ -23,6 +23,7 @@ from torchtrim.emulator import emulate
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor.registry import technique
 from torchtrim.planner.planner import Planner
+from torchtrim.records.budget import Budget
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile
 from torchtrim.step.costs import on_device
@@ -224,7 +225,7 @@ def test_where_nothing_is_to_be_had_it_is_not_planned() -> None:
     with emulate():
         profile = torchtrim.record(workload("mlp"))
     planner = Planner(profile, step_seconds=1.0, fingerprint={})
-    assert planner.plan(profile.peak_bytes).techniques == ()
+    assert planner.plan(Budget(profile.peak_bytes)).techniques == ()
     torch.manual_seed(0)
     model = _mlp(5)
     step = TrainStep(model, squared, torch.optim.SGD(model.parameters(), 1e-2), torch.randn(ROWS))

@@ -26,6 +26,7 @@ from torchtrim.emulator import emulate
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor import mapped_files as scratch
 from torchtrim.planner.planner import Planner
+from torchtrim.records.budget import Budget
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile
 from torchtrim.step.costs import on_device
@@ -129,7 +130,7 @@ def test_on_a_device_every_bit_agrees(order: str) -> None:
 def names(profile: Profile, host: int | None, *exclude: str) -> dict[str, Any]:
     """The techniques of the lowest plan."""
     planner = Planner(profile, step_seconds=1.0, fingerprint={}, host_bytes=host, exclude=exclude)
-    plan = planner.floor_plan(0)
+    plan = planner.floor_plan(Budget(0))
     return {one.name: one for one in plan.techniques if one.name.startswith("offload_")}
 
 

@@ -18,6 +18,7 @@ from torchtrim.emulator import emulate
 from torchtrim.errors import ApplyFailed
 from torchtrim.memory.packing import Buffer, pack
 from torchtrim.planner.planner import Planner
+from torchtrim.records.budget import Budget
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile
 from torchtrim.step.costs import on_device
@@ -75,7 +76,7 @@ def test_the_slab_is_what_packing_says_and_the_plan_says_so(movers: list[Mover])
     with emulate():
         profile = torchtrim.record(workload())
     planner = Planner(profile, step_seconds=1.0, fingerprint={}, exclude=("recompute", "replay"))
-    plan = planner.floor_plan(0)
+    plan = planner.floor_plan(Budget(0))
     (technique,) = [one for one in plan.techniques if one.name == TECHNIQUE.name]
     step = on_device(step_of(profile), device_of(profile))
     edits = [edit_of(step, place_of(where)) for where in technique.where]

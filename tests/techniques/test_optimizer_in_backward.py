@@ -23,6 +23,7 @@ from torchtrim.errors import ApplyFailed
 from torchtrim.executor.failing import place_of
 from torchtrim.executor.registry import names
 from torchtrim.planner.planner import Planner
+from torchtrim.records.budget import Budget, memory_limit
 from torchtrim.records.plan import Technique
 from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request, Trial
@@ -312,7 +313,7 @@ def test_a_live_step_is_fitted_and_reverted() -> None:
 def names_planned(trial: Trial) -> list[str]:
     assert trial.profile is not None
     planner = Planner(trial.profile, step_seconds=0.01, fingerprint={}, exclude=("recompute",))
-    return [one.name for one in planner.floor_plan(0).techniques]
+    return [one.name for one in planner.floor_plan(Budget(0)).techniques]
 
 
 def observed(step: torchtrim.TrainStep) -> Trial:
@@ -344,7 +345,9 @@ def test_a_missed_budget_says_what_clipping_costs_it() -> None:
     step = wide_step()
     clipping = Clipping(step.model, squared, step.optimizers[0], step.batch)
     others = [name for name in names() if name != NAME]
-    found = Fitting(clipping, Request(steps=1), lambda _: None, Terms(exclude=others)).nearest("1%")
+    found = Fitting(clipping, Request(steps=1), lambda _: None, Terms(exclude=others)).nearest(
+        memory_limit("1%")
+    )
     assert found.missed is not None
     (said,) = (note for note in found.notes if note.startswith(NAME))
     gradients = sum(p.nbytes for p in step.model.parameters())

@@ -13,6 +13,7 @@ import torchtrim
 from torchtrim.capture.workload import TrainStep
 from torchtrim.errors import ApplyFailed, InfeasibleBudget
 from torchtrim.planner.planner import Planner
+from torchtrim.records.budget import memory_limit
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile
 from torchtrim.records.terms import Terms
@@ -240,7 +241,7 @@ def test_what_is_predicted_of_tokens_is_measured(name: str) -> None:
     )
     for excluded in (("replay",), ("replay", "recompute")):
         fitting = Fitting(step, Request(steps=2), lambda _: None, Terms(exclude=excluded))
-        found = fitting.nearest("1%")
+        found = fitting.nearest(memory_limit("1%"))
         assert "overwrite" in {one.name for one in found.plan.techniques}
         assert found.planned is not None
         assert found.certificate is not None

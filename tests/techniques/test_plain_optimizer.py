@@ -14,6 +14,7 @@ import torchtrim
 from steps import squared
 from torchtrim.errors import ApplyFailed
 from torchtrim.planner.planner import Planner
+from torchtrim.records.budget import Budget
 from torchtrim.records.plan import Technique
 from torchtrim.records.trial import Request
 from torchtrim.techniques.plain_optimizer import TECHNIQUE
@@ -260,5 +261,5 @@ def test_options_exist_only_where_an_optimizer_allocates() -> None:
             exclude=("optimizer_in_backward",),
             allow=allow,  # type: ignore[arg-type]
         )
-        chosen = planner.floor_plan(0).techniques
+        chosen = planner.floor_plan(Budget(0)).techniques
         assert [one.options["style"] for one in chosen] == styles

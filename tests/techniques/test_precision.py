@@ -12,6 +12,7 @@ import torchtrim
 from steps import encoder, fitting, squared, train_step
 from torchtrim.errors import ApplyFailed, UsageError
 from torchtrim.executor import half_precision as lowered
+from torchtrim.records.budget import memory_limit
 from torchtrim.records.plan import Technique
 from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
@@ -29,7 +30,9 @@ def step_of(layers: int = 3) -> torchtrim.TrainStep:
 
 
 def planned(step: torchtrim.TrainStep, memory: str, **options: Any) -> Fit:
-    return Fitting(step, Request(steps=2), lambda _: None, Terms(**options)).nearest(memory)
+    return Fitting(step, Request(steps=2), lambda _: None, Terms(**options)).nearest(
+        memory_limit(memory)
+    )
 
 
 def part_of(of: str, dtype: str = "bfloat16") -> Technique:

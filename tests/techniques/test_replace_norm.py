@@ -12,6 +12,7 @@ from torch import nn
 from steps import ConvNet, images, squared, train_step
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor.registry import technique
+from torchtrim.records.budget import memory_limit
 from torchtrim.records.plan import Technique
 from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
@@ -86,7 +87,7 @@ def test_parts_of_the_batch_are_planned_with_it_and_certified_as_asked() -> None
         lambda _: None,
         Terms(exclude=("recompute", "replay", "overwrite"), allow="semantic=replace_norm"),
     )
-    fit = fitting.nearest("50%")
+    fit = fitting.nearest(memory_limit("50%"))
     assert fit.missed is None
     assert [one.name for one in fit.plan.techniques][:2] == ["replace_norm", "micro_batch"]
     assert fit.plan.techniques[0].options == {"to": "group"}

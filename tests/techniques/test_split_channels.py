@@ -16,6 +16,7 @@ import draws
 import torchtrim
 from steps import train_step
 from torchtrim.errors import ApplyFailed
+from torchtrim.records.budget import memory_limit
 from torchtrim.records.plan import Technique
 from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
@@ -328,7 +329,7 @@ def test_it_is_chosen_and_a_fault_is_caught(monkeypatch: pytest.MonkeyPatch) -> 
     step: torchtrim.TrainStep = train_step(net, torch.randn(4, 3, 32, 32), "SGD")
     others = ("recompute", "replay", "overwrite", "optimizer_in_backward", "plain_optimizer")
     fitting = Fitting(step, Request(steps=2), lambda _: None, Terms(exclude=others))
-    fit = fitting.nearest("70%")
+    fit = fitting.nearest(memory_limit("70%"))
     assert fit.missed is None
     assert fit.certificate is not None
     assert {one.name for one in fit.plan.techniques} == {"split_channels"}

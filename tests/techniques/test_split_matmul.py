@@ -11,6 +11,7 @@ from torch import nn
 import torchtrim
 from steps import squared, train_step
 from torchtrim.errors import ApplyFailed
+from torchtrim.records.budget import memory_limit
 from torchtrim.records.plan import Technique
 from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
@@ -154,7 +155,7 @@ def test_it_is_chosen_where_rounding_is_allowed_and_a_fault_is_caught(
     fitting = Fitting(
         wide_step(), Request(steps=2), lambda _: None, Terms(allow="ROUNDING", exclude=others)
     )
-    fit = fitting.nearest("75%")
+    fit = fitting.nearest(memory_limit("75%"))
     assert fit.missed is None
     assert fit.certificate is not None
     assert fit.planned is not None

@@ -15,6 +15,7 @@ import torchtrim
 from steps import train_step
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor.swap import Swapped
+from torchtrim.records.budget import memory_limit
 from torchtrim.records.plan import Technique
 from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
@@ -284,7 +285,7 @@ def test_where_it_is_refused_it_is_planned_without_it(monkeypatch: pytest.Monkey
     monkeypatch.setitem(KINDS, "Own", type("LSTM", (Own,), {}))
     step = train_step(Reader("Own"), torch.randn(40, 16, 24), "SGD")
     terms = Terms(exclude=("recompute", "replay", "micro_batch", "split_batch"), allow="ROUNDING")
-    fit = Fitting(step, Request(steps=2), lambda _: None, terms).nearest("60%")
+    fit = Fitting(step, Request(steps=2), lambda _: None, terms).nearest(memory_limit("60%"))
     assert fit.missed is not None
     assert any("forward of its own" in note for note in fit.notes)
 
@@ -294,7 +295,7 @@ def test_it_is_chosen_and_a_fault_is_caught(monkeypatch: pytest.MonkeyPatch) -> 
     others = ("recompute", "replay", "micro_batch", "split_batch", "optimizer_in_backward")
     terms = Terms(exclude=others, allow="ROUNDING")
     fitting = Fitting(step, Request(steps=2), lambda _: None, terms)
-    fit = fitting.nearest("60%")
+    fit = fitting.nearest(memory_limit("60%"))
     assert fit.missed is None
     assert fit.certificate is not None
     assert {one.name for one in fit.plan.techniques} == {"split_time"}

@@ -15,7 +15,7 @@ from torchtrim import Script, TrainStep, UsageError
 from torchtrim.records.estimate import Growth
 from torchtrim.records.trial import Request, Trial
 from torchtrim.runner.trials import run_trial
-from torchtrim.workflows.find_batch import Search, advice, probe_note
+from torchtrim.workflows.find_batch import BatchSearch, advice, probe_note
 
 SCRIPT = str(Path(__file__).parent.parent / "scripts" / "plain.py")
 REQUEST = Request(steps=1)
@@ -81,12 +81,12 @@ def test_a_prediction_that_is_wrong_is_corrected(monkeypatch: pytest.MonkeyPatch
     step = STEPS["mlp"]()
     budget = 3 * torchtrim.estimate(step).peak_bytes
     right = torchtrim.find_batch(step, budget)
-    real = Search._measured
+    real = BatchSearch._measured
 
-    def more(search: Search, batch: int) -> int:
+    def more(search: BatchSearch, batch: int) -> int:
         return real(search, batch) + budget // 10
 
-    monkeypatch.setattr(Search, "_measured", more)
+    monkeypatch.setattr(BatchSearch, "_measured", more)
     found = torchtrim.find_batch(step, budget)
     assert found.exact
     assert found.largest < right.largest

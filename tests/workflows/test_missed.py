@@ -15,6 +15,7 @@ from steps import Block, fitting, images, squared, train_step
 from torchtrim import InfeasibleBudget, Script, TrainStep
 from torchtrim.api import optimize_report
 from torchtrim.errors import PlannedStepFailed
+from torchtrim.records.budget import Budget, memory_limit
 from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request, Step, Trial
 from torchtrim.runner import trials
@@ -123,7 +124,7 @@ def test_what_a_lever_would_reach_is_what_it_reaches(make: Callable[[], TrainSte
             continue
         planner = runs.planner(original, only=lever.technique)
         bias = original.peak_bytes - planner.simulated_original
-        found = runs.run_planned(planner.floor_plan(0, bias=bias))
+        found = runs.run_planned(planner.floor_plan(Budget(0, bias=bias)))
         if (
             lever.technique == "micro_batch"
         ):  # What a part's convolutions take for scratch is bounded.
@@ -163,7 +164,9 @@ class Drifts(Block):
 
 def fitted_around(step: TrainStep, *barred: str) -> torchtrim.Fitted:
     left = ("optimizer_in_backward",)
-    found = Fitting(step, Request(steps=1), lambda _: None, Terms(exclude=left)).nearest("60%")
+    found = Fitting(step, Request(steps=1), lambda _: None, Terms(exclude=left)).nearest(
+        memory_limit("60%")
+    )
     assert found.certificate is not None
     assert found.certificate.verdict == "BITWISE"
     places = [where for one in found.plan.techniques for where in one.where]
@@ -206,7 +209,7 @@ def test_a_technique_that_is_refused_everywhere_leaves_the_others() -> None:
     step = TrainStep(model, squared, optimizer, torch.randn(1024, 32))
     left = ("recompute", "split_matmul", "chunked_loss")
     runs = Fitting(step, Request(steps=1), lambda _: None, Terms(allow="ROUNDING", exclude=left))
-    found = runs.nearest("25%")
+    found = runs.nearest(memory_limit("25%"))
     assert any("mixes samples" in note for note in found.notes)
     assert "every plan that was tried failed" not in found.notes
     assert found.planned is not None
@@ -223,7 +226,7 @@ def test_what_fails_everywhere_leaves_the_original(monkeypatch: pytest.MonkeyPat
     step = step_of(Block(8), Block(8))
     runs = fitting(step, 1)
     monkeypatch.setattr(type(runs), "run_planned", fails)
-    found = runs.nearest("60%")
+    found = runs.nearest(memory_limit("60%"))
     assert found.missed is not None
     assert found.plan.techniques == ()
     assert found.missed.smallest_bytes == found.original.peak_bytes

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from torchtrim.errors import Unsupported
+from torchtrim.records.budget import Budget, memory_limit
 from torchtrim.records.plan import Technique
 from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request, Trial
@@ -16,8 +17,8 @@ from torchtrim.report.sentences import rank_lines
 from torchtrim.runner.script import Script, working_folder
 from torchtrim.runner.trials import run_trial
 from torchtrim.workflows.optimize.fitting import Fit, Fitting
+from torchtrim.workflows.optimize.levers import sharded_lever, with_shard
 from torchtrim.workflows.optimize.report import fitted
-from torchtrim.workflows.optimize.sharding import sharded_lever, with_shard
 from torchtrim.workflows.verify.verify import verify_pair, verify_report
 
 SCRIPT = str(Path(__file__).parent.parent / "scripts" / "ranks.py")
@@ -32,7 +33,7 @@ def script(*words: str) -> Script:
 @cache
 def fit() -> Fit:
     """Two ranks, planned and certified."""
-    return Fitting(script(*LARGE), REQUEST, lambda _: None).nearest("70%")
+    return Fitting(script(*LARGE), REQUEST, lambda _: None).nearest(memory_limit("70%"))
 
 
 def test_one_plan_fits_every_rank_and_is_certified_on_each() -> None:
@@ -40,7 +41,7 @@ def test_one_plan_fits_every_rank_and_is_certified_on_each() -> None:
     assert found.missed is None
     assert found.planned is not None
     assert found.certificate is not None
-    assert max(rank.peak_bytes for rank in found.planned.ranks) <= found.budget_bytes
+    assert max(rank.peak_bytes for rank in found.planned.ranks) <= found.budget.bytes
     assert found.certificate.verdict == "BITWISE"
     assert found.certificate.coverage is not None
     assert found.certificate.coverage.processes == (0, 1)
@@ -81,7 +82,9 @@ def test_sharding_is_a_lever_of_replicas_with_the_command_that_says_more() -> No
 @pytest.mark.slow
 def test_what_fits_with_shards_alone_is_sharded_and_certified_on_each_rank() -> None:
     words = ("--width", "192", "--blocks", "24", "--batch", "4")
-    found = Fitting(script(*words), REQUEST, lambda _: None, Terms(allow="rounding")).nearest("62%")
+    found = Fitting(script(*words), REQUEST, lambda _: None, Terms(allow="rounding")).nearest(
+        memory_limit("62%")
+    )
     assert found.plan.techniques[0].name == "shard"
     assert found.planned is not None
     assert all(one.peak_bytes < 0.7 * found.original.peak_bytes for one in found.planned.ranks)
@@ -95,7 +98,7 @@ def test_what_fits_with_shards_alone_is_sharded_and_certified_on_each_rank() -> 
 def test_shards_on_an_emulated_device_are_saved_loaded_and_certified() -> None:
     workload = script("--cuda", "--backend", "nccl")
     fitting = Fitting(workload, REQUEST, lambda _: None)
-    plan = fitting.planner(fitting.observe()).unchanged(2**30)
+    plan = fitting.planner(fitting.observe()).unchanged(Budget(2**30))
     shard = Technique(name="shard", where=("DistributedDataParallel",), options={"reshard": True})
     planned = msgspec.structs.replace(plan, techniques=(shard,))
     certificate = verify_report(workload, planned, REQUEST).report.certificate

@@ -15,16 +15,18 @@ import msgspec
 from torchtrim.certify.compare import (
     GENERATOR,
     Beyond,
+    Parting,
     beyond_rounding,
     compared,
     differences,
     is_updated,
     largest_difference,
     left_behind,
+    parting,
+    said_of,
 )
 from torchtrim.certify.coverage import coverage_of
 from torchtrim.certify.jobs import Jobs
-from torchtrim.certify.locate import Parting, parting, said_of
 from torchtrim.errors import ApplyFailed, ScriptFailed
 from torchtrim.records.certificate import Certificate, Difference, Verdict
 from torchtrim.records.trial import Request, Step, Trial
@@ -62,7 +64,7 @@ class Contest(NamedTuple):
     jobs: Jobs | None = None
 
 
-class Figures(NamedTuple):
+class RelativeDifferences(NamedTuple):
     """Largest relative differences: planned against original, and original against itself.
 
     `early`: planned against original in the first step that differs, up to its first update of parameters.
@@ -83,7 +85,7 @@ def certify(contest: Contest, original: Trial, planned: Trial, progress: Progres
     """
     found = _counted(contest, differences(original, planned)) + left_behind(original, planned)
     verdict: Verdict = "BITWISE"
-    figures = Figures(0.0, 0.0)
+    figures = RelativeDifferences(0.0, 0.0)
     reason = "every bit of two runs agrees"
     if found:
         found, noise, alone, figures = _measure(contest, original, found, progress)
@@ -190,7 +192,7 @@ def _judge(
     original: Trial,
     found: list[str],
     noise: list[str],
-    figures: Figures,
+    figures: RelativeDifferences,
     progress: Progress,
 ) -> tuple[Verdict, str]:
     if noise:
@@ -215,7 +217,11 @@ def _judge(
 
 
 def _judge_in_double(
-    contest: Contest, original: Trial, found: list[str], figures: Figures, progress: Progress
+    contest: Contest,
+    original: Trial,
+    found: list[str],
+    figures: RelativeDifferences,
+    progress: Progress,
 ) -> tuple[Verdict, str]:
     """Whether what differs is rounding: the first step in float64 beside what one rounding does to it there,
     and the rest by how much less it differs in float64."""
@@ -266,7 +272,7 @@ def _said_beyond(beyond: Beyond) -> str:
 
 def _measure(
     contest: Contest, original: Trial, found: list[str], progress: Progress
-) -> tuple[list[str], list[str], str, Figures]:
+) -> tuple[list[str], list[str], str, RelativeDifferences]:
     """Run again and keep what differs: `(what differs, what of the original does not repeat itself, the first
     that is left out of both, by how much)`."""
     names = sample_of(found)
@@ -274,7 +280,7 @@ def _measure(
         again = _attempt(contest, False, _keeping(contest.request, names), one, progress)
         found, noise, alone = _without_own(found, differences(original, again))
         if not found:
-            return found, noise, alone, Figures(0.0, 0.0)
+            return found, noise, alone, RelativeDifferences(0.0, 0.0)
         all_names = tuple(dict.fromkeys((*sample_of(found), *sample_of(noise))))
         kept = _keeping(contest.request, all_names)
         if all_names != names:
@@ -282,7 +288,7 @@ def _measure(
         if noise:
             _attempt(contest, False, kept, three, progress, again="three")
         _attempt(contest, True, _keeping(contest.planned_request, all_names), two, progress)
-        figures = Figures(
+        figures = RelativeDifferences(
             largest_difference(one, two, all_names),
             largest_difference(one, three, all_names) if noise else 0.0,
             largest_difference(one, two, tuple(before_update(all_names))),

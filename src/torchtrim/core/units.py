@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 from torchtrim.errors import UsageError
 
@@ -23,26 +24,43 @@ _MOST_SHOWN = 60  # Arbitrary; what is quoted back fits a line of the terminal.
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*|%)\s*", re.ASCII)
 
 
-def parse_bytes(text: str | int, *, whole: int | None = None, zero: bool = False) -> int:
-    """Bytes of `"8GiB"`, `"8GB"`, `"1024"`, `1024` or, where `whole` is given, `"60%"` of it.
+class Amount(NamedTuple):
+    """An amount of memory: bytes, or the per cent of a whole that is not known yet."""
 
-    Raises `UsageError` for anything else, for zero unless `zero`, for more than any machine has, and for a
-    share where there is no whole.
+    number: float
+    is_share: bool = False
+
+    def of(self, whole: int) -> int:
+        """The bytes, where a share is one of `whole`."""
+        return int(self.number * whole / 100) if self.is_share else int(self.number)
+
+
+def parse_amount(text: str | int, *, zero: bool = False) -> Amount:
+    """Read `"8GiB"`, `"8GB"`, `"1024"`, `1024` or `"60%"`.
+
+    Raises `UsageError` for anything else, for zero unless `zero`, and for more than any machine has.
     """
-    amount, unit = _read(text)
-    bytes_ = amount * _FACTORS.get(unit, 1)
-    if bytes_ < 0 or bytes_ > _MOST or not (bytes_ or zero):
+    number, unit = _read(text)
+    number *= _FACTORS.get(unit, 1)
+    if number < 0 or number > _MOST or not (number or zero):
         raise UsageError(
             f"{_shown(text)} is no amount of memory that a program could run in; give one above zero, and "
             "below 4 EiB."
         )
-    if unit != "%":
-        return int(bytes_)
-    if whole is None:
+    return Amount(number, is_share=unit == "%")
+
+
+def parse_bytes(text: str | int, *, whole: int | None = None, zero: bool = False) -> int:
+    """Return the bytes that `parse_amount` reads, `"60%"` as the share of `whole`.
+
+    Raises `UsageError` as that does, and for a share where there is no whole.
+    """
+    amount = parse_amount(text, zero=zero)
+    if amount.is_share and whole is None:
         raise UsageError(
             f"{text!r} is a share, and here there is no peak to take it of; give bytes, such as 8GiB."
         )
-    return int(amount * whole / 100)
+    return amount.of(whole or 0)
 
 
 def check_bytes(text: str | int, *, share: bool = False, zero: bool = False) -> None:

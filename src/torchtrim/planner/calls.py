@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from torchtrim.executor.registry import technique
 from torchtrim.planner.plans import made_plan
-from torchtrim.records.plan import MemoryKind, Plan, Prediction, Technique
+from torchtrim.records.budget import Budget
+from torchtrim.records.plan import Plan, Prediction, Technique
 from torchtrim.records.profile import Profile
 
 
@@ -24,10 +25,9 @@ def plan_of_calls(
     source: Profile | str,
     fingerprint: Mapping[str, str],
     options: CallOptions,
-    budget: int,
+    budget: Budget,
     *,
     predicted: Prediction | None = None,
-    memory_kind: MemoryKind = "allocated",
     script_sha256: str = "",
 ) -> Plan:
     """The plan that these options make of the calls of these roots."""
@@ -35,8 +35,8 @@ def plan_of_calls(
         source,
         fingerprint=fingerprint,
         script_sha256=script_sha256,
-        budget_bytes=budget,
-        memory_kind=memory_kind,
+        budget_bytes=budget.bytes,
+        memory_kind=budget.kind,
         techniques=_techniques(tuple(fingerprint), options),
         predicted=predicted or Prediction(peak_bytes=0, step_seconds=0.0),
     )

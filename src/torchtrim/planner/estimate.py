@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torchtrim.analysis.by_module import by_module, most_of
 from torchtrim.planner.planner import Planner
 from torchtrim.planner.plans import where_of
+from torchtrim.records.budget import Budget
 from torchtrim.records.estimate import Estimated, ModuleBytes
 from torchtrim.records.profile import Profile
 
@@ -184,7 +185,7 @@ def _recomputed(profile: Profile) -> tuple[int | None, tuple[str, ...]]:
         profile, step_seconds=profile.step_seconds, fingerprint={}, exclude=("overwrite",)
     )
     bias = profile.peak_bytes - planner.simulated_original
-    plan = planner.floor_plan(0, bias=bias)
+    plan = planner.floor_plan(Budget(0, bias=bias))
     peak = plan.predicted.peak_bytes
     if peak > (1 - _LEAST_SAVING) * profile.peak_bytes:
         return None, ()

@@ -21,8 +21,9 @@ from torchtrim.planner.solvers.base import Answer
 from torchtrim.planner.solvers.exact import Exact
 from torchtrim.planner.solvers.integer import Integer
 from torchtrim.planner.solvers.local import Local
+from torchtrim.records.budget import Budget
 from torchtrim.records.finding import EQUIVALENCES, Equivalence
-from torchtrim.records.plan import MemoryKind, Plan, Prediction
+from torchtrim.records.plan import Plan, Prediction
 from torchtrim.records.profile import Profile, is_emulated
 from torchtrim.records.report import FrontierPoint
 from torchtrim.step.costs import on_device
@@ -130,30 +131,26 @@ class Planner:
         assert choice is not None
         return choice
 
-    def unchanged(
-        self, budget: int, *, bias: int = 0, memory_kind: MemoryKind = "allocated"
-    ) -> Plan:
+    def unchanged(self, budget: Budget) -> Plan:
         """The plan that changes nothing."""
-        return self._plan(self._original, budget, bias, memory_kind)
+        return self._plan(self._original, budget)
 
-    def plan(self, budget: int, *, bias: int = 0, memory_kind: MemoryKind = "allocated") -> Plan:
+    def plan(self, budget: Budget) -> Plan:
         """The quickest plan that is expected to stay within the budget.
 
-        `bias`: by how much the measured figure is over the simulated peak. Raises `InfeasibleBudget`
-        with the smallest feasible peak and what sets it.
+        Raises `InfeasibleBudget` with the smallest feasible peak and what sets it.
         """
-        choice = self._within(budget - bias)
-        if choice is None and self.floor.outcome.peak_bytes <= budget - bias:
+        choice = self._within(budget.simulated)
+        if choice is None and self.floor.outcome.peak_bytes <= budget.simulated:
             choice = self.floor
         if choice is None:
-            raise self.infeasible(budget, self.floor.outcome.peak_bytes + bias)
-        return self._plan(choice, budget, bias, memory_kind)
+            smallest = self.floor.outcome.peak_bytes + budget.bias
+            raise self.infeasible(budget.bytes, smallest)
+        return self._plan(choice, budget)
 
-    def floor_plan(
-        self, budget: int, *, bias: int = 0, memory_kind: MemoryKind = "allocated"
-    ) -> Plan:
+    def floor_plan(self, budget: Budget) -> Plan:
         """The plan with the smallest peak that was found."""
-        return self._plan(self.floor, budget, bias, memory_kind)
+        return self._plan(self.floor, budget)
 
     def infeasible(self, budget: int, smallest: int) -> InfeasibleBudget:
         """The error that says what would fit and what sets the smallest peak."""
@@ -423,7 +420,7 @@ class Planner:
             added, bound = added_seconds(step, _edits_of(step, choice.options)), 0.0
         return self._step.seconds + added, self._step.seconds + min(bound, added)
 
-    def _plan(self, choice: Choice, budget: int, bias: int, memory_kind: MemoryKind) -> Plan:
+    def _plan(self, choice: Choice, budget: Budget) -> Plan:
         seconds, least = self._seconds(choice)
         step = self._overwriting[0] if choice.options else self._priced
         edits = _edits_of(step, choice.options)
@@ -431,11 +428,11 @@ class Planner:
             self.profile,
             fingerprint=self._fingerprint,
             script_sha256=self._sha256,
-            budget_bytes=budget,
-            memory_kind=memory_kind,
+            budget_bytes=budget.bytes,
+            memory_kind=budget.kind,
             techniques=tuple(settled(step, one) for one in techniques_of(choice.options)),
             predicted=Prediction(
-                peak_bytes=max(choice.outcome.peak_bytes + bias, 0),
+                peak_bytes=max(choice.outcome.peak_bytes + budget.bias, 0),
                 step_seconds=seconds,
                 host_bytes=host_peak(edits),
                 stall_seconds=traffic(step, edits).stall,

@@ -11,9 +11,10 @@ import msgspec
 from torchtrim import __version__
 from torchtrim.executor.registry import Option, Settings, technique
 from torchtrim.planner.stages.calls import passes_in
+from torchtrim.records.budget import MemoryKind
 from torchtrim.records.finding import Equivalence
 from torchtrim.records.pipeline import Pipeline
-from torchtrim.records.plan import MemoryKind, Plan, Prediction, Status, Technique
+from torchtrim.records.plan import Plan, Prediction, Status, Technique
 from torchtrim.records.profile import Profile
 
 

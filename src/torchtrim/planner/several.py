@@ -10,7 +10,8 @@ import msgspec
 from torchtrim.errors import InfeasibleBudget
 from torchtrim.planner.pins import Pinned
 from torchtrim.planner.planner import Planner
-from torchtrim.records.plan import MemoryKind, Plan, Technique
+from torchtrim.records.budget import Budget
+from torchtrim.records.plan import Plan, Technique
 from torchtrim.records.profile import Profile
 from torchtrim.records.report import FrontierPoint
 
@@ -26,6 +27,10 @@ class Variant(NamedTuple):
     techniques: tuple[Technique, ...]
     planner: Planner
     offset: int = 0
+
+    def budget(self, whole: Budget) -> Budget:
+        """The budget of the original, with this step's bias."""
+        return whole.biased(whole.bias + self.offset)
 
 
 class Planners:
@@ -59,43 +64,31 @@ class Planners:
         """The simulated peak of the step as it is, in bytes."""
         return self._first.simulated_original
 
-    def unchanged(
-        self, budget: int, *, bias: int = 0, memory_kind: MemoryKind = "allocated"
-    ) -> Plan:
+    def unchanged(self, budget: Budget) -> Plan:
         """The plan that changes nothing."""
-        return self._first.unchanged(budget, bias=bias, memory_kind=memory_kind)
+        return self._first.unchanged(budget)
 
-    def plan(self, budget: int, *, bias: int = 0, memory_kind: MemoryKind = "allocated") -> Plan:
+    def plan(self, budget: Budget) -> Plan:
         """The quickest plan that is expected to stay within the budget: see `Planner.plan`."""
-        found = list(self._fitting(budget, bias, memory_kind))
+        found = list(self._fitting(budget))
         if not found:
-            smallest = self.floor_plan(budget, bias=bias, memory_kind=memory_kind)
-            raise self.infeasible(budget, smallest.predicted.peak_bytes)
+            smallest = self.floor_plan(budget).predicted.peak_bytes
+            raise self.infeasible(budget.bytes, smallest)
         return min(found)[-1]
 
-    def _fitting(
-        self, budget: int, bias: int, memory_kind: MemoryKind
-    ) -> Iterator[tuple[float, int, Plan]]:
+    def _fitting(self, budget: Budget) -> Iterator[tuple[float, int, Plan]]:
         """Each variant's plan, with what it is chosen by: its price, then the order of variants."""
         for number, one in enumerate(self._variants):
             try:
-                made = one.planner.plan(budget, bias=bias + one.offset, memory_kind=memory_kind)
+                made = one.planner.plan(one.budget(budget))
             except InfeasibleBudget:
                 continue
             yield _price(one, made), number, _with(one, made)
 
-    def floor_plan(
-        self, budget: int, *, bias: int = 0, memory_kind: MemoryKind = "allocated"
-    ) -> Plan:
+    def floor_plan(self, budget: Budget) -> Plan:
         """The plan with the smallest peak that was found."""
         return min(
-            (
-                _with(
-                    one,
-                    one.planner.floor_plan(budget, bias=bias + one.offset, memory_kind=memory_kind),
-                )
-                for one in self._variants
-            ),
+            (_with(one, one.planner.floor_plan(one.budget(budget))) for one in self._variants),
             key=lambda plan: (plan.predicted.peak_bytes, len(plan.techniques)),
         )
 

@@ -6,12 +6,12 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from torchtrim.records.budget import Budget, MemoryKind
 from torchtrim.records.finding import Equivalence
 from torchtrim.records.pipeline import Pipeline
 
 Text = Annotated[str, Meta(max_length=4096)]
 Bytes = Annotated[int, Meta(ge=0, le=2**62)]
-MemoryKind = Literal["allocated", "reserved", "rss"]
 Status = Literal["optimal", "feasible"]
 
 
@@ -79,6 +79,11 @@ class Plan(Struct, frozen=True, kw_only=True):
     pipeline: Pipeline | None = None
     sizes: tuple[Sizes, ...] = ()
     graphs: dict[Text, Text] = {}
+
+    @property
+    def budget(self) -> Budget:
+        """The budget that it is for."""
+        return Budget(self.budget_bytes, self.memory_kind)
 
     @property
     def gap(self) -> float | None:

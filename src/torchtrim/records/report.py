@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from torchtrim.records.allow import Allowed
+from torchtrim.records.budget import MemoryKind
 from torchtrim.records.certificate import Certificate
 from torchtrim.records.estimate import Estimated
 from torchtrim.records.figures import Bytes as Bytes
@@ -18,7 +19,7 @@ from torchtrim.records.job import ExchangeRow, RankFigures
 from torchtrim.records.lever import Lever, Part
 from torchtrim.records.loader import Tuning
 from torchtrim.records.pipeline import PipelineReport
-from torchtrim.records.plan import MemoryKind, Plan, Prediction, Status, Technique
+from torchtrim.records.plan import Plan, Prediction, Status, Technique
 from torchtrim.records.profile import Profile
 
 if TYPE_CHECKING:

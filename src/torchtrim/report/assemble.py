@@ -11,11 +11,12 @@ from torchtrim.analysis.peak import holders
 from torchtrim.analysis.peak_kinds import peak_parts
 from torchtrim.analysis.timeline import by_kind, peak_operator
 from torchtrim.errors import InfeasibleBudget
+from torchtrim.records.budget import Budget
 from torchtrim.records.certificate import Certificate
 from torchtrim.records.finding import Finding
 from torchtrim.records.job import ExchangePart, ExchangeRow, RankFigures
 from torchtrim.records.lever import Part
-from torchtrim.records.plan import MemoryKind, Plan
+from torchtrim.records.plan import Plan
 from torchtrim.records.profile import Profile
 from torchtrim.records.report import Figures, PlanSummary, Report, Stream, Waiting
 from torchtrim.records.trial import Trial
@@ -82,12 +83,12 @@ def _parts(profile: Profile | None) -> tuple[Part, ...]:
     return peak_parts(profile) if profile is not None and profile.operators else ()
 
 
-def with_plan(report: Report, plan: Plan, memory_kind: MemoryKind, budget_bytes: int) -> Report:
+def with_plan(report: Report, plan: Plan, budget: Budget) -> Report:
     """The report with a plan and the budget that it is for."""
     return msgspec.structs.replace(
         report,
-        budget_bytes=budget_bytes,
-        memory_kind=memory_kind,
+        budget_bytes=budget.bytes,
+        memory_kind=budget.kind,
         plan=PlanSummary(
             techniques=plan.techniques,
             predicted=plan.predicted,
@@ -161,16 +162,15 @@ def _row(exchange: Exchange) -> ExchangeRow:
 def with_missed_budget(
     report: Report,
     error: InfeasibleBudget,
-    memory_kind: MemoryKind,
-    budget_bytes: int,
+    budget: Budget,
     floor: Profile | None = None,
 ) -> Report:
     """The report of a budget that no plan meets. `floor`: the profile of the plan that needs least."""
     return msgspec.structs.replace(
         report,
-        budget_bytes=budget_bytes,
+        budget_bytes=budget.bytes,
         floor_bytes=error.smallest_bytes,
-        memory_kind=memory_kind,
+        memory_kind=budget.kind,
         peak_parts=_parts(floor) or report.peak_parts,
         levers=error.levers,
         notes=(str(error), *report.notes),

@@ -21,7 +21,7 @@ from torchtrim.errors import Unsupported
 from torchtrim.evidence.evidence import Evidence, keep_value
 from torchtrim.records.plan import Plan
 from torchtrim.records.trial import Step
-from torchtrim.runner.planned_script import Applier, Ends
+from torchtrim.runner.planned_script import Applier, EndOfScript
 from torchtrim.runner.sandbox import Copy, can_copy, copy_process, own_bytes
 
 Found = Literal["equal", "different", "unchecked"]
@@ -45,7 +45,7 @@ class Shadow(msgspec.Struct, kw_only=True):
     bytes: int = 0
 
 
-class Verdict(NamedTuple):
+class StepVerdict(NamedTuple):
     """On one step: what was found, and why; `largest` is what a copy took at most."""
 
     found: Found
@@ -53,7 +53,7 @@ class Verdict(NamedTuple):
     bytes: int = 0
 
 
-class Ask(NamedTuple):
+class ShadowTask(NamedTuple):
     """What a copy is to do: the step with the plan or without, and which values to keep in a folder."""
 
     planned: bool
@@ -61,7 +61,7 @@ class Ask(NamedTuple):
     folder: Path = Path()
 
 
-Asked = Callable[[Ask], Shadow | None]
+Asked = Callable[[ShadowTask], Shadow | None]
 
 
 class Live(Applier, Listener):
@@ -75,11 +75,11 @@ class Live(Applier, Listener):
         self,
         plan: Plan,
         every: int,
-        judge: Callable[[Asked], Verdict],
-        differs: Callable[[Live, int, Verdict], None],
+        judge: Callable[[Asked], StepVerdict],
+        differs: Callable[[Live, int, StepVerdict], None],
     ) -> None:
         super().__init__(plan, stays=True)
-        self.checked: list[tuple[int, Verdict]] = []
+        self.checked: list[tuple[int, StepVerdict]] = []
         self.seconds: list[float] = []
         self._every = every
         self._judge = judge
@@ -127,7 +127,7 @@ class Live(Applier, Listener):
                 self._differs(self, self._steps + 1, verdict)
         self._step_began = time.perf_counter()
 
-    def _ask(self, ask: Ask) -> Shadow | None:
+    def _ask(self, ask: ShadowTask) -> Shadow | None:
         usual = statistics.median(self._step_seconds or [1.0]) * torch.get_num_threads()
         answer = copy_process(_SECONDS + _TIMES * usual)
         if isinstance(answer, Copy):
@@ -135,7 +135,7 @@ class Live(Applier, Listener):
             raise _InCopy
         return None if answer is None else msgspec.json.decode(answer, type=Shadow)
 
-    def _say(self, verdict: Verdict) -> None:
+    def _say(self, verdict: StepVerdict) -> None:
         share = sum(self.seconds) / max(time.perf_counter() - self._began, 1e-9)
         tell(
             f"step {self._steps + 1}: {verdict.reason} (checked in {self.seconds[-1]:.2f} s, {share:.1%} of "
@@ -153,7 +153,7 @@ class Live(Applier, Listener):
 
     # -- in a copy -------------------------------------------------------------------------------
 
-    def _become(self, copy: Copy, ask: Ask) -> None:
+    def _become(self, copy: Copy, ask: ShadowTask) -> None:
         """Be the copy from here to the end of the step."""
         self._copy, self._plain = copy, not ask.planned
         self.watcher.follow()
@@ -263,7 +263,7 @@ _INSTEAD = "Leave it out, and compare some steps before: torchtrim verify SCRIPT
 
 
 def _check_copies(root: nn.Module) -> None:
-    """Raises `Ends` where a step of this root cannot be run in a copy."""
+    """Raises `EndOfScript` where a step of this root cannot be run in a copy."""
     tensors = [*root.parameters(), *root.buffers()]
     elsewhere = [str(one.device) for one in tensors if one.device.type not in ("cpu", "meta")]
     why = ""
@@ -274,7 +274,7 @@ def _check_copies(root: nn.Module) -> None:
     elif torch.distributed.is_available() and torch.distributed.is_initialized():
         why = "and one that talks with other ranks cannot be copied"
     if why:
-        raise Ends(
+        raise EndOfScript(
             Unsupported(f"--verify-every runs a step in a copy of the process, {why}. {_INSTEAD}")
         )
 

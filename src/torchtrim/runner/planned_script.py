@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import io
 import os
 import runpy
 import sys
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -28,7 +29,6 @@ from torchtrim.runner.ranks.spawning import Spawning
 from torchtrim.runner.script import Script
 from torchtrim.runner.settings.eager import Eagerly
 from torchtrim.runner.staged import PutsInStages, among_ranks
-from torchtrim.runner.unsettled import checked_saves
 from torchtrim.runner.worker import run_target
 
 _EAGER = (
@@ -38,7 +38,10 @@ _EAGER = (
 _OURS = (__file__, worker.__file__, runpy.__file__)
 
 
-class Ends(BaseException):
+Check = Callable[[], None]
+
+
+class EndOfScript(BaseException):
     """Raised in the script where it must end, with the error. No `except Exception` catches it."""
 
     def __init__(self, error: TorchtrimError) -> None:
@@ -62,7 +65,7 @@ class Applier(Listener):
         name = self.modules.add_root(root)
         expected = self._plan.fingerprint.get(name)
         if expected not in (None, fingerprint_of(root)):
-            raise Ends(
+            raise EndOfScript(
                 ApplyFailed(f"the plan was made for another {name}; plan again for this one.")
             )
         self._apply(name, root)
@@ -75,7 +78,7 @@ class Applier(Listener):
         try:
             self._applied.append(apply_plan(self._plan, {name: root}))
         except TorchtrimError as error:
-            raise Ends(error) from error
+            raise EndOfScript(error) from error
         self._waits_for.discard(name)
         if not self._waits_for and not self._stays:
             self.watcher.remove()
@@ -88,14 +91,14 @@ class Applier(Listener):
     def ended(self, error: BaseException | None) -> None:
         """The script has ended, so or with an error: tell what the plan never changed or has left undone.
 
-        Raises `Ends` for the latter where the script itself has not failed.
+        Raises `EndOfScript` for the latter where the script itself has not failed.
         """
         well = error is None or (isinstance(error, SystemExit) and not error.code)
         if self._waits_for and well:
             print(self._unapplied(), file=sys.stderr, flush=True)
         try:
             self.check_settled()
-        except Ends as end:
+        except EndOfScript as end:
             if error is None or isinstance(error, SystemExit):
                 raise
             print(f"torchtrim: {end.error}", file=sys.stderr, flush=True)
@@ -108,12 +111,12 @@ class Applier(Listener):
         return f"{said}. Another thread called modules: train in the main thread, which the plan is for"
 
     def check_settled(self) -> None:
-        """Raise `Ends` if the plan has updated parameters whose `step` has not come."""
+        """Raise `EndOfScript` if the plan has updated parameters whose `step` has not come."""
         try:
             for applied in self._applied:
                 applied.check_settled()
         except ApplyFailed as error:
-            raise Ends(error) from error
+            raise EndOfScript(error) from error
 
 
 def run_planned(script: Script, plan: Plan | None, applier: Applier | None = None) -> None:
@@ -140,7 +143,7 @@ def run_planned(script: Script, plan: Plan | None, applier: Applier | None = Non
     try:
         with applier.watcher, checked_saves(applier.check_settled):
             _as_python(script, target, applier.ended)
-    except Ends as end:
+    except EndOfScript as end:
         raise end.error from None
     finally:
         eagerly.remove()
@@ -172,14 +175,14 @@ def flush_files() -> None:
 def _in_stages(script: Script, target: str, plan: Plan) -> None:
     """Run the script as one rank of the plan's pipeline."""
     assert plan.pipeline is not None
-    puts = PutsInStages(plan, several=True, refused=lambda said: Ends(ApplyFailed(said)))
+    puts = PutsInStages(plan, several=True, refused=lambda said: EndOfScript(ApplyFailed(said)))
     watcher = Watcher(puts)
     puts.watches = watcher.remove
     with among_ranks(plan.pipeline), contextlib.closing(puts):
         try:
             with watcher:
                 _as_python(script, target, passed=(TorchtrimError,))
-        except Ends as end:
+        except EndOfScript as end:
             raise end.error from None
 
 
@@ -231,3 +234,33 @@ def _is_ours(path: str) -> bool:
 
 def _end(code: int) -> NoReturn:
     sys.exit(code)
+
+
+@contextlib.contextmanager
+def checked_saves(check: Check) -> Iterator[None]:
+    """Call `check` before each `state_dict` of a module and each `torch.save`; it raises to stop them.
+
+    After a backward that updated parameters comes `step`. Where the program is thrown out in between (Ctrl-C,
+    an exception) and saves its weights in a handler, they are not the original's.
+    """
+    with contextlib.ExitStack() as undo:
+        for owner, name in ((nn.Module, "state_dict"), (torch, "save")):
+            undo.callback(_checking(owner, name, check))
+        yield
+
+
+def _checking(owner: Any, name: str, check: Check) -> Callable[[], None]:
+    """Put the check before a function; the result takes it off, unless another has wrapped it meanwhile."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        check()
+        return original(*args, **kwargs)
+
+    def restore() -> None:
+        if getattr(owner, name) is checked:
+            setattr(owner, name, original)
+
+    setattr(owner, name, checked)
+    return restore

@@ -132,7 +132,7 @@ def _own_file(number: int, nowhere: int) -> None:
     os.close(again)
 
 
-class _Shared(NamedTuple):
+class _SharedMapping(NamedTuple):
     """A shared mapping for writing: `file` is empty where it has no name that can be opened."""
 
     start: int
@@ -141,7 +141,7 @@ class _Shared(NamedTuple):
     file: str
 
 
-def _shared_maps() -> Iterator[_Shared]:
+def _shared_maps() -> Iterator[_SharedMapping]:
     """Batches of a loader's workers, semaphores, arrays in files."""
     with Path("/proc/self/maps").open() as file:
         for line in file:
@@ -151,7 +151,7 @@ def _shared_maps() -> Iterator[_Shared]:
                 size = int(end, 16) - int(start, 16)
                 path = name[0].rstrip("\n") if name else ""
                 named = path.startswith("/") and not path.startswith("/dev/")
-                yield _Shared(
+                yield _SharedMapping(
                     int(start, 16),
                     size,
                     int(offset, 16),
@@ -159,7 +159,7 @@ def _shared_maps() -> Iterator[_Shared]:
                 )
 
 
-def _own_memory(libc: ctypes.CDLL, shared: _Shared) -> None:
+def _own_memory(libc: ctypes.CDLL, shared: _SharedMapping) -> None:
     """Put memory of this process alone in the place of a shared mapping, with the same in it."""
     place = libc.mmap
     place.restype = ctypes.c_void_p

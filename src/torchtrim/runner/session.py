@@ -2,41 +2,38 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeVar, cast
 
 import torch
 from msgspec.structs import replace
 from torch import nn
-from torch.utils.data import DataLoader
 
-from torchtrim.capture.allocator import NOTHING, Allocator, Watched, allocator_for, own, rss_bytes
+from torchtrim.capture.allocator import rss_bytes
 from torchtrim.capture.build import Setting
 from torchtrim.capture.growth.stream_frames import StreamFrames
 from torchtrim.capture.modules import Modules
 from torchtrim.capture.optimizers import names_of
-from torchtrim.capture.recording import Recording, counted_device, tensors_in
+from torchtrim.capture.recording import Recording
 from torchtrim.capture.replicas import Replicas
 from torchtrim.capture.times import Times, with_times
 from torchtrim.capture.watch import Listener, Watcher
-from torchtrim.core.run_queue import now
 from torchtrim.dispatch.places import Places
-from torchtrim.dispatch.storages import reachable_bytes, storage_bytes
 from torchtrim.emulator.device import current
 from torchtrim.errors import ApplyFailed, Unsupported, UsageError
-from torchtrim.evidence.evidence import Evidence, digest_of, has_bits, keep_value, kind_of
 from torchtrim.evidence.script_state import ScriptState
-from torchtrim.executor.apply import apply_plan, shards
+from torchtrim.executor.apply import apply_plan
 from torchtrim.executor.fingerprint import fingerprint_of
 from torchtrim.executor.registry import Handle
 from torchtrim.records.plan import Plan
-from torchtrim.records.profile import Profile, is_emulated
+from torchtrim.records.profile import is_emulated
 from torchtrim.records.trial import Request, Trial
-from torchtrim.runner.exported import apply_exported
 from torchtrim.runner.phases.growth import GrowthPhase
 from torchtrim.runner.phases.inputs import InputPhase
+from torchtrim.runner.phases.steps import ComparedSteps, StepMeasure
 from torchtrim.runner.ranks.fake_process_group import reduce_in_place
 from torchtrim.runner.ranks.sharded import Sharder
 from torchtrim.runner.settings.float64 import prepare
@@ -50,10 +47,42 @@ _RANKS = (
     "not counted"
 )
 Progress = Callable[[str], None]
+Event = TypeVar("Event", bound=Callable[..., None])
 
 
-class Session(Listener):
-    """Listens to a whole run. `done` is called once when all steps are there.
+def _forwarded(event: Event) -> Event:
+    """Return the method of a forwarder that passes an event on to each of its listeners, in their order."""
+    name = event.__name__
+
+    def tell(self: Forwarder, *args: Any) -> None:
+        for listener in self.listeners():
+            getattr(listener, name)(*args)
+
+    return cast(Event, tell)
+
+
+class Forwarder(Listener):
+    """Forwards events to whoever listens in the current phase."""
+
+    def listeners(self) -> Iterator[Listener]:
+        """The listeners of the current phase, in the order in which they are told."""
+        yield from ()
+
+    module_starts = _forwarded(Listener.module_starts)
+    module_ends = _forwarded(Listener.module_ends)
+    backward_starts = _forwarded(Listener.backward_starts)
+    backward_ends = _forwarded(Listener.backward_ends)
+    optimizer_starts = _forwarded(Listener.optimizer_starts)
+    optimizer_ends = _forwarded(Listener.optimizer_ends)
+    update_starts = _forwarded(Listener.update_starts)
+    update_ends = _forwarded(Listener.update_ends)
+    loader_appears = _forwarded(Listener.loader_appears)
+    loader_begins = _forwarded(Listener.loader_begins)
+    loader_waited = _forwarded(Listener.loader_waited)
+
+
+class Session(Forwarder, Listener):
+    """Leads a whole run. `done` is called once when all steps are there.
 
     With `frames` a step is over where these say that a frame is, and not where optimizers have stepped.
     `ours` gives the storages that torchtrim itself keeps: they are in no figure but the process's own.
@@ -77,35 +106,31 @@ class Session(Listener):
         self.refused: ApplyFailed | None = None
         self._setting = setting
         self._frames = frames
-        self._ours = ours
-        self._ours_bytes = 0
         self._frame_over = False
         self._done = done
         self._progress = progress
         self._places = Places(setting.project)
-        self._folder = folder
-        keep = self._keep if request.keep else None
-        looks = request.traced >= 0
         script = ScriptState(self._places, self.modules.number) if setting.script else None
-        self._evidence = Evidence(self.modules, keep, graded=trains, looks=looks, script=script)
-        self._evidence.gathers = shards(request.plan)
-        self._recording: Recording | None = None
-        self._watching: Allocator = allocator_for(setting.device)
-        self._fallback: Profile | None = None
-        self._alive = 0
+        self._measure = StepMeasure(self.trial, self.modules, self._places, setting, ours)
+        self._compared = ComparedSteps(
+            self.trial, self.modules, self._measure.clock, folder, script, trains=trains
+        )
         self._applied: list[Handle] = []
-        self._began = self._own = self._seconds = 0.0
-        self._watched: Watched | None = None
-        self._idled = self._over = False
+        self._over = False
         self._times: Times | None = None
         self._input = InputPhase(self._places, self.watcher.aside)
-        self._digests: list[str] = []
-        self._lines: list[tuple[str, int, bool]] = []
         self._replicas = Replicas()
         steps = request.total if request.grows and trains else 0
         self._growth = GrowthPhase(steps, self._places, lambda: self.watcher.roots)
         self.trial.notes += (_RANKS,) if request.ranks else ()
         self._sharder = Sharder(request.sharding) if request.sharding is not None else None
+
+    def listeners(self) -> Iterator[Listener]:
+        yield self._input
+        if (recording := self._measure.running) is not None:
+            yield recording
+        if self._compared.listens:
+            yield self._compared
 
     def root_appears(self, root: nn.Module) -> None:
         prepare(root, self.trial.request)
@@ -113,8 +138,7 @@ class Session(Listener):
         self.trial.fingerprint[name] = fingerprint_of(root)
         self.trial.notes += note_on(root)
         self._check(name)
-        if not (self.trial.request.dry or self.complete):
-            self._timed(self._evidence.begins, name, root)
+        self._compared.begins(name, root)
         self._apply(name, root)
         if len(self.modules.roots) == 1:
             self._settle_device(root)
@@ -150,10 +174,8 @@ class Session(Listener):
             pass
         elif self._times is not None:
             self.finish()
-        elif self._watched is None:
-            self._seconds = max(now() - self._began - self._own, 0.0)
-            self._stop_measuring()
-            self._idled = True
+        else:
+            self._measure.idle()
 
     def step_ends(self) -> None:
         """Close the step, and begin the next or call `done`."""
@@ -162,21 +184,19 @@ class Session(Listener):
             next((one for one in phases if one.runs), self._times).step_ends()
             self._go_on_or_finish(self._times)
             return
-        if self._watched is None:
-            self._seconds = max(now() - self._began - self._own, 0.0)
-            self._stop_measuring()
+        evidence, optimizers = self._compared.evidence, self.watcher.optimizers
+        self._measure.stop()
         self._replicas.look(self.modules)
-        self._close()
+        self._measure.close(evidence.step, optimizers)
         if not self.trial.request.dry:
             with torch.no_grad():
-                self._evidence.state(self.watcher.optimizers)
-        self._evidence.step.seconds = self._seconds
-        self.trial.steps.append(self._evidence.next_step())
+                evidence.state(optimizers)
+        self.trial.steps.append(evidence.next_step())
         self._input.step_is_timed()
         self._growth.step_ended(self.trial.steps[-1].peak_bytes)
         request = self.trial.request
         if request.round_trip and len(self.trial.steps) == request.total - 1:
-            self._evidence.round_trip(self.watcher.optimizers)
+            evidence.round_trip(optimizers)
         if self.complete:
             self._note_counts()
             self._times = Times(self._more_times(), self.trial.seconds, self._places)
@@ -222,11 +242,11 @@ class Session(Listener):
         """Stop whatever runs, and complete the trial."""
         if not self._over:
             self._over = True
-            self.abandon()
+            self._measure.abandon()
             self._note_times()
             self._note_plans()
             if self.trial.profile is None:
-                self.trial.profile = self._fallback
+                self.trial.profile = self._measure.fallback
             self._growth.step_ends()
             if self.trial.profile is not None:
                 profile = self._replicas.put_into(self.trial.profile, self.modules)
@@ -266,13 +286,6 @@ class Session(Listener):
             if root.training
         )
 
-    def abandon(self) -> None:
-        """Stop a recording or a watch without its result."""
-        recording, self._recording = self._recording, None
-        if recording is not None:
-            recording.abandon()
-        self._watching.stop()
-
     @property
     def stepped(self) -> bool:
         """Whether a step is over that was not closed, since nothing came after it."""
@@ -280,7 +293,7 @@ class Session(Listener):
 
     def partial(self) -> Recording | None:
         """The recording that runs."""
-        return self._recording
+        return self._measure.recording
 
     def revert(self) -> None:
         """Take the plan back."""
@@ -298,7 +311,7 @@ class Session(Listener):
             if emulation is not None and device.startswith("cuda"):
                 device = emulation.device
             self._setting = self._setting._replace(device=device)
-            self._watching = allocator_for(device)
+            self._measure.settle(self._setting)
         self.trial.device = self._setting.device
 
     def _check(self, name: str) -> None:
@@ -336,84 +349,7 @@ class Session(Listener):
         number = len(self.trial.steps)
         request = self.trial.request
         self._progress(f"step {number + 1} of {request.total}")
-        if self._idled:
-            self._idled, self._alive = False, reachable_bytes()
-        ours = self._ours()
-        self._ours_bytes = storage_bytes(ours, counted_device(self._setting.device))
-        if number <= request.warmup or number == request.traced:
-            watching = self._watching if request.measured else None
-            self._recording = Recording(self.modules, self._places, self._setting, watching)
-            scan = request.measured and number == request.warmup
-            if number == request.traced:
-                self._digests, self._lines = [], []
-                self._recording.recorder.look = self._look
-            self._recording.begin(self.watcher.optimizers, scan=scan, ours=ours)
-        elif request.measured:
-            self._watching.start()
-        self._watched = None
-        self._own = 0.0
-        self._began = now()
-
-    def _stop_measuring(self) -> None:
-        if self._recording is not None:
-            self._recording.pause()
-            self._watched = NOTHING
-        else:
-            self._watched = self._watching.stop() if self.trial.request.measured else NOTHING
-
-    def _close(self) -> None:
-        """End the step's recording or watch, and note its peak."""
-        recording, self._recording = self._recording, None
-        step = self._evidence.step
-        if recording is None:
-            watched = self._watched or NOTHING
-            before = self._alive if watched.before is None else watched.before
-            step.peak_bytes = before - self._ours_bytes + watched.peak if watched.peak else 0
-            step.reserved_bytes, step.left_bytes = watched.reserved, watched.end
-            self._alive += watched.end
-            return
-        if len(self.trial.steps) == self.trial.request.traced:
-            self.trial.profile = recording.end(self.watcher.optimizers)
-            self.trial.digests, self.trial.lines = tuple(self._digests), tuple(self._lines)
-            return
-        if not self.trial.request.measured:
-            recording.abandon()
-            return
-        profile = recording.end(self.watcher.optimizers)
-        if len(self.trial.steps) < self.trial.request.warmup:
-            self._fallback = profile
-            return
-        self.trial.profile, self.trial.recorded = profile, len(self.trial.steps)
-        self._alive = recording.alive_bytes + self._ours_bytes
-        step.peak_bytes = profile.peak_bytes
-        step.reserved_bytes = profile.reserved_bytes
-
-    def _keep(self, name: str, tensor: torch.Tensor) -> None:
-        label = f"{len(self.trial.steps)}/{name}"
-        keep = self.trial.request.keep
-        if self._folder is not None and label in keep:
-            keep_value(self._folder / f"kept-{keep.index(label)}", tensor)
-
-    def _look(self, operator: Any, given: Any) -> None:
-        """Keep the user's line and a digest of what an operator gave; new memory holds anything."""
-        self._lines.append(self._places.users_line(sys._getframe(2)))
-        new = "empty" in str(operator)
-        with torch._C._DisableTorchDispatch(), torch.no_grad(), own():
-            found = [
-                kind_of(one) if new else digest_of(one)
-                for one in tensors_in(given)
-                if has_bits(one)
-            ]
-        self._digests.append(",".join(found))
-
-    def _recorded_or_none(self) -> Recording | None:
-        recording = self._recording
-        return recording if recording is not None and recording.running else None
-
-    def _gathers(self) -> bool:
-        """Whether what this step does is compared; that of the recorded one is not."""
-        request = self.trial.request
-        return not (request.dry or self.complete or len(self.trial.steps) == request.warmup)
+        self._measure.begin(self.watcher.optimizers)
 
     def module_starts(self, module: nn.Module, args: Any, kwargs: Any, depth: int) -> None:
         if self._frame_over and depth == 0:
@@ -423,69 +359,35 @@ class Session(Listener):
             self.finish()
         if self._over:
             self._done()
-        if (recording := self._recorded_or_none()) is not None:
-            recording.module_starts(module, args, kwargs, depth)
-        if self._gathers():
-            self._evidence.is_called(module, depth)
-        if depth == 0 and not (self.trial.request.dry or self.complete):
-            self._timed(self._evidence.module_starts, module, args, kwargs, depth)
+        super().module_starts(module, args, kwargs, depth)
 
     def module_ends(self, module: nn.Module, output: Any, depth: int) -> None:
-        if (recording := self._recorded_or_none()) is not None:
-            recording.module_ends(module, output, depth)
-        if depth == 0 and self._gathers():
-            self._timed(self._evidence.module_ends, module, output, depth)
+        super().module_ends(module, output, depth)
         if self._frames is not None and self._frames.ends(module, depth):
             self._frame_over = output is not None
 
-    def backward_starts(self, tensors: tuple[torch.Tensor, ...]) -> None:
-        if (recording := self._recorded_or_none()) is not None:
-            recording.backward_starts(tensors)
-        if self._gathers():
-            self._timed(self._evidence.backward_starts, tensors)
-
-    def backward_ends(self) -> None:
-        if (recording := self._recorded_or_none()) is not None:
-            recording.backward_ends()
-
-    def optimizer_starts(self, optimizer: torch.optim.Optimizer) -> None:
-        if (recording := self._recorded_or_none()) is not None:
-            recording.optimizer_starts(optimizer)
-
     def optimizer_ends(self, optimizer: torch.optim.Optimizer) -> None:
         self.trial.optimizer_steps += not self.complete
-        if (recording := self._recorded_or_none()) is not None:
-            recording.optimizer_ends(optimizer)
-        if self._gathers():
-            self._timed(self._evidence.optimizer_ends, optimizer)
-
-    def update_starts(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
-        if (recording := self._recorded_or_none()) is not None:
-            recording.update_starts(optimizer, parameter)
-        if self._gathers():
-            self._timed(self._evidence.update_starts, optimizer, parameter)
-
-    def update_ends(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
-        if (recording := self._recorded_or_none()) is not None:
-            recording.update_ends(optimizer, parameter)
-
-    def loader_waited(self, start_ns: int, end_ns: int, workers: int) -> None:
-        self._input.waited((end_ns - start_ns) / 1e9)
-        if (recording := self._recorded_or_none()) is not None:
-            recording.loader_waited(start_ns, end_ns, workers)
-
-    def loader_appears(self, loader: DataLoader[Any]) -> None:
-        self._input.loaders.appears(loader)
-
-    def loader_begins(self, iterator: Any, loader: DataLoader[Any]) -> None:
-        self._input.loaders.begins(iterator, loader)
+        super().optimizer_ends(optimizer)
 
     def batch(self, iterator: Any, following: Callable[[Any], Any]) -> Any:
         return self._input.batch(iterator, following)
 
-    def _timed(self, function: Callable[..., None], *args: Any) -> None:
-        """Call it as torchtrim's own doing: unrecorded, and not part of the step's time."""
-        begin = now()
-        with torch.utils._python_dispatch._disable_current_modes():
-            function(*args)
-        self._own += now() - begin
+
+def apply_exported(path: str, root: nn.Module, name: str, *, check: bool) -> Handle:
+    """What the `apply` of the module of that file returns. Raises `ApplyFailed`."""
+    module = _module_of(path)
+    try:
+        handle: Handle = module.apply(root, name, check=check)
+    except module.ApplyFailed as error:
+        raise ApplyFailed(str(error)) from error
+    return handle
+
+
+def _module_of(path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("exported_plan", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -26,7 +26,7 @@ from torchtrim.runner.ranks.trials import first_failed, merged, on_rank
 from torchtrim.runner.script import Ended, Script, failure, run_script
 from torchtrim.runner.session import Session
 from torchtrim.runner.settings.float64 import Wide
-from torchtrim.runner.worker import Task
+from torchtrim.runner.worker import ScriptTask
 
 Model = TrainStep | Inference
 Workload = Script | Model
@@ -67,8 +67,8 @@ def _run_script(script: Script, request: Request, folder: Path, progress: Progre
     return _trial_of(script, request, ended)
 
 
-def _task(script: Script, request: Request) -> Task:
-    return Task(
+def _task(script: Script, request: Request) -> ScriptTask:
+    return ScriptTask(
         target=script.target if script.module else str(script.path),
         module=script.module,
         args=script.args,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import os
 import random
@@ -12,9 +13,10 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import CodeType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 import torch
@@ -36,7 +38,6 @@ from torchtrim.errors import is_out_of_memory
 from torchtrim.executor.failing import place_of
 from torchtrim.records.files import write_atomically
 from torchtrim.records.trial import Crash, Request, Trial
-from torchtrim.runner.process.children import OwnProcesses
 from torchtrim.runner.process.processes import end_with_parent
 from torchtrim.runner.process.stacks import tells_where
 from torchtrim.runner.ranks.fake_process_group import seeming_ranks
@@ -57,7 +58,11 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
 _KEEPS = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, 2**31 - 1), (_TOP_PAD, 2**26))
 
 
-class Task(msgspec.Struct, frozen=True, kw_only=True):
+_HELPERS = ("multiprocessing.", "concurrent.", "torch.utils.data", "torch._inductor")
+"""Modules whose processes read data or serve; none of them trains."""
+
+
+class ScriptTask(msgspec.Struct, frozen=True, kw_only=True):
     """What the parent asks for."""
 
     target: str
@@ -77,7 +82,7 @@ class Runner:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._task = msgspec.json.decode((folder / TASK).read_bytes(), type=Task)
+        self._task = msgspec.json.decode((folder / TASK).read_bytes(), type=ScriptTask)
         self._written = False
         request = self._task.request
         order = Order.parse(request.streams) if request.streams else None
@@ -326,6 +331,32 @@ def run_in_folder(run: Callable[[Path], None]) -> None:
 def main() -> None:
     """Run the task that the command line names."""
     run_in_folder(lambda folder: Runner(folder).run())
+
+
+class OwnProcesses:
+    """Counts them from `install` on, without the workers of loaders and of pools. `remove` stops that."""
+
+    def __init__(self) -> None:
+        self.started = 0
+        self.remove: Callable[[], None] = lambda: None
+
+    def install(self) -> None:
+        """Count them."""
+        original: Any = BaseProcess.start
+
+        @functools.wraps(original)
+        def start(process: BaseProcess) -> None:
+            target = getattr(process, "_target", None)
+            home = str(getattr(target, "__module__", type(process).__module__)) + "."
+            self.started += not home.startswith(_HELPERS)
+            original(process)
+
+        def remove() -> None:
+            BaseProcess.start = original  # type: ignore[method-assign]
+
+        counting: Any = start
+        BaseProcess.start = counting  # type: ignore[method-assign]
+        self.remove = remove
 
 
 if __name__ == "__main__":

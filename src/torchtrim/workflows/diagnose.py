@@ -17,9 +17,8 @@ from torchtrim.rules.registry import diagnose
 from torchtrim.rules.tt402_blocks_capture import RULE, verdict
 from torchtrim.runner.script import Script
 from torchtrim.runner.trials import Progress, Workload
-from torchtrim.workflows.findings import ranks_of, report_of
+from torchtrim.workflows.findings import ranks_of, report_of, with_settings
 from torchtrim.workflows.optimize.fitting import Fitting
-from torchtrim.workflows.settings import with_settings
 
 CAPTURE = RULE.code
 TAKEN_AS_CALLS = "the script runs no backward, so a step is a call of its model"

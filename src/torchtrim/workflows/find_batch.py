@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import msgspec
 
-from torchtrim.core.units import check_bytes, format_bytes, parse_bytes
+from torchtrim.core.units import format_bytes
 from torchtrim.errors import ScriptFailed, UsageError
 from torchtrim.planner.rates import rates_plan
 from torchtrim.records.allowance import allowance
+from torchtrim.records.budget import MemoryKind, MemoryLimit, memory_limit
 from torchtrim.records.estimate import Growth, Probed
-from torchtrim.records.plan import MemoryKind
 from torchtrim.records.report import Result
 from torchtrim.records.trial import Request
 from torchtrim.runner.script import Script, working_folder
@@ -40,8 +40,8 @@ def find_batch(
     """As `torchtrim.find_batch`; `request`: what each run is."""
     if probes < 1:
         raise UsageError(f"probes={probes}: an answer has to be tried at least once.")
-    check_bytes(memory, share=True)
-    return Search(Estimate(workload, progress=progress), memory, request, progress).run(probes)
+    limit = memory_limit(memory)
+    return BatchSearch(Estimate(workload, progress=progress), limit, request, progress).run(probes)
 
 
 def find_batch_report(
@@ -58,10 +58,10 @@ def find_batch_report(
     """
     allowed = allowance(allow)
     check_named(allowed)
-    check_bytes(memory, share=True)
+    limit = memory_limit(memory)
 
     def grown(found: Estimate) -> Growth:
-        return Search(found, memory, request, progress).run(PROBES)
+        return BatchSearch(found, limit, request, progress).run(PROBES)
 
     dry = Request(steps=0, dry=True)
     result = estimate_report(script, dry, grown=grown, progress=progress)
@@ -77,16 +77,16 @@ def find_batch_report(
     return result._replace(plan=rates_plan(result.before, rates, growth, growth.budget_bytes))
 
 
-class Search:
+class BatchSearch:
     """Looks for the largest batch: where the prediction says it is, corrected by what runs need."""
 
     def __init__(
-        self, estimate: Estimate, memory: str | int, request: Request, progress: Progress
+        self, estimate: Estimate, limit: MemoryLimit, request: Request, progress: Progress
     ) -> None:
         self._estimate = estimate
         self._request = request
         self._progress = progress
-        self._budget = parse_bytes(memory, whole=estimate.bytes_held)
+        self._budget = limit.budget(estimate.bytes_held).bytes
         self._now = 0
         self._predicted: dict[int, int | None] = {}
         self._tried: dict[int, Probed] = {}

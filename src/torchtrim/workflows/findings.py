@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 import torch
 
 from torchtrim.analysis.prices import priced
-from torchtrim.analysis.syncs import unknown_note
+from torchtrim.analysis.syncs import CODES, unknown_note
+from torchtrim.analysis.user_source import Source as Lines
 from torchtrim.capture.versions import untested
+from torchtrim.errors import UnreadableInput
+from torchtrim.records.finding import Finding, Suggestion
 from torchtrim.records.profile import Profile
 from torchtrim.records.report import Report
 from torchtrim.records.trial import Trial
 from torchtrim.report.assemble import Found, Subject, original_report, with_ranks
+from torchtrim.rewriter.advice import Advice, advice_at, advice_for
 from torchtrim.rules.registry import diagnose, diagnose_ranks, in_order
 from torchtrim.runner.process.machine import machine
 from torchtrim.runner.script import Script
 from torchtrim.runner.trials import Workload
-from torchtrim.workflows.settings import with_settings
+from torchtrim.source.source import Source, read_source
 
 _OF_TIME = ("TT601", "TT602", "TT606")
 _STILL = 1.2
@@ -77,3 +82,43 @@ def subject_of(workload: Workload, device: str) -> Subject:
         machine=machine(device),
         torch=str(torch.__version__),
     )
+
+
+def with_settings(findings: Iterable[Finding], project: str) -> tuple[Finding, ...]:
+    """The findings; those of waits that a setting of a library ends say which, and the line to write."""
+    known = _Settings(project)
+    return tuple(
+        known.settle(one) if one.code in CODES and one.fix and one.fix.kind == "advice" else one
+        for one in findings
+    )
+
+
+class _Settings:
+    """Reads each user file once."""
+
+    def __init__(self, project: str) -> None:
+        self._project = project
+        self._lines = Lines(project)
+        self._sources: dict[str, Source | None] = {}
+
+    def settle(self, finding: Finding) -> Finding:
+        advice = self._advice(finding)
+        if advice is None:
+            return finding
+        fix = Suggestion(kind="config", reason=f"{advice.why}. Write: {advice.line}")
+        return msgspec.structs.replace(finding, fix=fix)
+
+    def _advice(self, finding: Finding) -> Advice | None:
+        function = self._lines.function(finding.path, finding.line).rpartition(".")[2]
+        found = advice_for(finding.path, function)
+        source = self._source(finding.path) if found is None else None
+        return found if source is None else advice_at(source, finding.line)
+
+    def _source(self, path: str) -> Source | None:
+        if path not in self._sources:
+            try:
+                text, _ = read_source(Path(self._project, path))
+                self._sources[path] = Source(path, text)
+            except UnreadableInput:
+                self._sources[path] = None
+        return self._sources[path]

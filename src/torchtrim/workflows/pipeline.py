@@ -14,7 +14,6 @@ import msgspec
 
 from torchtrim import __version__
 from torchtrim.certify.certify import ROUNDING_LIMIT, SHRINKS_BY
-from torchtrim.core.units import check_bytes, parse_bytes
 from torchtrim.costs.devices import DEVICES
 from torchtrim.costs.roofline import estimate
 from torchtrim.errors import TorchtrimError, UsageError
@@ -30,6 +29,7 @@ from torchtrim.planner.stages.choose import (
     pipeline_of,
     rechosen,
 )
+from torchtrim.records.budget import memory_limit
 from torchtrim.records.certificate import Certificate, Difference, Verdict
 from torchtrim.records.pipeline import Bar, Clocked, Pipeline, PipelineReport, ScheduleFigures
 from torchtrim.records.plan import Plan
@@ -63,11 +63,11 @@ def plan_pipeline(
 
     Raises `Unsupported`, `InfeasibleBudget`.
     """
-    check_bytes(memory, share=True)
+    limit = memory_limit(memory)
     fitting = Fitting(script, request, progress)
     trial = fitting.observe()
     planner = fitting.planner(trial)
-    budget = parse_bytes(memory, whole=trial.peak_bytes)
+    budget = limit.budget(trial.peak_bytes).bytes
     reader = ChainReader(planner.profile, trial.seconds, _times(planner.profile))
     chain_of = functools.lru_cache(maxsize=None)(reader.chain)
     progress("looking for cuts, a schedule and micro-batches")
@@ -86,7 +86,7 @@ def plan_pipeline(
             runs = Runs(script, plan_of(chosen.pipeline), 1, folder, progress)
             chosen, note = clocked(runs, chosen, ways)
     plan = plan_of(chosen.pipeline)
-    report = with_plan(report_of("plan", script, trial), plan, "allocated", budget)
+    report = with_plan(report_of("plan", script, trial), plan, plan.budget)
     notes = (*report.notes, note) if note else report.notes
     report = msgspec.structs.replace(report, pipeline=_shown(chosen), findings=(), notes=notes)
     return Result(report, trial.profile, None, plan)
@@ -148,7 +148,7 @@ def _figures(one: StageCandidate) -> ScheduleFigures:
     )
 
 
-class Run(NamedTuple):
+class StagedRun(NamedTuple):
     """What the ranks of a run left, and where."""
 
     trials: list[tuple[StageTrial, Path]]
@@ -218,7 +218,7 @@ class Runs:
 
     def run(
         self, how: How, *, still: bool = False, double: bool = False, measured: bool = False
-    ) -> Run:
+    ) -> StagedRun:
         """One run."""
         ranks = self.pipeline.processes if how == "pipeline" else 1
         task = msgspec.structs.replace(
@@ -228,7 +228,7 @@ class Runs:
         folder = self._folder / said.replace(" ", "-").replace(",", "") / str(still)
         folder.mkdir(parents=True)
         tell = lambda text: self._tell(f"{said}: {text}")  # noqa: E731
-        return Run(run_stages(self._script, task, ranks, folder, tell))
+        return StagedRun(run_stages(self._script, task, ranks, folder, tell))
 
 
 def _runs_as(pipeline: Pipeline) -> tuple[Any, ...]:
@@ -257,7 +257,7 @@ def verify_pipeline(
         links = _links(runs)
     certificate = _certificate(links, request.steps)
     report = _blank_report(script, request)
-    report = with_plan(report, plan, plan.memory_kind, plan.budget_bytes)
+    report = with_plan(report, plan, plan.budget)
     return Result(
         msgspec.structs.replace(report, certificate=certificate, notes=_notes(links)),
         None,
@@ -308,7 +308,7 @@ class Links(NamedTuple):
         return "NOT EQUAL" if self.differs else self.sums.verdict
 
 
-def _sums(runs: Runs) -> tuple[Sums, Run, Run]:
+def _sums(runs: Runs) -> tuple[Sums, StagedRun, StagedRun]:
     """The first link, and its runs. Nothing is dropped out, since each micro-batch draws its own numbers."""
     whole, ordered = runs.run("whole", still=True), runs.run("in order", still=True)
     difference, worst = _largest(whole, ordered)
@@ -334,7 +334,7 @@ def _links(runs: Runs) -> Links:
     return Links(sums, first_difference(one, staged), compared, dropped, runs.pipeline)
 
 
-def _largest(one: Run, other: Run) -> tuple[float, str]:
+def _largest(one: StagedRun, other: StagedRun) -> tuple[float, str]:
     """The largest difference of gradients of the first step, relative to the largest of the tensor or, where
     that is next to nothing, of all; and whose it is. Infinite where one lacks a gradient."""
     ours, theirs = one.gradients(), other.gradients()
@@ -357,7 +357,7 @@ def _judged(difference: float, double: float) -> Verdict:
     return "ROUNDING" if shrinks and difference <= ROUNDING_LIMIT else "NOT EQUAL"
 
 
-def first_difference(one: Run, other: Run) -> str:
+def first_difference(one: StagedRun, other: StagedRun) -> str:
     """The first thing that differs, as `quantity:name`; empty for none."""
     for ours, theirs in zip(one.digests(), other.digests(), strict=True):
         for name in sorted({*ours, *theirs}):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
-from torchtrim.core.units import check_bytes, format_bytes, parse_bytes
+from torchtrim.core.units import format_bytes
 from torchtrim.errors import InfeasibleBudget, PlannedStepFailed, UsageError
 from torchtrim.executor.fingerprint import sha256_of
 from torchtrim.planner.calls import CallOptions, plan_of_calls
-from torchtrim.records.plan import MemoryKind, Plan, Prediction
+from torchtrim.records.budget import Budget, MemoryKind, MemoryLimit, memory_limit
+from torchtrim.records.plan import Plan, Prediction
 from torchtrim.records.report import Result
 from torchtrim.records.trial import Request, Trial
 from torchtrim.runner.script import Script
@@ -16,10 +17,11 @@ from torchtrim.runner.trials import Progress
 from torchtrim.step.from_profile import step_of
 from torchtrim.step.simulate import timeline
 from torchtrim.workflows.diagnose import TAKEN_AS_CALLS
-from torchtrim.workflows.optimize.fitting import NOTHING, Fit, Fitting
+from torchtrim.workflows.optimize.failures import NOTHING
+from torchtrim.workflows.optimize.fitting import Fit, Fitting
 from torchtrim.workflows.optimize.levers import Reached
 from torchtrim.workflows.optimize.report import fitted
-from torchtrim.workflows.optimize.tried import Tried, measured
+from torchtrim.workflows.optimize.tried import MeasuredPlan, measured
 
 _MOST_PARTS = 32
 RELEASE = "release"
@@ -35,8 +37,9 @@ def optimize_calls_report(
 ) -> Result:
     """The loop for a script that only runs its models; without `memory` in as little as can be."""
     fitting = Fitting(script, msgspec.structs.replace(request, infers=True), progress)
-    found = fit_calls(fitting, script, memory, memory_kind)
-    result = fitted(script, found, memory_kind)
+    limit = None if memory is None else memory_limit(memory, memory_kind)
+    found = fit_calls(fitting, script, limit, memory_kind)
+    result = fitted(script, found)
     if memory is None:
         return result._replace(report=msgspec.structs.replace(result.report, budget_bytes=None))
     return result
@@ -58,9 +61,7 @@ def optimize_calls_instead(
     return found._replace(report=msgspec.structs.replace(found.report, notes=notes))
 
 
-def fit_calls(
-    fitting: Fitting, script: Script, memory: str | int | None, memory_kind: MemoryKind
-) -> Fit:
+def fit_calls(fitting: Fitting, script: Script, limit: MemoryLimit | None, kind: MemoryKind) -> Fit:
     """Plan every call; where a budget wants less, the first layers in ever more parts of the batch.
 
     Where nothing fits it gives the plan that needs least, and `missed`. Raises `UsageError` for a script that
@@ -70,32 +71,31 @@ def fit_calls(
         raise UsageError(
             f"--device {script.device}: --mode inference plans calls on a device that is there. Give cpu."
         )
-    if memory is not None:
-        check_bytes(memory, share=True)
     original = fitting.observe()
     _check(original)
-    whole = measured(original, memory_kind)
-    budget = whole if memory is None else parse_bytes(memory, whole=whole)
+    whole = measured(original, kind)
+    budget = Budget(whole, kind) if limit is None else limit.budget(whole)
     parts = 1
-    best: Tried | None = None
+    best: MeasuredPlan | None = None
     notes: tuple[str, ...] = (NOTHING,)
     while parts <= _MOST_PARTS:
-        plan = _plan(script, original, budget, memory_kind, parts)
+        plan = _plan(script, original, budget, parts)
         try:
             planned = fitting.run_planned(plan)
         except PlannedStepFailed as error:
             notes = (f"the calls failed as planned, and not as they are: {error}", NOTHING)
             break
-        used = measured(planned, memory_kind)
+        used = measured(planned, kind)
         if used <= (whole if best is None else best.used - 1):
-            best = Tried(plan, planned, used)
-        if memory is None or used <= budget:
+            best = MeasuredPlan(plan, planned, used)
+        if limit is None or used <= budget.bytes:
             break
         parts *= 2
     nothing = Fit(original, budget, _nothing(plan, whole, original), None, None, notes)
     found = nothing if best is None else _verified(fitting, original, budget, best)
     used = whole if best is None else best.used
-    return found if memory is None or used <= budget else _with_missed(found, budget, used)
+    met = limit is None or used <= budget.bytes
+    return found if met else _with_missed(found, budget.bytes, used)
 
 
 def _nothing(plan: Plan, whole: int, original: Trial) -> Plan:
@@ -113,7 +113,7 @@ def _with_missed(found: Fit, budget: int, smallest: int) -> Fit:
     return found._replace(missed=missed, levers=missed.levers)
 
 
-def _verified(fitting: Fitting, original: Trial, budget: int, best: Tried) -> Fit:
+def _verified(fitting: Fitting, original: Trial, budget: Budget, best: MeasuredPlan) -> Fit:
     assert best.plan is not None
     assert best.trial is not None
     plan = msgspec.structs.replace(best.plan, predicted=_predicted(original, best.trial))
@@ -145,16 +145,13 @@ def _check(trial: Trial) -> None:
         )
 
 
-def _plan(
-    script: Script, original: Trial, budget: int, memory_kind: MemoryKind, parts: int
-) -> Plan:
+def _plan(script: Script, original: Trial, budget: Budget, parts: int) -> Plan:
     path = script.path
     return plan_of_calls(
         script.target,
         original.fingerprint,
         CallOptions(gradients_aside=False, parts=parts),
         budget,
-        memory_kind=memory_kind,
         script_sha256=sha256_of(path) if path else "",
     )
 

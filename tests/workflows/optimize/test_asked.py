@@ -9,8 +9,8 @@ from profiles import exchanging_step
 from torchtrim.errors import UsageError
 from torchtrim.records.allowance import allowance
 from torchtrim.records.trial import Request, Trial
+from torchtrim.workflows.optimize.levers import may_shard
 from torchtrim.workflows.optimize.measured import choices, pinned_choice
-from torchtrim.workflows.optimize.sharding import may_shard
 
 
 def job(ranks: int) -> Trial:

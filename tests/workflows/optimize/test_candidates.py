@@ -12,10 +12,11 @@ import torch
 import torchtrim
 from steps import encoder, train_step
 from torchtrim.errors import PlannedStepFailed
+from torchtrim.records.budget import Budget, memory_limit
 from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
-from torchtrim.workflows.optimize.candidates import Target, Timed, others, quickest
 from torchtrim.workflows.optimize.fitting import Fitting
+from torchtrim.workflows.optimize.tried import TimedPlan, others, quickest
 
 
 def step_of() -> torchtrim.TrainStep:
@@ -27,8 +28,8 @@ def plan(name: str, seconds: float) -> Any:
     return SimpleNamespace(techniques=(name,), predicted=SimpleNamespace(step_seconds=seconds))
 
 
-def timed(name: str, seconds: float) -> Timed:
-    return Timed(plan(name, seconds), SimpleNamespace(seconds=seconds))  # type: ignore[arg-type]
+def timed(name: str, seconds: float) -> TimedPlan:
+    return TimedPlan(plan(name, seconds), SimpleNamespace(seconds=seconds))  # type: ignore[arg-type]
 
 
 def ran(times: dict[str, float | None]) -> Callable[[Any], Any]:
@@ -68,23 +69,25 @@ def test_other_plans_keep_to_the_budget_and_differ() -> None:
     fitting = Fitting(step_of(), Request(steps=2), lambda _: None)
     original = fitting.observe()
     bias = original.peak_bytes - fitting.planner(original).simulated_original
-    target = Target(int(0.7 * original.peak_bytes), bias, "allocated")
-    first = fitting.planner(original).plan(target.budget, bias=bias)
-    found = others(lambda only: fitting.planner(original, only), [first], target, 4)
+    budget = Budget(int(0.7 * original.peak_bytes), bias=bias)
+    first = fitting.planner(original).plan(budget)
+    found = others(lambda only: fitting.planner(original, only), [first], budget, 4)
     assert found
     assert len({repr(one.techniques) for one in (first, *found)}) == len(found) + 1
-    assert all(one.predicted.peak_bytes <= target.budget for one in found)
+    assert all(one.predicted.peak_bytes <= budget.bytes for one in found)
     predicted = [one.predicted.step_seconds for one in found]
     assert predicted == sorted(predicted)
-    assert others(lambda only: fitting.planner(original, only), [first], target, 0) == []
-    rest = others(lambda only: fitting.planner(original, only), [first, found[0]], target, 4)
+    assert others(lambda only: fitting.planner(original, only), [first], budget, 0) == []
+    rest = others(lambda only: fitting.planner(original, only), [first, found[0]], budget, 4)
     assert [one.techniques for one in rest] == [one.techniques for one in found[1:]]
 
 
 def test_a_fit_says_which_was_taken_and_is_certified() -> None:
-    fit = Fitting(step_of(), Request(steps=2), lambda _: None, Terms(candidates=3)).fit("70%")
+    fit = Fitting(step_of(), Request(steps=2), lambda _: None, Terms(candidates=3)).fit(
+        memory_limit("70%")
+    )
     assert any("plans were run, at" in note for note in fit.notes)
     assert fit.certificate is not None
     assert fit.certificate.verdict == "BITWISE"
     assert fit.planned is not None
-    assert fit.planned.peak_bytes <= fit.budget_bytes
+    assert fit.planned.peak_bytes <= fit.budget.bytes

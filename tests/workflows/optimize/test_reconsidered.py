@@ -15,11 +15,12 @@ from steps import squared
 from torchtrim import TrainStep, techniques
 from torchtrim.executor.registry import technique
 from torchtrim.planner.plans import made_plan
+from torchtrim.records.budget import memory_limit
 from torchtrim.records.plan import Prediction, Technique
 from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
 from torchtrim.workflows.optimize.fitting import Fit, Fitting
-from torchtrim.workflows.optimize.reconsidered import Outcome, suspects
+from torchtrim.workflows.optimize.tried import PlanOutcome, suspects
 
 
 class Block(nn.Module):
@@ -56,7 +57,7 @@ def fitted(memory: str) -> Fit:
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(6)))
     step = TrainStep(model, squared, torch.optim.SGD(model.parameters(), 0.1), torch.randn(256, 32))
-    return Fitting(step, Request(steps=1), lambda _: None, Terms()).nearest(memory)
+    return Fitting(step, Request(steps=1), lambda _: None, Terms()).nearest(memory_limit(memory))
 
 
 @EITHER
@@ -67,7 +68,7 @@ def test_a_budget_that_honest_techniques_meet_is_met() -> None:
     assert found.certificate is not None
     assert found.certificate.verdict == "BITWISE"
     assert found.planned is not None
-    assert found.planned.peak_bytes <= found.budget_bytes
+    assert found.planned.peak_bytes <= found.budget.bytes
     assert "promises" not in {one.name for one in found.plan.techniques}
     assert any("promises" in note and "saved less" in note for note in found.notes)
 
@@ -83,7 +84,7 @@ def test_a_refusal_names_no_floor_above_its_own_levers() -> None:
     assert "promises" not in {one.name for one in found.plan.techniques}
 
 
-def outcome(used: int, simulated: int, *names: str) -> Outcome:
+def outcome(used: int, simulated: int, *names: str) -> PlanOutcome:
     plan = made_plan(
         "Net",
         fingerprint={},
@@ -91,7 +92,7 @@ def outcome(used: int, simulated: int, *names: str) -> Outcome:
         predicted=Prediction(peak_bytes=simulated, step_seconds=1.0),
         budget_bytes=100,
     )
-    return Outcome(plan, used, simulated)
+    return PlanOutcome(plan, used, simulated)
 
 
 def test_who_is_to_blame() -> None:

@@ -10,8 +10,7 @@ import pytest
 from torchtrim.errors import ScriptFailed
 from torchtrim.records.report import Report
 from torchtrim.runner.script import Script
-from torchtrim.workflows.stream.report import check_report, compared_report
-from torchtrim.workflows.stream.stream import StreamRequest
+from torchtrim.workflows.stream.stream import StreamRequest, check_report, compared_report
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "streams.py"
 pytestmark = pytest.mark.usefixtures("processes_are_not_traced")

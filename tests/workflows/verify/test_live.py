@@ -19,7 +19,7 @@ from torchtrim.planner.plans import made_plan
 from torchtrim.records.files import save_plan
 from torchtrim.records.plan import Prediction, Technique
 from torchtrim.records.trial import Step
-from torchtrim.runner.live import Ask, Shadow
+from torchtrim.runner.live import Shadow, ShadowTask
 from torchtrim.runner.script import Script
 from torchtrim.workflows.verify.live import run_checked
 
@@ -139,7 +139,7 @@ def test_verdicts(one: Shadow | None, other: Shadow | None, found: str, said: st
     assert said in verdict.reason
 
 
-def kept(ask: Ask, value: float) -> None:
+def kept(ask: ShadowTask, value: float) -> None:
     for number in range(len(ask.keep)):
         (ask.folder / f"kept-{number}").write_bytes(
             b"float32 []\n" + torch.tensor(value).numpy().tobytes()
@@ -148,7 +148,7 @@ def kept(ask: Ask, value: float) -> None:
 
 @pytest.mark.parametrize(("gap", "found"), [(1e-4, "equal"), (0.5, "different")])
 def test_rounding_is_bounded(gap: float, found: str) -> None:
-    def asked(ask: Ask) -> Shadow:
+    def asked(ask: ShadowTask) -> Shadow:
         kept(ask, 1.0 + gap * ask.planned)
         return shadow(a=str(ask.planned))
 
@@ -159,7 +159,7 @@ def test_rounding_is_bounded(gap: float, found: str) -> None:
 def test_what_the_original_does_not_repeat_is_no_difference() -> None:
     values = iter(range(100))
 
-    def asked(ask: Ask) -> Shadow:
+    def asked(ask: ShadowTask) -> Shadow:
         kept(ask, 1.0 + 0.1 * (next(values) % 2))
         return shadow(a=str(next(values)))
 

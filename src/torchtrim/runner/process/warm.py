@@ -49,11 +49,11 @@ class Warm:
 
     def fork(self, entry: str, folder: Path, output: Path, environment: dict[str, str]) -> Forked:
         """Have it fork. Raises `OSError` where it is gone."""
-        from torchtrim.runner.process.warm_worker import Order, send_order
+        from torchtrim.runner.process.warm_worker import RunOrder, send_order
 
         output.touch()
         ours, theirs = socket.socketpair()
-        order = Order(
+        order = RunOrder(
             entry=entry,
             folder=str(folder),
             output=str(output),

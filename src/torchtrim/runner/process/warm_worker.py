@@ -28,7 +28,7 @@ _LENGTH = 8
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True):
+class RunOrder(msgspec.Struct, frozen=True, kw_only=True):
     """One run: `python -m entry folder`, with its output in a file."""
 
     entry: str
@@ -38,7 +38,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     environment: dict[str, str]
 
 
-def send_order(control: socket.socket, order: Order, channel: socket.socket) -> None:
+def send_order(control: socket.socket, order: RunOrder, channel: socket.socket) -> None:
     """Ask for a run. Through the channel come its process number, its end, and its exit status."""
     text = msgspec.json.encode(order)
     socket.send_fds(control, [len(text).to_bytes(_LENGTH, "big")], [channel.fileno()])
@@ -56,7 +56,7 @@ def serve(control: socket.socket, lifeline: int) -> None:
         _bury()
 
 
-def _next_order(control: socket.socket) -> tuple[Order, socket.socket] | None:
+def _next_order(control: socket.socket) -> tuple[RunOrder, socket.socket] | None:
     header, descriptors, _, _ = socket.recv_fds(control, _LENGTH, 1)
     if not header:
         return None
@@ -67,7 +67,7 @@ def _next_order(control: socket.socket) -> tuple[Order, socket.socket] | None:
         if not part:
             return None
         text += part
-    return msgspec.json.decode(text, type=Order), socket.socket(fileno=descriptors[0])
+    return msgspec.json.decode(text, type=RunOrder), socket.socket(fileno=descriptors[0])
 
 
 def _fork() -> int:
@@ -84,7 +84,7 @@ def _bury() -> None:
             pass
 
 
-def _look_after(order: Order, channel: socket.socket, lifeline: int) -> NoReturn:
+def _look_after(order: RunOrder, channel: socket.socket, lifeline: int) -> NoReturn:
     """Fork for the run, tell of its end, and kill its whole group when asked, or when nobody is there.
 
     The run stays a zombie until then, so that its number is no other process's.
@@ -107,7 +107,7 @@ def _look_after(order: Order, channel: socket.socket, lifeline: int) -> NoReturn
     os._exit(0)
 
 
-def _become(order: Order, channel: socket.socket, lifeline: int) -> NoReturn:
+def _become(order: RunOrder, channel: socket.socket, lifeline: int) -> NoReturn:
     """Be the run's process: a session, input, output, folder and environment of its own."""
     try:
         os.setsid()

@@ -17,7 +17,7 @@ _GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.05
 
 
-class _Rank:
+class _RankProcess:
     """`python -m torchtrim ARGUMENTS` as one rank. It ends when the pipe does."""
 
     def __init__(self, number: int, arguments: Sequence[str], told: dict[str, str]) -> None:
@@ -40,7 +40,7 @@ class _Job:
     """Ranks that run. `code` is the first one's that failed, 0 where none has."""
 
     def __init__(self) -> None:
-        self.ranks: list[_Rank] = []
+        self.ranks: list[_RankProcess] = []
         self.code = 0
 
     def note(self) -> None:
@@ -81,7 +81,7 @@ def launch(arguments: Sequence[str], processes: int) -> int:
     try:
         for number in range(processes):
             told = rank_environment(number, processes, store.port) | {LIFELINE: str(ends[0])}
-            job.ranks.append(_Rank(number, arguments, told))
+            job.ranks.append(_RankProcess(number, arguments, told))
         await_all(job.ranks, float("inf"), job.note, patient=True)
         job.note()
     finally:

@@ -51,7 +51,7 @@ class RankEnded(NamedTuple):
     stack: tuple[str, ...]
 
 
-class Watched(Protocol):
+class WatchedRank(Protocol):
     """A rank that is watched; `look` sees what has become of it."""
 
     state: State
@@ -72,7 +72,7 @@ def crash_in(outcome: bytes | None) -> Crash | None:
     return None if outcome is None else msgspec.json.decode(outcome, type=_Glance).crash
 
 
-class _Rank:
+class _RunningRank:
     """One rank that runs."""
 
     def __init__(self, number: int, folder: Path, process: Process) -> None:
@@ -121,7 +121,7 @@ def run_ranks(
     outcome; `hide_gpu`: it sees none.
     """
     store = meeting_place()
-    ranks: list[_Rank] = []
+    ranks: list[_RunningRank] = []
     began = time.monotonic()
     try:
         for number, task in enumerate(tasks):
@@ -131,7 +131,7 @@ def run_ranks(
             environment = environment_of(script, hide_gpu)
             environment |= rank_environment(number, len(tasks), store.port)
             process = start(entry, own, own / "output", environment, script.path)
-            ranks.append(_Rank(number, own, process))
+            ranks.append(_RunningRank(number, own, process))
         timed_out = await_all(ranks, script.timeout, _Tells(ranks, progress).tell)
         seconds = min(time.monotonic() - began, script.timeout)
         running = [rank for rank in ranks if rank.state == "runs"]
@@ -153,7 +153,7 @@ def run_ranks(
     ]
 
 
-def _of(rank: _Rank) -> tuple[int, Path]:
+def _of(rank: _RunningRank) -> tuple[int, Path]:
     return rank.process.pid, rank.folder / STACK
 
 
@@ -187,7 +187,7 @@ def rank_environment(number: int, world: int, port: int) -> dict[str, str]:
 
 
 def await_all(
-    ranks: Sequence[Watched],
+    ranks: Sequence[WatchedRank],
     timeout: float,
     tell: Callable[[], None] = lambda: None,
     *,
@@ -226,7 +226,7 @@ def _limit(states: tuple[State, ...], began: float, patient: bool) -> float:
 class _Tells:
     """Says what the first of the ranks that run is at, if that is news."""
 
-    def __init__(self, ranks: Sequence[_Rank], progress: Callable[[str], None]) -> None:
+    def __init__(self, ranks: Sequence[_RunningRank], progress: Callable[[str], None]) -> None:
         self._ranks = ranks
         self._progress = progress
         self._said = ""

@@ -40,7 +40,7 @@ class Spawning:
             if nprocs != self._world:
                 return original(fn, args, nprocs, join, *more, **options)
             self._run(fn, (_rank(), *args))
-            return None if join else Over()
+            return None if join else NoProcesses()
 
         return spawn
 
@@ -62,7 +62,7 @@ class Spawning:
             return function(*args)
 
 
-class Over:
+class NoProcesses:
     """A handle of processes of which none was started: all are over."""
 
     processes: tuple[Any, ...] = ()

@@ -26,12 +26,12 @@ from torchtrim.workflows.fix.attempt import (
     Attempt,
     Waits,
     attempt,
+    costs_more,
     grown_ms,
     profile_of,
     waiting_lines,
     waits_of,
 )
-from torchtrim.workflows.fix.worth import costs_more
 
 _MOST_ROUNDS = 20
 Key = tuple[str, str, str]

@@ -20,6 +20,7 @@ from torchtrim.executor.network.parts import PartsProgram
 from torchtrim.executor.network.planned import Planned
 from torchtrim.executor.network.program import Program
 from torchtrim.planner.calls import CallOptions, plan_of_calls
+from torchtrim.records.budget import Budget
 from torchtrim.records.memory_table import MemoryTable
 from torchtrim.records.plan import Plan, Prediction
 from torchtrim.records.trial import Request
@@ -182,7 +183,8 @@ def plan_for(
 ) -> Plan:
     """The plan that these options make."""
     name = type(model).__name__
-    return plan_of_calls(name, {name: fingerprint_of(model)}, options, budget, predicted=predicted)
+    fingerprint = {name: fingerprint_of(model)}
+    return plan_of_calls(name, fingerprint, options, Budget(budget), predicted=predicted)
 
 
 def table_of(
@@ -231,4 +233,4 @@ def _verified(model: nn.Module, inputs: Any, plan: Plan, budget: int, progress: 
             f"the planned call does not equal the original: {certificate.reason}. The model is as it "
             "was. Leave out what differs: inplace=False, reuse_buffers=False, split_batch=1."
         )
-    return Fit(original, budget, plan, planned, certificate, ())
+    return Fit(original, Budget(budget), plan, planned, certificate, ())

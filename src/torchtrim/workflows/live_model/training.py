@@ -15,11 +15,11 @@ from torchtrim.analysis.timeline import WORKSPACE, by_kind, peak_operator
 from torchtrim.capture.count import arguments_of
 from torchtrim.capture.recording import tensors_in
 from torchtrim.capture.workload import TrainStep
-from torchtrim.core.units import check_bytes, parse_bytes
 from torchtrim.errors import ApplyFailed, UsageError
 from torchtrim.executor.apply import Applied, apply_plan
 from torchtrim.executor.fingerprint import fingerprint_of
 from torchtrim.planner.planner import Planner
+from torchtrim.records.budget import Budget, MemoryLimit, memory_limit
 from torchtrim.records.memory_table import MemoryTable
 from torchtrim.records.plan import Plan
 from torchtrim.records.profile import Profile
@@ -62,16 +62,15 @@ def optimize_step(
     """
     if split_batch != 1:
         raise UsageError("split_batch is for mode='inference': in training its sum would differ.")
-    if memory is not None:
-        check_bytes(memory, share=True)
+    limit = None if memory is None else memory_limit(memory)
     step, left = (
         step_of(model, inputs),
         _OF_OPTIMIZERS if inplace else (*_OF_OPTIMIZERS, "overwrite"),
     )
     if not verify:
-        return _planned_dry(step, memory, left, progress)
+        return _planned_dry(step, limit, left, progress)
     fitting = Fitting(step, Request(steps=2), progress, Terms(exclude=left))
-    fit = fitting.smallest() if memory is None else fitting.fit(memory)
+    fit = fitting.smallest() if limit is None else fitting.fit(limit)
     if fit.certificate is not None and fit.certificate.verdict == "NOT EQUAL":
         raise ApplyFailed(
             f"the planned step does not equal the original: {fit.certificate.reason}. The model is as "
@@ -108,10 +107,10 @@ _RESULTS = ("activation", "temporary")
 
 
 def _planned_dry(
-    step: TrainStep, memory: str | int | None, exclude: tuple[str, ...], progress: Progress
+    step: TrainStep, limit: MemoryLimit | None, exclude: tuple[str, ...], progress: Progress
 ) -> Optimized:
     profile = Estimate(step, progress=progress).profile
-    plan = _plan(profile, step.model, memory, exclude)
+    plan = _plan(profile, step.model, limit, exclude)
     applied: Applied = apply_plan(plan, _roots(step.model))
     try:
         after = table_of_step(Estimate(step, progress=progress).profile)
@@ -122,7 +121,7 @@ def _planned_dry(
 
 
 def _plan(
-    profile: Profile, model: nn.Module, memory: str | int | None, exclude: tuple[str, ...]
+    profile: Profile, model: nn.Module, limit: MemoryLimit | None, exclude: tuple[str, ...]
 ) -> Plan:
     planner = Planner(
         profile,
@@ -131,9 +130,9 @@ def _plan(
         exclude=exclude,
     )
     bias = profile.peak_bytes - planner.simulated_original
-    if memory is None:
-        return planner.floor_plan(profile.peak_bytes, bias=bias)
-    return planner.plan(parse_bytes(memory, whole=profile.peak_bytes), bias=bias)
+    if limit is None:
+        return planner.floor_plan(Budget(profile.peak_bytes, bias=bias))
+    return planner.plan(limit.budget(profile.peak_bytes).biased(bias))
 
 
 def _roots(model: nn.Module) -> dict[str, nn.Module]:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection
 from msgspec.structs import replace
 
 from torchtrim.core.isolation import Failure, debugging, note
-from torchtrim.errors import PlannedStepFailed
+from torchtrim.core.units import format_bytes
+from torchtrim.errors import InfeasibleBudget, PlannedStepFailed
 from torchtrim.executor.failing import defective
 from torchtrim.records.plan import Plan
 from torchtrim.records.profile import Profile
@@ -16,6 +17,7 @@ from torchtrim.records.trial import Trial
 
 _REFUSED = "ApplyFailed: "
 _RANGE = re.compile(r"(?P<path>.+)\[(?P<first>\d+):(?P<last>\d+)\]")
+NOTHING = "nothing that is allowed lowers the peak, so the plan changes nothing"
 
 
 def broken_in(error: Exception) -> str:
@@ -108,3 +110,13 @@ def _modules_at(profile: Profile, place: str) -> list[int]:
     chain = numbers.get(match["path"], -1)
     children = [n for n, module in enumerate(profile.modules) if module.parent == chain >= 0]
     return children[int(match["first"]) : int(match["last"])]
+
+
+def nothing_helps(budget: int, whole: int, set_by: str) -> InfeasibleBudget:
+    """Return the error of a budget for which no plan saves anything."""
+    return InfeasibleBudget(
+        f"{NOTHING}: the peak stays at {format_bytes(whole)} ({whole} bytes), set by {set_by}, and "
+        f"{format_bytes(budget)} are wanted. Make the batch smaller, or look at what the peak is made of.",
+        smallest_bytes=whole,
+        set_by=set_by,
+    )

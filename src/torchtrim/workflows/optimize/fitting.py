@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -13,35 +12,43 @@ import msgspec
 from torchtrim.certify.as_asked import as_asked, asked_of, by_hand, limit_of
 from torchtrim.certify.certify import Contest
 from torchtrim.certify.ranks import certify_ranks
-from torchtrim.core.units import check_bytes, format_bytes, parse_bytes
+from torchtrim.core.units import format_bytes
 from torchtrim.errors import ApplyFailed, InfeasibleBudget, PlannedStepFailed, Unsupported
 from torchtrim.executor.export import exported
 from torchtrim.executor.fingerprint import sha256_of
-from torchtrim.executor.overheads import overheads
 from torchtrim.executor.registry import exportable, names, technique
 from torchtrim.planner.pins import KEEP
 from torchtrim.planner.planner import Planner
 from torchtrim.planner.several import Planners, Variant
 from torchtrim.records.allowance import EVERYTHING, allowance
+from torchtrim.records.budget import Budget, MemoryKind, MemoryLimit
 from torchtrim.records.certificate import Certificate
 from torchtrim.records.finding import EQUIVALENCES
 from torchtrim.records.lever import Lever
-from torchtrim.records.plan import MemoryKind, Plan
+from torchtrim.records.plan import Plan
 from torchtrim.records.terms import BITWISE, Terms
 from torchtrim.records.trial import Request, Trial
 from torchtrim.runner.script import Script, working_folder
 from torchtrim.runner.trials import Progress, Workload, run_trial
-from torchtrim.workflows.optimize.candidates import Target, Timed, others, quickest
 from torchtrim.workflows.optimize.failures import (
+    NOTHING,
     broken_in,
     broken_technique,
     failing_places,
     failure_note,
+    nothing_helps,
     of_techniques,
     without_places,
 )
-from torchtrim.workflows.optimize.lengths import longest_step, recording, uneven_note
-from torchtrim.workflows.optimize.levers import LEAST_SAVING, Reached, levers_of, refusals
+from torchtrim.workflows.optimize.levers import (
+    LEAST_SAVING,
+    SHARD,
+    Reached,
+    levers_of,
+    may_shard,
+    refusals,
+    with_shard,
+)
 from torchtrim.workflows.optimize.measured import (
     Choice,
     check_named,
@@ -53,18 +60,31 @@ from torchtrim.workflows.optimize.measured import (
     semantic_names,
     split_pins,
 )
-from torchtrim.workflows.optimize.reconsidered import Outcome, note_on, plans_below, suspects
-from torchtrim.workflows.optimize.sharding import NAME as SHARD
-from torchtrim.workflows.optimize.sharding import may_shard, with_shard
-from torchtrim.workflows.optimize.tried import Tried, key_of, measured
+from torchtrim.workflows.optimize.original import (
+    longest_step,
+    recording,
+    uneven_note,
+    with_overheads,
+)
+from torchtrim.workflows.optimize.tried import (
+    MeasuredPlan,
+    PlanOutcome,
+    TimedPlan,
+    key_of,
+    measured,
+    note_on,
+    others,
+    plans_below,
+    quickest,
+    suspects,
+    well_used,
+)
 
 _ROUNDS = 3
-_WELL_USED = 0.9
 _TIMES = 2
 _ALONE = {"micro_batch", "optimizer_in_backward"}
 """Not for a job of several ranks, which exchange gradients once, when backward has made them."""
 _RANK = EQUIVALENCES.index
-NOTHING = "nothing that is allowed lowers the peak, so the plan changes nothing"
 
 
 class Fit(NamedTuple):
@@ -75,7 +95,7 @@ class Fit(NamedTuple):
     """
 
     original: Trial
-    budget_bytes: int
+    budget: Budget
     plan: Plan
     planned: Trial | None
     certificate: Certificate | None
@@ -119,7 +139,7 @@ class Fitting:
         """The original's trial."""
         if self.original is None:
             request = msgspec.structs.replace(self._request, times=_TIMES)
-            self.original = _with_overheads(self._run(request, "original"))
+            self.original = with_overheads(self._run(request, "original"))
         return self.original
 
     def observe_longest(self) -> Trial:
@@ -130,7 +150,7 @@ class Fitting:
             self.notes.append(uneven_note(original))
             self._request = recording(self._request, longest)
             trial = self._run(self._request, "original, its longest step")
-            self.original = original = _with_overheads(trial)
+            self.original = original = with_overheads(trial)
         return original
 
     def planner(self, original: Trial, only: str = "") -> Planner | Planners:
@@ -162,7 +182,7 @@ class Fitting:
         named = self._to_measure(only)
         wanted = [pinned] if pinned else choices(original, named, self._dropped, allowed)
         whole = original.peak_bytes - first.simulated_original
-        plain = first.unchanged(original.peak_bytes)
+        plain = first.unchanged(Budget(original.peak_bytes))
         for one in recorded(original, wanted, partial(self._with, plain), self._note):
             planner = self._new_planner(one.trial, only, (*one.barred,))
             over = one.trial.peak_bytes - planner.simulated_original
@@ -203,28 +223,27 @@ class Fitting:
             },
         )
 
-    def fit(self, memory: str | int, memory_kind: MemoryKind = "allocated") -> Fit:
+    def fit(self, limit: MemoryLimit) -> Fit:
         """Plan, apply, measure, correct; then verify. Raises `InfeasibleBudget` if nothing fits."""
-        found = self.nearest(memory, memory_kind)
+        found = self.nearest(limit)
         if found.missed is not None:
             raise found.missed
         return found
 
-    def nearest(self, memory: str | int, memory_kind: MemoryKind = "allocated") -> Fit:
+    def nearest(self, limit: MemoryLimit) -> Fit:
         """As `fit`; where nothing fits, the plan with the smallest peak, verified, and `missed`."""
-        check_bytes(memory, share=True)
         original = self.observe_longest()
-        whole = measured(original, memory_kind)
-        budget = parse_bytes(memory, whole=whole)
+        whole = measured(original, limit.kind)
+        budget = limit.budget(whole)
         planner = self.planner(original)
         self.notes += {planner.pinned.note()} - {"", *self.notes}
-        if whole <= budget and not planner.forced:
+        if whole <= budget.bytes and not planner.forced:
             notes = (*self.notes, "the original fits the budget as it is")
-            unchanged = self._unchanged(original, budget, memory_kind)
+            unchanged = self._unchanged(original, budget)
             return Fit(original, budget, unchanged, None, None, notes)
         return self._surviving(
-            lambda: self._within(original, budget, memory_kind),
-            lambda: self._missed(original, budget, memory_kind, Tried.unchanged(whole)),
+            lambda: self._within(original, budget),
+            lambda: self._missed(original, budget, MeasuredPlan.unchanged(whole)),
         )
 
     def _turns_to_shards(self, original: Trial) -> bool:
@@ -240,21 +259,23 @@ class Fitting:
     def smallest(self) -> Fit:
         """The plan with the smallest peak that was found, measured and verified."""
         original = self.observe_longest()
+        whole, unchanged = Budget(original.peak_bytes), MeasuredPlan.unchanged(0)
         return self._surviving(
             lambda: self._smallest(original),
-            lambda: self._verified(original, original.peak_bytes, Tried.unchanged(0)),
+            lambda: self._verified(original, whole, unchanged),
         )
 
     def _smallest(self, original: Trial) -> Fit:
         planner = self.planner(original)
         bias = original.peak_bytes - planner.simulated_original
-        plan = planner.floor_plan(original.peak_bytes, bias=bias)
+        budget = Budget(original.peak_bytes, bias=bias)
+        plan = planner.floor_plan(budget)
         planned = self.run_planned(plan)
-        tried = Tried(plan, planned, planned.peak_bytes)
+        tried = MeasuredPlan(plan, planned, planned.peak_bytes)
         if tried.used <= (1 - LEAST_SAVING) * original.peak_bytes or planner.forced:
-            return self._verified(original, original.peak_bytes, tried)
-        unchanged = Tried.unchanged(original.peak_bytes)
-        return self._verified(original, original.peak_bytes, unchanged)._replace(notes=(NOTHING,))
+            return self._verified(original, budget, tried)
+        unchanged = MeasuredPlan.unchanged(original.peak_bytes)
+        return self._verified(original, budget, unchanged)._replace(notes=(NOTHING,))
 
     def verify(self, original: Trial, plan: Plan, planned: Trial | None = None) -> Certificate:
         """Run the planned, unless it was; compare."""
@@ -293,7 +314,7 @@ class Fitting:
         if not self._terms.exports:
             yield msgspec.structs.replace(self._request, plan=plan)
             return
-        with self._folder() as folder:
+        with working_folder() as folder:
             path = folder / "planned.py"
             path.write_text(exported(plan, ""), encoding="utf-8")
             yield msgspec.structs.replace(self._request, plan=plan, exported=str(path))
@@ -336,56 +357,54 @@ class Fitting:
             failed.exit_code = error.exit_code
             raise failed from error
 
-    def _within(self, original: Trial, budget: int, kind: MemoryKind) -> Fit:
+    def _within(self, original: Trial, budget: Budget) -> Fit:
         """A plan whose measured figure is within the budget, or the one that needs least."""
         planner = self.planner(original)
-        whole = measured(original, kind)
+        whole = measured(original, budget.kind)
         first = bias = whole - planner.simulated_original
-        tried = [] if planner.forced else [Tried.unchanged(whole)]
-        outcomes: list[Outcome] = []
+        tried = [] if planner.forced else [MeasuredPlan.unchanged(whole)]
+        outcomes: list[PlanOutcome] = []
         notes: list[str] = []
         for number in range(_ROUNDS + 1):
             try:
-                plan = (
-                    planner.plan(budget, bias=bias, memory_kind=kind) if number < _ROUNDS else None
-                )
+                plan = planner.plan(budget.biased(bias)) if number < _ROUNDS else None
             except InfeasibleBudget:
                 plan = None
-            if plan is None and any(one.used <= budget for one in tried):
+            if plan is None and any(one.used <= budget.bytes for one in tried):
                 break
             last = plan is None
-            plan = plan or planner.floor_plan(budget, bias=bias, memory_kind=kind)
+            plan = plan or planner.floor_plan(budget.biased(bias))
             trial = self.run_planned(plan)
-            used = measured(trial, kind)
-            tried.append(Tried(plan, trial, used))
-            outcomes.append(Outcome(plan, used, plan.predicted.peak_bytes - bias + first))
-            self._known[key_of(plan, kind)] = used
+            used = measured(trial, budget.kind)
+            tried.append(MeasuredPlan(plan, trial, used))
+            outcomes.append(PlanOutcome(plan, used, plan.predicted.peak_bytes - bias + first))
+            self._known[key_of(plan, budget.kind)] = used
             error = used - plan.predicted.peak_bytes
-            if last or (used <= budget and (used >= _WELL_USED * budget or error > -0.02 * budget)):
+            if last or well_used(used, error, budget.bytes):
                 break
-            if used > budget:
+            if used > budget.bytes:
                 notes.append(
                     f"a plan predicted {format_bytes(plan.predicted.peak_bytes)} and measured "
                     f"{format_bytes(used)}; planned again"
                 )
             bias += error
-        if not planner.forced and all(one.used > budget for one in tried):
-            tried += self._reconsidered(original, outcomes, Target(budget, first, kind))
-        fitting = [one for one in tried if one.used <= budget]
+        if not planner.forced and all(one.used > budget.bytes for one in tried):
+            tried += self._reconsidered(original, outcomes, budget.biased(first))
+        fitting = [one for one in tried if one.used <= budget.bytes]
         if fitting:
             best = max(fitting, key=lambda one: one.used)
             if self._terms.candidates > 1:
-                best = self._quickest(original, best, tried, Target(budget, bias, kind))
+                best = self._quickest(original, best, tried, budget.biased(bias))
             found = self._verified(original, budget, best)
         elif self._turns_to_shards(original):
-            return self._within(original, budget, kind)
+            return self._within(original, budget)
         else:
-            found = self._missed(original, budget, kind, min(tried, key=lambda one: one.used))
+            found = self._missed(original, budget, min(tried, key=lambda one: one.used))
         return found._replace(notes=(*notes, *found.notes))
 
     def _reconsidered(
-        self, original: Trial, outcomes: list[Outcome], target: Target
-    ) -> Iterator[Tried]:
+        self, original: Trial, outcomes: list[PlanOutcome], budget: Budget
+    ) -> Iterator[MeasuredPlan]:
         """Run what is predicted to need less than all that was run, until a plan fits the budget."""
         blamed = suspects(outcomes)
         if blamed:
@@ -393,19 +412,19 @@ class Fitting:
         without = (self._planner_without(original, left) for left in blamed)
         predicted = sorted({*names()} - {*self._exclude, *measured_names()})
         alone = (self.planner(original, only=name) for name in predicted)
-        for plan in plans_below((*without, *alone), target, self._allowed):
-            lowest = min((one.used for one in outcomes), default=measured(original, target.kind))
+        for plan in plans_below((*without, *alone), budget, self._allowed):
+            lowest = min((one.used for one in outcomes), default=measured(original, budget.kind))
             known = repr(plan.techniques) in {repr(one.plan.techniques) for one in outcomes}
-            if lowest <= target.budget or known:
+            if lowest <= budget.bytes or known:
                 continue
             if plan.predicted.peak_bytes >= (1 - LEAST_SAVING) * lowest:
                 continue
             with suppress(PlannedStepFailed):
                 trial = self.run_planned(plan)
-                used = measured(trial, target.kind)
-                outcomes.append(Outcome(plan, used, plan.predicted.peak_bytes))
-                self._known[key_of(plan, target.kind)] = used
-                yield Tried(plan, trial, used)
+                used = measured(trial, budget.kind)
+                outcomes.append(PlanOutcome(plan, used, plan.predicted.peak_bytes))
+                self._known[key_of(plan, budget.kind)] = used
+                yield MeasuredPlan(plan, trial, used)
 
     def _planner_without(self, original: Trial, left: Collection[str]) -> Planner | Planners:
         """As `planner`, without these techniques."""
@@ -416,8 +435,8 @@ class Fitting:
             self._dropped = before
 
     def _quickest(
-        self, original: Trial, first: Tried, tried: Sequence[Tried], target: Target
-    ) -> Tried:
+        self, original: Trial, first: MeasuredPlan, tried: Sequence[MeasuredPlan], budget: Budget
+    ) -> MeasuredPlan:
         """The quickest of the first and other plans, by the clock. What was tried is not run again."""
         if first.plan is None or first.trial is None:
             return first
@@ -425,76 +444,53 @@ class Fitting:
 
         def run(plan: Plan) -> Trial | None:
             trial = known.get(repr(plan.techniques)) or self.run_planned(plan)
-            return trial if measured(trial, target.kind) <= target.budget else None
+            return trial if measured(trial, budget.kind) <= budget.bytes else None
 
         planner_of = partial(self.planner, original)
-        missed = [one.plan for one in tried if one.plan is not None and one.used > target.budget]
-        plans = others(planner_of, [first.plan, *missed], target, self._terms.candidates - 1)
-        best, note = quickest(Timed(first.plan, first.trial), plans, run)
+        missed = [one.plan for one in tried if one.plan is not None and one.used > budget.bytes]
+        plans = others(planner_of, [first.plan, *missed], budget, self._terms.candidates - 1)
+        best, note = quickest(TimedPlan(first.plan, first.trial), plans, run)
         self._note(note)
-        return Tried(best.plan, best.trial, measured(best.trial, target.kind))
+        return MeasuredPlan(best.plan, best.trial, measured(best.trial, budget.kind))
 
-    def _verified(self, original: Trial, budget: int, tried: Tried) -> Fit:
+    def _verified(self, original: Trial, budget: Budget, tried: MeasuredPlan) -> Fit:
         if tried.plan is None or tried.trial is None:
-            plan = self._unchanged(original, budget, "allocated")
+            plan = self._unchanged(original, budget._replace(kind="allocated"))
             return Fit(original, budget, plan, None, None, ())
         certificate = self.verify(original, tried.plan, tried.trial)
         return Fit(original, budget, tried.plan, tried.trial, certificate, ())
 
-    def _missed(self, original: Trial, budget: int, kind: MemoryKind, tried: Tried) -> Fit:
+    def _missed(self, original: Trial, budget: Budget, tried: MeasuredPlan) -> Fit:
         """The plan that needs least, and the error that says so and has it."""
-        whole = measured(original, kind)
+        whole = measured(original, budget.kind)
         if tried.used > (1 - LEAST_SAVING) * whole and not self.planner(original).forced:
-            tried = Tried.unchanged(whole)
+            tried = MeasuredPlan.unchanged(whole)
         found = self._verified(original, budget, tried)
         seconds = found.planned.seconds if found.planned is not None else original.seconds
         levers = levers_of(
             lambda name: self.planner(original, only=name),
-            whole,
-            kind,
+            Budget(whole, budget.kind),
             Reached(found.plan.techniques, tried.used, seconds),
             self._exclude,
             self._allowed,
-            lambda plan: self._known.get(key_of(plan, kind)),
+            lambda plan: self._known.get(key_of(plan, budget.kind)),
         )
         levers = with_shard(levers, self.workload, original, whole)
-        missed = self.planner(original).infeasible(budget, tried.used)
+        missed = self.planner(original).infeasible(budget.bytes, tried.used)
         if not found.plan.techniques:
-            missed = _nothing_helps(budget, tried.used, missed.set_by)
+            missed = nothing_helps(budget.bytes, tried.used, missed.set_by)
         missed.plan, missed.certificate, missed.levers = found.plan, found.certificate, levers
         notes = (*found.notes, *refusals(original, self._exclude))
         return found._replace(missed=missed, levers=levers, notes=notes)
 
-    def _unchanged(self, original: Trial, budget: int, kind: MemoryKind) -> Plan:
+    def _unchanged(self, original: Trial, budget: Budget) -> Plan:
         """The plan that changes nothing."""
         planner = self.planner(original)
-        bias = measured(original, kind) - planner.simulated_original
-        return planner.unchanged(budget, bias=bias, memory_kind=kind)
+        bias = measured(original, budget.kind) - planner.simulated_original
+        return planner.unchanged(budget.biased(bias))
 
     def _run(self, request: Request, what: str) -> Trial:
-        with self._folder() as folder:
+        with working_folder() as folder:
             return run_trial(
                 self.workload, request, folder, lambda text: self._progress(f"{what}: {text}")
             )
-
-    @contextmanager
-    def _folder(self) -> Iterator[Path]:
-        with working_folder() as folder:
-            yield folder
-
-
-def _with_overheads(trial: Trial) -> Trial:
-    """The trial with what running again takes besides on this machine, where that is what takes the time."""
-    if trial.profile is None or not trial.profile.device.startswith("cpu"):
-        return trial
-    profile = msgspec.structs.replace(trial.profile, overheads=overheads())
-    return msgspec.structs.replace(trial, profile=profile)
-
-
-def _nothing_helps(budget: int, whole: int, set_by: str) -> InfeasibleBudget:
-    return InfeasibleBudget(
-        f"{NOTHING}: the peak stays at {format_bytes(whole)} ({whole} bytes), set by {set_by}, and "
-        f"{format_bytes(budget)} are wanted. Make the batch smaller, or look at what the peak is made of.",
-        smallest_bytes=whole,
-        set_by=set_by,
-    )

@@ -1,7 +1,8 @@
-"""What each technique would reach of a step's peak, alone."""
+"""What each technique would reach of a step's peak, alone; of a job of several ranks, sharding too."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 
@@ -11,15 +12,26 @@ from torchtrim.executor.registry import Measured, names, refusals_of, technique
 from torchtrim.planner.planner import Planner
 from torchtrim.planner.several import Planners
 from torchtrim.records.allowance import Allowance, words_for
+from torchtrim.records.budget import Budget
+from torchtrim.records.commands import path_argument
 from torchtrim.records.finding import EQUIVALENCES, Equivalence
 from torchtrim.records.lever import Lever
-from torchtrim.records.plan import MemoryKind, Plan, Technique
-from torchtrim.records.trial import Trial
+from torchtrim.records.plan import Plan, Technique
+from torchtrim.records.sharding import Sharding
+from torchtrim.records.trial import Request, Trial
+from torchtrim.runner.script import Script
+from torchtrim.runner.trials import Workload
 from torchtrim.step.from_profile import step_of
+from torchtrim.workflows.estimate.estimate import Estimate
+from torchtrim.workflows.optimize.measured import choices
 
 # A plan or a lever that saves less of the peak is none.
 LEAST_SAVING = 0.005
 _RANK = EQUIVALENCES.index
+
+
+SHARD = "shard"
+_EQUIVALENCE: Equivalence = "ROUNDING"
 
 
 class Reached:
@@ -38,8 +50,7 @@ class Reached:
 
 def levers_of(
     planner_of: Callable[[str], Planner | Planners],
-    whole: int,
-    kind: MemoryKind,
+    whole: Budget,
     reached: Reached,
     exclude: Collection[str],
     allow: Allowance,
@@ -48,7 +59,7 @@ def levers_of(
     """The smallest peak of each technique that lowers it, and of those of the plan together: quickest first.
 
     `planner_of` plans with one technique alone, and one that it cannot plan is left out; `whole` is the
-    original's figure. `known` is what a plan was measured to need, None for one that was not run.
+    original's own figure. `known` is what a plan was measured to need, None for one that was not run.
     """
     found = [reached.lever] if reached.names else []
     for name in names():
@@ -56,11 +67,11 @@ def levers_of(
             continue
         with isolated("technique", name), suppress(TorchtrimError):
             planner = planner_of(name)
-            bias = whole - planner.simulated_original
-            plan = planner.floor_plan(0, bias=bias, memory_kind=kind)
+            bias = whole.bytes - planner.simulated_original
+            plan = planner.floor_plan(Budget(0, whole.kind, bias))
             lever = _lever(name, plan, allow, known(plan))
             used = name in {one.name for one in plan.techniques}
-            if used and lever.peak_bytes < (1 - LEAST_SAVING) * whole:
+            if used and lever.peak_bytes < (1 - LEAST_SAVING) * whole.bytes:
                 found.append(lever)
     return tuple(sorted(found, key=lambda lever: lever.step_seconds))
 
@@ -92,3 +103,59 @@ def _lever(name: str, plan: Plan, allow: Allowance, measured: int | None) -> Lev
 def _least(equivalences: Sequence[Equivalence]) -> Equivalence:
     """The least equal of several."""
     return max(equivalences, key=_RANK, default="BITWISE")
+
+
+def may_shard(original: Trial, allowed: Allowance, exclude: Collection[str]) -> bool:
+    """Whether it is a job whose ranks each hold a whole model, and `shard` may split it."""
+    if SHARD in exclude or not original.ranks:
+        return False
+    return bool(choices(original, (SHARD,), (), allowed))
+
+
+def with_shard(
+    levers: tuple[Lever, ...], workload: Workload, original: Trial, whole: int
+) -> tuple[Lever, ...]:
+    """The levers, and what sharding alone would need where none of them says so."""
+    if any(one.technique == SHARD for one in levers):
+        return levers
+    return levers + sharded_lever(workload, original, whole)
+
+
+def sharded_lever(workload: Workload, original: Trial, whole: int) -> tuple[Lever, ...]:
+    """What FSDP2 would need on each rank of a job with `DistributedDataParallel`, from a dry run of one.
+
+    None where there is no such job, where the dry run fails, or where it would save nothing of `whole`
+    bytes. The ranks' sums are added in another order: equal up to rounding.
+    """
+    profile = original.profile
+    if not isinstance(workload, Script) or profile is None or not profile.replicas:
+        return ()
+    ranks = len(original.ranks)
+    if ranks < 2:
+        return ()
+    request = Request(steps=0, dry=True, ranks=ranks, sharding=Sharding())
+    alone = workload._replace(processes=1, only=-1)
+    try:
+        found = Estimate(alone, device=alone.device, request=request)
+    except TorchtrimError:
+        return ()
+    if found.peak_bytes >= whole:
+        return ()
+    return (
+        Lever(
+            technique=SHARD,
+            equivalence=_EQUIVALENCE,
+            peak_bytes=found.peak_bytes,
+            step_seconds=0.0,
+            needs=f"fully_shard in the script: {_command(workload, ranks)}",
+            source="simulated",
+        ),
+    )
+
+
+def _command(script: Script, ranks: int) -> str:
+    """The command that says more."""
+    target = ["-m", script.target] if script.module else [path_argument(script.target)]
+    device = ["--device", script.device] if script.device else []
+    words = ["torchtrim", "estimate", *target, *device, "--ranks", str(ranks), "--fsdp"]
+    return shlex.join([*words, *(["--", *script.args] if script.args else [])])

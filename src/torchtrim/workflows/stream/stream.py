@@ -10,13 +10,18 @@ from typing import NamedTuple
 import msgspec
 import torch
 
+from torchtrim.core.units import format_bytes, format_seconds
 from torchtrim.errors import ApplyFailed, ScriptFailed
 from torchtrim.records.certificate import Certificate, Difference, Verdict
 from torchtrim.records.plan import Plan
-from torchtrim.records.report import Stream
+from torchtrim.records.profile import Profile
+from torchtrim.records.report import Report, Result, Stream
 from torchtrim.records.trial import Crash
+from torchtrim.report.assemble import stream_report
+from torchtrim.rules.registry import diagnose
 from torchtrim.runner.script import Script, failure, run_script, working_folder
 from torchtrim.runner.stream_worker import KEPT, StreamTask, StreamTrial
+from torchtrim.workflows.findings import subject_of
 
 Progress = Callable[[str], None]
 
@@ -29,7 +34,7 @@ class StreamRequest(NamedTuple):
     plan: Plan | None = None
 
 
-class Compared(NamedTuple):
+class StreamPair(NamedTuple):
     """A stream with its bounds beside the same one without."""
 
     bounded: StreamTrial
@@ -79,17 +84,17 @@ def _is_fatal(crash: Crash, bounds: str, keep: int) -> bool:
     return bounds != "on" or crash.kind == "refused"
 
 
-def compare_streams(script: Script, request: StreamRequest, progress: Progress) -> Compared:
+def compare_streams(script: Script, request: StreamRequest, progress: Progress) -> StreamPair:
     """Run a stream without its bounds and with them, and compare what each frame gives."""
     with ExitStack() as stack:
         folders = [stack.enter_context(working_folder()) for _ in range(2)]
         free = run_stream(script, request, folders[0], progress, bounds="off", compare=True)
         tied = run_stream(script, request, folders[1], progress, bounds="on", compare=True)
     certificate = _certificate(script, request, free, tied, progress)
-    return Compared(tied, free, certificate)
+    return StreamPair(tied, free, certificate)
 
 
-def both(compared: Compared) -> Stream:
+def both(compared: StreamPair) -> Stream:
     """The figures of the bounded stream, with those of the unbounded one."""
     tied, free = compared.bounded.stream, compared.unbounded.stream
     assert tied is not None
@@ -205,3 +210,50 @@ def _values(path: Path) -> torch.Tensor:
         if data
         else torch.empty(0, dtype=torch.float64, device="cpu")
     )
+
+
+def check_report(
+    script: Script, request: StreamRequest, max_growth: int, progress: Progress
+) -> Result:
+    """What grows in a script that streams."""
+    with working_folder() as folder:
+        trial = run_stream(script, request, folder, progress)
+    assert trial.profile is not None
+    assert trial.stream is not None
+    stream = msgspec.structs.replace(trial.stream, max_growth_bytes=max_growth)
+    return Result(_report("stream-check", script, trial.profile, stream), trial.profile)
+
+
+def compared_report(script: Script, request: StreamRequest, progress: Progress) -> Result:
+    """Whether the bounds of a stream change what it computes, with what they save."""
+    compared = compare_streams(script, request, progress)
+    profile = compared.bounded.profile
+    assert profile is not None
+    report = _report("verify", script, profile, both(compared))
+    return Result(msgspec.structs.replace(report, certificate=compared.certificate), profile)
+
+
+def _report(verb: str, script: Script, profile: Profile, stream: Stream) -> Report:
+    subject = subject_of(script, profile.device)
+    return stream_report(verb, subject, stream, diagnose(profile), tuple(_notes(stream)))
+
+
+def _notes(stream: Stream) -> list[str]:
+    notes = [
+        f"a frame is {stream.frame}; {stream.frames} frames, growth measured from frame {stream.first} on; "
+        f"{format_seconds(stream.frame_seconds)} a frame while it is watched",
+        f"the process grew by {_signed(stream.process_growth_bytes)} a frame, its allocators' noise included",
+    ]
+    if stream.max_growth_bytes is not None and stream.growth_bytes > stream.max_growth_bytes:
+        grew, most = format_bytes(stream.growth_bytes), format_bytes(stream.max_growth_bytes)
+        notes.insert(0, f"over the limit: {grew} a frame, --max-growth {most}")
+    if stream.unbounded_growth_bytes is not None:
+        seconds = format_seconds(stream.unbounded_frame_seconds or 0.0)
+        notes.append(
+            f"without bounds {format_bytes(stream.unbounded_growth_bytes)} a frame, and {seconds} a frame"
+        )
+    return notes
+
+
+def _signed(amount: int) -> str:
+    return ("+" if amount > 0 else "") + format_bytes(amount)

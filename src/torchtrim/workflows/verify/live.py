@@ -16,12 +16,12 @@ from torchtrim.certify.live import judge
 from torchtrim.errors import Diverged, UsageError
 from torchtrim.records.files import write_atomically
 from torchtrim.records.plan import Plan
-from torchtrim.runner.live import Live, Verdict, tell
-from torchtrim.runner.planned_script import Ends, run_planned
+from torchtrim.runner.live import Live, StepVerdict, tell
+from torchtrim.runner.planned_script import EndOfScript, run_planned
 from torchtrim.runner.script import Script
 
 OnDifference = Literal["stop", "revert"]
-Differs = Callable[[Live, int, Verdict], None]
+Differs = Callable[[Live, int, StepVerdict], None]
 
 
 def run_checked(
@@ -48,15 +48,15 @@ def run_checked(
             tell(_summary(live))
 
 
-def _revert(live: Live, number: int, _: Verdict) -> None:
+def _revert(live: Live, number: int, _: StepVerdict) -> None:
     live.take_back()
     tell(f"the plan was reverted before step {number}, and the run goes on without it")
 
 
-def _stop(name: str, live: Live, number: int, verdict: Verdict) -> None:
+def _stop(name: str, live: Live, number: int, verdict: StepVerdict) -> None:
     path = Path.cwd() / f"{name}-before-step-{number}.pt"
     write_atomically(path, _saved(live, number - 1))
-    raise Ends(
+    raise EndOfScript(
         Diverged(
             f"step {number} {verdict.reason}. The run was stopped before it, and nothing of it is lost: "
             f"{path.name} has the state of its models, optimizers and random generators after step "

@@ -1,10 +1,11 @@
-"""Steps of different lengths: the longest is recorded and planned for."""
+"""The original's trial: its longest step is recorded and planned for, with the overheads of this machine."""
 
 from __future__ import annotations
 
 from msgspec.structs import replace
 
 from torchtrim.core.units import format_bytes
+from torchtrim.executor.overheads import overheads
 from torchtrim.records.trial import Request, Trial
 
 _DIFFERS = 1.02
@@ -39,3 +40,11 @@ def _peaks(trial: Trial) -> dict[int, int]:
     """Peaks of the measured steps, by number."""
     first = trial.request.warmup
     return {first + n: step.peak_bytes for n, step in enumerate(trial.steps[first:])}
+
+
+def with_overheads(trial: Trial) -> Trial:
+    """The trial with what running again takes besides on this machine, where that is what takes the time."""
+    if trial.profile is None or not trial.profile.device.startswith("cpu"):
+        return trial
+    profile = replace(trial.profile, overheads=overheads())
+    return replace(trial, profile=profile)
