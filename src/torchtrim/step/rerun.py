@@ -132,8 +132,11 @@ def _kept_bytes(step: Step, span: Iterable[int]) -> int:
 
 
 def _rise(step: Step, again: Iterable[int], kept: dict[int, int]) -> int:
-    """The highest that memory rises while the span runs again; what is kept stays."""
-    rise = level = 0
+    """Return the highest rise of memory during the rerun, after which tensors in `kept` stay.
+
+    The generator's state of before the rerun is stashed meanwhile, and restored after it.
+    """
+    rise = level = step.overhead.random_state
     ends: defaultdict[int, int] = defaultdict(int)
     for i in again:
         level -= ends.pop(i, 0)
