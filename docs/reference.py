@@ -15,19 +15,19 @@ from torchtrim.cli.main import torchtrim as command_line
 HERE = Path(__file__).parent
 HEAD = """# Reference
 
-Written by [reference.py](reference.py) from the docstrings. `torchtrim VERB --help` says the same of a verb,
-[schema](schema) has the fields of what is written as JSON, and [rules](rules/index.md) each finding.
+[reference.py](reference.py) writes this page from the docstrings. `torchtrim VERB --help` has the same text for a verb,
+[schema](schema) the fields of JSON output, and [rules](rules/index.md) each finding.
 """
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     lines = [HEAD, "## Command line", "", *verbs(), "## Python", "", *names()]
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
 def verbs() -> Iterator[str]:
-    """Each verb with its arguments and options."""
+    """Yield the lines of each verb, with its arguments and options."""
     context = click.Context(command_line)
     for name in command_line.list_commands(context):
         verb = command_line.get_command(context, name)
@@ -41,18 +41,18 @@ def verbs() -> Iterator[str]:
 
 
 def is_argument(parameter: click.Parameter) -> bool:
-    """Whether it has a place and no name on the command line."""
+    """True for a positional argument."""
     return isinstance(parameter, click.Argument)
 
 
 def option(one: click.Option) -> str:
-    """A row of the table."""
+    """Return a row of the table."""
     named = ", ".join(f"`{name}`" for name in one.opts)
     return f"| {named} | {escaped(one.help or '')} |"
 
 
 def names() -> Iterator[str]:
-    """Each public name with its signature and docstring; of a class its public methods too."""
+    """Yield each public name with its signature and docstring, and the public methods of classes."""
     for name in torchtrim.__all__:
         found = getattr(torchtrim, name)
         yield from (f"### `torchtrim.{name}{signature(found)}`", "")
@@ -65,7 +65,7 @@ def names() -> Iterator[str]:
 
 
 def methods(found: Any) -> list[tuple[str, Any]]:
-    """The public functions that a class of ours defines itself."""
+    """Return the public functions that a class defines itself."""
     if not inspect.isclass(found):
         return []
     return [
@@ -76,7 +76,7 @@ def methods(found: Any) -> list[tuple[str, Any]]:
 
 
 def signature(found: Any) -> str:
-    """The names of the parameters, without types; empty for what is not called."""
+    """Return the names of the parameters, without types; empty if not callable."""
     if inspect.isclass(found) and issubclass(found, Exception):
         return ""
     try:
@@ -100,7 +100,7 @@ def signature(found: Any) -> str:
 
 
 def escaped(text: str) -> str:
-    """Text that does not end a cell."""
+    """Escape text for a cell."""
     return text.replace("|", "\\|").replace("\n", " ")
 
 

@@ -17,40 +17,40 @@ _SET_BY = re.compile(
 )
 _MISSED_COLUMNS = "program", "peak MiB", "state", "inputs", "smallest", "set by"
 _TRAINED_COLUMNS = "program", "levers", "backward passes", "equal"
-_HEAD = """# Public programs, as they are
+_HEAD = """# Public programs, unmodified
 
-`diagnose` and `optimize --memory 60%` on programs that torchtrim was not written for: unmodified, made small
-by their command lines alone, with generated data, on two cores of loaded machines. `python -m
-bench.strangers` makes this page; each program, its commit and its arguments are in
-`bench/strangers/programs.toml`, all figures in `bench/results`. Seconds are of one run each.
+`diagnose` and `optimize --memory 60%` on programs that torchtrim was not written for: unmodified, made small only
+by their command lines, with generated data, on two cores of busy machines. `python -m
+bench.strangers` writes this page; each program, its commit and its arguments are in
+`bench/strangers/programs.toml`, all figures in `bench/results`. Times are from one run each.
 
-*Reached* is the measured peak of the plan, in percent of the original's; where the budget is missed it is
-the smallest found. *Alone* is the script's own time for five steps. *State* is the share of the peak that
-parameters, buffers, gradients and optimizer state take, *inputs* that of batches and of what else the script
-holds from before the step, such as a data set. No plan lowers either, but for gradients.
+*Reached* is the measured peak of the plan, in percent of the original's; if the budget is missed it is
+the smallest found. *Alone* is the script's own time for five steps. *State* is the share of parameters, buffers, gradients and
+optimizer state in the peak, *inputs* the share of batches and other tensors that the script
+holds from before the step, such as a dataset. Plans lower neither, except gradients.
 
 """
 _MISSED = """
-## Where 60 % is missed though state takes less than half
+## Programs that miss 60 % although state takes less than half
 
 """
 _TRAINED = """
 ## Trained on under the plan
 
-Each program ran for 200 backward passes as it is and under its plan, in processes of their own from the same
-seed (`python -m bench.strangers.trained`). *Equal* is how many losses in a row agree to the bit. llama2.c
-compiles itself, and a plan runs compiled functions eagerly, so it was told not to.
+Each program ran for 200 backward passes unplanned and under its plan, in separate processes from the same
+seed (`python -m bench.strangers.trained`). *Equal* is the number of consecutive losses that agree bit for bit. llama2.c
+ran without its own `torch.compile`, since a plan runs compiled functions eagerly.
 
 """
 RANKS_PAGE = PAGE.with_name("programs-in-processes.md")
 _RANKS = """# Public programs in several processes
 
-`optimize --processes 4 --memory 70%` on programs that torchtrim was not written for, made small by their
-command lines alone, with generated data, on two cores of a loaded machine. Where a script insists on CUDA and
-NCCL, it runs on emulated devices, its groups over gloo. `python -m bench.strangers` makes this page; each
+`optimize --processes 4 --memory 70%` on programs that torchtrim was not written for, made small only by their
+command lines, with generated data, on two cores of a busy machine. Scripts that insist on CUDA and
+NCCL run on emulated devices, their groups over gloo. `python -m bench.strangers` writes this page; each
 program and its arguments are in `bench/strangers/ranks.toml`.
 
-The peak is the largest rank's. *Reached* is the measured peak of the plan, in percent of that; where the
+The peak is the largest rank's. *Reached* is the measured peak of the plan, in percent of that; if the
 budget is missed it is the smallest found. *Verdict* is the worst of all ranks.
 
 """
