@@ -15,7 +15,8 @@ from torchtrim.cli.main import torchtrim as command_line
 HERE = Path(__file__).parent
 HEAD = """# Reference
 
-[reference.py](reference.py) writes this page from the docstrings. `torchtrim VERB --help` has the same text for a verb,
+[reference.py](reference.py) writes this page from the docstrings. `torchtrim VERB --help` has the same text
+for a verb,
 [schema](schema) the fields of JSON output, and [rules](rules/index.md) each finding.
 """
 

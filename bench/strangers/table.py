@@ -19,15 +19,15 @@ _MISSED_COLUMNS = "program", "peak MiB", "state", "inputs", "smallest", "set by"
 _TRAINED_COLUMNS = "program", "levers", "backward passes", "equal"
 _HEAD = """# Public programs, unmodified
 
-`diagnose` and `optimize --memory 60%` on programs that torchtrim was not written for: unmodified, made small only
-by their command lines, with generated data, on two cores of busy machines. `python -m
+`diagnose` and `optimize --memory 60%` on programs that torchtrim was not written for: unmodified, made small
+only by their command lines, with generated data, on two cores of busy machines. `python -m
 bench.strangers` writes this page; each program, its commit and its arguments are in
 `bench/strangers/programs.toml`, all figures in `bench/results`. Times are from one run each.
 
-*Reached* is the measured peak of the plan, in percent of the original's; if the budget is missed it is
-the smallest found. *Alone* is the script's own time for five steps. *State* is the share of parameters, buffers, gradients and
-optimizer state in the peak, *inputs* the share of batches and other tensors that the script
-holds from before the step, such as a dataset. Plans lower neither, except gradients.
+*Reached* is the measured peak of the plan, in percent of the original's; if the budget is missed it is the
+smallest found. *Alone* is the script's own time for five steps. *State* is the share of parameters,
+buffers, gradients and optimizer state in the peak, *inputs* the share of batches and other tensors that the
+script holds from before the step, such as a dataset. Plans lower neither, except gradients.
 
 """
 _MISSED = """
@@ -38,8 +38,8 @@ _TRAINED = """
 ## Trained on under the plan
 
 Each program ran for 200 backward passes unplanned and under its plan, in separate processes from the same
-seed (`python -m bench.strangers.trained`). *Equal* is the number of consecutive losses that agree bit for bit. llama2.c
-ran without its own `torch.compile`, since a plan runs compiled functions eagerly.
+seed (`python -m bench.strangers.trained`). *Equal* is the number of consecutive losses that agree bit
+for bit. llama2.c ran without its own `torch.compile`, since a plan runs compiled functions eagerly.
 
 """
 RANKS_PAGE = PAGE.with_name("programs-in-processes.md")
